@@ -178,7 +178,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # comparison
     "common_frame": (lambda: ps.common_frame(transposed(4), weights(4), GROUP), "weights_p"),
     "mmd": (lambda: ps.mmd(weights(20), broken(20)), "weights_q"),
-    "mmd, layers": (lambda: ps.mmd(weights(20), weights(20), layers={"a": ["0.weight"] * 2}), "layers"),
     "mmd, too few": (lambda: ps.mmd(weights(20), weights(1)), "weights_q"),
     "mmd_test": (lambda: ps.mmd_test(weights(20), weights(20), num_permutations=3), "num_permutations"),
     "marginal_wasserstein": (lambda: ps.marginal_wasserstein(weights(9), weights(9), 0.5), "p"),

@@ -25,26 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric import arguments
+from pyro_symmetric import arguments, diagnostics
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.calls import described
 from pyro_symmetric.chain_statistics import ChainStatistics, also_of_one, evenly_spaced, exceeded_by_few
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
-from pyro_symmetric.diagnostics import (
-    EFFECTIVE_DRAWS,
-    R_HAT,
-    Check,
-    Status,
-    checked,
-    copies,
-    finite,
-    graded,
-    moving,
-    sampler_checks,
-    starts,
-    temperature,
-)
+from pyro_symmetric.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked, graded
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
@@ -206,13 +193,13 @@ def diagnose(
 
     density = {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
     drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
-    first = [finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
+    first = [diagnostics.finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
     if first[0].status == "pass":
-        first += copies(posterior.samples) if posterior.rows == "chains" else [_enough(posterior)]
+        first += diagnostics.copies(posterior.samples) if posterior.rows == "chains" else [_enough(posterior)]
     if posterior.rows == "independent" or any(check.status == "fail" for check in first):
         return diagnosis(first)
     spaces = _spaces(posterior, symmetry, model, x, predictions)
-    made = finite(
+    made = diagnostics.finite(
         {f"{space} {site!r}": v for space in (MODULO, PREDICTIONS) for site, v in spaces.get(space, {}).items()}
     )
     if made.status == "fail":
@@ -228,10 +215,10 @@ def diagnose(
     subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
     checks = [
         *first,
-        moving(posterior.samples),
+        diagnostics.moving(posterior.samples),
         *agreed,
-        *starts(posterior.metadata),
-        *sampler_checks(posterior.statistics, subsampled, arrived),
+        *diagnostics.starts(posterior.metadata),
+        *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
         *_of_energy(posterior, num_draws, subsampled, arrived),
     ]
     return diagnosis(checks, statistics)
@@ -374,10 +361,10 @@ def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: 
     others = (z.mean(1, keepdim=True).sum(0) - z.mean(1, keepdim=True)) / max(1, len(z) - 1)  # means of other chains
     own = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
     sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
-    found = [temperature("temperature", own.mean(-1), subsampled, arrived)]
+    found = [diagnostics.temperature("temperature", own.mean(-1), subsampled, arrived)]
     for site, value in zip(full.layout.unconstrained_shapes, own.split(sizes, dim=-1), strict=True):
         if len(sizes) > 1 and value.shape[-1]:
-            found.append(temperature("temperature", value.mean(-1), subsampled, arrived, site))
+            found.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
     grave = [check for check in found if check.status in ("warn", "fail")]
     yield max(grave, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=found[0])
     if (batch_size := getattr(posterior.kernel, "batch_size", None)) is not None:

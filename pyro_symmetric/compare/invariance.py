@@ -58,7 +58,7 @@ def invariance_tests(
     Of a posterior's chains as many draws are used, evenly spaced, as
     :func:`~pyro_symmetric.compare.independent_draws` counts; of independent rows all.
 
-    The result's arrays, for each set of units:
+    The result's numbers, for each set of units:
 
     * ``p_value``: the smaller of its two tests', adjusted by Holm for all tests of all sets.
     * ``index_p_value``, ``index_adjusted``: that of the index, as it is and adjusted; ``index_statistic``, Pearson's
@@ -118,13 +118,10 @@ def invariance_tests(
     return SignificanceTest(
         title="Invariance",
         num_samples=(draws,),
-        labels={"units": own.pop("name", [])},
-        arrays={
-            **{key: (("units",), values) for key, values in own.items()},
-            "index_counts": (("units", "copy", "unit"), counts.numpy()),
-        },
-        settings={"max_tests": max_tests},
-        columns=("size", "index_adjusted", "marginal_adjusted", "marginal_rejected", "marginal_tests"),
+        axis="units",
+        parts=tuple(own.pop("name", [])),
+        numbers={**own, "index_counts": counts.numpy()},
+        shown=("size", "index_adjusted", "marginal_adjusted", "marginal_rejected", "marginal_tests"),
         verdict=_verdict(found, adjusted, level, draws),
         p_value=p_value,
         level=level,

@@ -8,37 +8,24 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.samples import Draws, samples_of
-from pyro_symmetric.weights import is_running_statistic, require_finite, require_sites
+from pyro_symmetric.weights import is_running_statistic, require_finite
 
-Layers = Mapping[str, Sequence[str]]
 SIDES = ("weights_p", "weights_q")
 
 
-def group_sites(sites: Sequence[str], layers: Layers | None = None) -> dict[str, tuple[str, ...]]:
-    """Layer -> its sites: the given ``layers``, checked, or the default grouping by the names up to the last dot.
-
-    By default running statistics are left out: they are no weights, and would outweigh them.
-    """
-    if layers is None:
-        grouped: dict[str, list[str]] = {}
-        for site in itertools.filterfalse(is_running_statistic, sites):
-            grouped.setdefault(site.rpartition(".")[0] or site, []).append(site)
-        return {name: tuple(members) for name, members in grouped.items()}
-    arguments.mapping("layers", layers, "layer -> its sites")
-    found = {name: tuple(arguments.listed(f"layers[{name!r}]", own, str, "sites")) for name, own in layers.items()}
-    named = [site for own in found.values() for site in own]
-    if not named or not all(found.values()) or len(set(named)) < len(named) or not set(named) <= set(sites):
-        raise ValueError(
-            f"layers is {dict(layers)}; each layer must name one or more of the sites {list(sites)}, and no site twice"
-        )
-    return found
+def group_sites(sites: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Layer -> its sites, without running statistics: they are no weights, and would outweigh them."""
+    grouped: dict[str, tuple[str, ...]] = {}
+    for site in itertools.filterfalse(is_running_statistic, sites):
+        name = site.rpartition(".")[0] or site
+        grouped[name] = (*grouped.get(name, ()), site)
+    return grouped
 
 
 class PairedSamples:
@@ -46,23 +33,21 @@ class PairedSamples:
 
     :param weights_p: a ``Posterior``, or site -> samples ``(samples, *site_shape)``.
     :param weights_q: the same sites; the number of samples may differ.
-    :param layers: layer -> its sites; sites that are not named are left out. Default: see :func:`group_sites`.
     :param minimum: the smallest number of samples allowed on each side.
     """
 
-    def __init__(self, weights_p: Draws, weights_q: Draws, layers: Layers | None = None, *, minimum: int = 1):
+    def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
         p, q = self.weights = (samples_of(weights_p, SIDES[0]), samples_of(weights_q, SIDES[1]))
         here, there = ({site for site in side if not is_running_statistic(site)} for side in self.weights)
-        if layers is None and here != there:
+        if here != there:
             raise ValueError(
-                "weights_p and weights_q must have the same sites (or layers must name those to compare); only in "
-                f"weights_p: {sorted(here - there)}, only in weights_q: {sorted(there - here)}"
+                f"weights_p and weights_q must have the same sites; only in weights_p: {sorted(here - there)}, only in "
+                f"weights_q: {sorted(there - here)}"
             )
-        self.layers = group_sites(list(p), layers)
+        self.layers = group_sites(p)
         sites = [site for members in self.layers.values() for site in members]
         if not sites:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
-        require_sites(q, sites, SIDES[1])
         for site in sites:
             _require_alike(site, p[site], q[site])
         _warn_of_chains({site: p[site] for site in sites})

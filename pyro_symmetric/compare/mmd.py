@@ -34,23 +34,20 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.layers import Layers, PairedSamples
+from pyro_symmetric.compare.layers import PairedSamples
 from pyro_symmetric.compare.results import DistanceResult, Result, SignificanceTest
 from pyro_symmetric.samples import Draws
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance
 NORMS = (2, 1)  # of the distances in Gaussian and in Laplace kernels
-KERNELS = ("gaussian",) * NUM_BANDWIDTHS + ("laplace",) * NUM_BANDWIDTHS
 LEAST_ORDERS = 19
 _CACHE_ENTRIES = 2**19  # weights of all samples at a time, which a processor's cache holds
 _LEAST_CHUNK = 64  # weights of one sample
 
 
 @torch.no_grad()
-def mmd(
-    weights_p: Draws, weights_q: Draws, *, layers: Layers | None = None, bandwidths: Result | None = None
-) -> DistanceResult:
+def mmd(weights_p: Draws, weights_q: Draws, *, bandwidths: Result | None = None) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
     >>> result = ps.mmd({"0.weight": torch.randn(100, 5, 3)}, {"0.weight": torch.randn(80, 5, 3) + 1})
@@ -58,9 +55,9 @@ def mmd(
     True
 
     The result's totals are ``median``, ``mean`` and ``maximum`` over the kernels, averaged over layers by their number
-    of weights. Its arrays: the same of each layer, ``num_weights``, and of each layer and kernel ``squared`` (the
-    squared discrepancy) and ``bandwidth``. Weights are taken as they come: modulo a symmetry,
-    ``mmd(*common_frame(p, q, symmetry))``.
+    of weights. Its numbers: the same of each layer, ``num_weights``, and of each layer and kernel (ten
+    Gaussian ones, ten Laplace) ``squared``, the squared discrepancy, and ``bandwidth``. Weights are taken as they come:
+    modulo a symmetry, ``mmd(*common_frame(p, q, symmetry))``.
 
     Time grows with samples² times weights, memory beyond the inputs with samples² alone, some ``24 (m + n)²`` bytes.
     Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into memory.
@@ -68,13 +65,11 @@ def mmd(
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
-        running statistics left out.
     :param bandwidths: an earlier result, of the test too, whose bandwidths are used again, so that several comparisons
         use the same kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
-    samples = PairedSamples(weights_p, weights_q, layers, minimum=2)
+    samples = PairedSamples(weights_p, weights_q, minimum=2)
     given = {} if bandwidths is None else _bandwidths_of(bandwidths, samples)
     m, n = samples.num_samples
     of_p = (torch.arange(m + n, device="cpu") < m).double()[:, None]
@@ -88,12 +83,13 @@ def mmd(
     return DistanceResult(
         title="Squared MMD (over 20 kernels)",
         num_samples=samples.num_samples,
-        labels={"layer": list(samples.layers), "kernel": KERNELS},
-        arrays={
-            "num_weights": (("layer",), counts.numpy()),
-            **{name: (("layer",), value.numpy()) for name, value in by_layer.items()},
-            "squared": (("layer", "kernel"), table.numpy()),
-            "bandwidth": (("layer", "kernel"), widths.numpy()),
+        axis="layer",
+        parts=tuple(samples.layers),
+        numbers={
+            "num_weights": counts.numpy(),
+            **{name: value.numpy() for name, value in by_layer.items()},
+            "squared": table.numpy(),
+            "bandwidth": widths.numpy(),
         },
         totals={name: float(value @ share) for name, value in by_layer.items()},
     )
@@ -106,7 +102,6 @@ def mmd_test(
     *,
     level: float = 0.05,
     num_permutations: int = 500,
-    layers: Layers | None = None,
 ) -> SignificanceTest:
     """Test whether two sets of weights come from one distribution, by permutations, over twenty kernels a layer.
 
@@ -119,7 +114,7 @@ def mmd_test(
     :func:`~pyro_symmetric.compare.independent_draws`). A test of equality modulo a symmetry is
     ``mmd_test(*common_frame(p, q, symmetry))``: no frame that it finds looks at which sample a draw belongs to.
 
-    The result's arrays: of each layer its ``p_value``, adjusted for the number of layers and kernels, and
+    The result's numbers: of each layer its ``p_value``, adjusted for the number of layers and kernels, and
     ``largest_mmd``; of each layer and kernel ``squared`` (the squared discrepancy) and ``bandwidth``.
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
@@ -128,8 +123,6 @@ def mmd_test(
     :param weights_q: the same sites, ``n`` samples.
     :param level: probability of rejecting if there is no difference.
     :param num_permutations: ``B``; the smallest possible p-value is ``1 / (B + 1)``.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
-        running statistics left out.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, a weight isn't finite, or
         so few permutations can't reject at the level.
     """
@@ -140,7 +133,7 @@ def mmd_test(
             f"num_permutations is {num_permutations}; at level {level} at least "
             f"{max(LEAST_ORDERS, round(1 / level))} are needed"
         )
-    samples = PairedSamples(thinned(weights_p, "weights_p"), thinned(weights_q, "weights_q"), layers, minimum=2)
+    samples = PairedSamples(thinned(weights_p, "weights_p"), thinned(weights_q, "weights_q"), minimum=2)
     m, n = samples.num_samples
     # orders of the pooled sample, the observed one first, the same for every layer
     orders = torch.rand(num_permutations + 1, m + n, dtype=torch.float64, device="cpu").argsort(1)
@@ -158,14 +151,14 @@ def mmd_test(
     return SignificanceTest(
         title="Two-sample test",
         num_samples=samples.num_samples,
-        labels={"layer": list(by_layer), "kernel": KERNELS},
-        arrays={
-            "p_value": (("layer",), list(by_layer.values())),
-            "largest_mmd": (("layer",), values[..., 0].amax(1).tolist()),
-            "squared": (("layer", "kernel"), values[..., 0].numpy()),
-            "bandwidth": (("layer", "kernel"), widths.numpy()),
+        axis="layer",
+        parts=tuple(by_layer),
+        numbers={
+            "p_value": list(by_layer.values()),
+            "largest_mmd": values[..., 0].amax(1).tolist(),
+            "squared": values[..., 0].numpy(),
+            "bandwidth": widths.numpy(),
         },
-        settings={"num_permutations": num_permutations},
         verdict=_verdict(p_value, by_layer, level, samples.num_samples),
         p_value=p_value,
         level=level,
@@ -219,7 +212,7 @@ def _over_kernels(
             grid = grid_of(distances, layer, norm)
             values += [_discrepancies(distances, width, norm, of_p).cpu() for width in grid.tolist()]
             widths.append(grid.cpu())
-    shape = (len(samples.layers), len(KERNELS))
+    shape = (len(samples.layers), 2 * NUM_BANDWIDTHS)
     return torch.stack(values).reshape(*shape, -1), torch.cat(widths).reshape(shape)
 
 
@@ -266,7 +259,7 @@ def _discrepancies(distances: Tensor, bandwidth: float, norm: int, of_p: Tensor)
 def _bandwidths_of(earlier: Result, samples: PairedSamples) -> dict[str, dict[int, Tensor]]:
     """Layer -> norm -> the bandwidths of an earlier result."""
     arguments.instance("bandwidths", earlier, Result, "an earlier result of mmd")
-    if "bandwidth" not in earlier.arrays or set(samples.layers) != set(earlier.parts):
+    if "bandwidth" not in earlier.numbers or set(samples.layers) != set(earlier.parts):
         raise ValueError(
             f"bandwidths is the {earlier.title} of the layers {sorted(earlier.parts)}; it must be a result of mmd, of "
             f"the layers {sorted(samples.layers)}"

@@ -47,7 +47,7 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
         ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
         inputs, outputs)`` or ``(inputs, outputs)``.
     :param q: the other, for the same inputs; members may differ in number.
-    :return: a result whose array ``distance`` is that of each input.
+    :return: a result whose number ``distance`` is that of each input.
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
@@ -71,8 +71,9 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     return DistanceResult(
         title="Total variation of predictions",
         num_samples=tuple(len(side[0]) for side in sides),
-        labels={"input": [str(row) for row in range(len(values))]},
-        arrays={"distance": (("input",), values)},
+        axis="input",
+        parts=tuple(map(str, range(len(values)))),
+        numbers={"distance": values},
         totals={"mean": float(values.mean()), "maximum": float(values.max())},
     )
 

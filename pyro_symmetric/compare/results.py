@@ -1,11 +1,10 @@
-"""Results of comparisons: distances and tests, with their numbers on named axes, as text, as JSON and as a figure."""
+"""Results of comparisons: distances and tests, with the numbers of their parts, as text, as JSON and as a figure."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,43 +17,30 @@ MOST_LINES = 60  # of a table
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """Numbers on named axes, of which the first runs over the parts that were compared (layers, sets of units).
+    """Numbers of the parts that were compared.
 
     :param title: what was measured, and of what.
     :param num_samples: how many draws of each side were used.
-    :param labels: axis -> the names along it; the first axis is that of the parts.
-    :param arrays: name -> (axes, values).
-    :param settings: the options that it was computed with.
-    :param columns: the arrays that are shown in the table of parts; by default all with one number for each part.
+    :param axis: what the parts are: ``"layer"``, ``"units"``, ``"input"``.
+    :param parts: their names.
+    :param numbers: name -> one number for each part, or an array whose first axis runs over the parts.
+    :param shown: the numbers in the printed table; by default all with one for each part.
     """
 
     title: str
     num_samples: tuple[int, ...]
-    labels: Mapping[str, Sequence[str]]
-    arrays: Mapping[str, tuple[tuple[str, ...], Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    columns: Sequence[str] = ()
-
-    @functools.cached_property
-    def data(self) -> Any:
-        """All arrays as one :class:`xarray.Dataset`.
-
-        >>> result.data["median"].sel(layer="0")
-        """
-        import xarray  # which takes half a second to load
-
-        labels = {axis: list(names) for axis, names in self.labels.items()}
-        return xarray.Dataset(dict(self.arrays), coords=labels, attrs=self.settings)
+    axis: str
+    parts: tuple[str, ...]
+    numbers: Mapping[str, Any]
+    shown: Sequence[str] = ()
 
     @property
-    def axis(self) -> str:
-        """The name of the first axis: ``"layer"``, say."""
-        return next(iter(self.labels))
+    def table(self) -> Any:
+        """A :class:`pandas.DataFrame` of all that is one number for each part."""
+        import pandas  # which takes half a second to load
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of what was compared part by part: layers, or sets of units."""
-        return tuple(self.labels[self.axis])
+        columns = {name: values for name, values in self.numbers.items() if np.ndim(values) == 1}
+        return pandas.DataFrame(columns, index=pandas.Index(self.parts, name=self.axis))
 
     def of(self, part: str) -> dict[str, Any]:
         """The numbers of one part: a number, or an array if there are further axes.
@@ -62,28 +48,28 @@ class Result:
         >>> mmd(p, q).of("0")["median"]
         """
         place = self.parts.index(arguments.one_of("part", part, self.parts))
-        rows = {name: values[place] for name, (axes, values) in self.arrays.items() if axes[:1] == (self.axis,)}
+        rows = {name: values[place] for name, values in self.numbers.items()}
         return {name: value if np.ndim(value) else plain(value) for name, value in rows.items()}
 
     def plot(self) -> Any:
-        """A bar for each part: of the array that says most."""
+        """A bar for each part: of the numbers that say most."""
         from pyro_symmetric.plots import bars  # which loads matplotlib
 
-        name = next((name for name in self._overall() if name in self.arrays), next(iter(self.arrays)))
-        return bars(self.parts, [self.of(part)[name] for part in self.parts], self.axis, name, self.title)
+        name = next((name for name in self._overall() if name in self.numbers), next(iter(self.numbers)))
+        return bars(self.parts, list(self.numbers[name]), self.axis, name, self.title)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
         parts = {part: self.of(part) for part in self.parts}
-        found = {"title": self.title, **self._overall(), **self.settings, "num_samples": self.num_samples}
-        return plain(found | {"parts": parts})
+        return plain({"title": self.title, **self._overall(), "num_samples": self.num_samples, "parts": parts})
 
     def __repr__(self) -> str:
-        columns = self.columns or [name for name, (axes, _) in self.arrays.items() if axes == (self.axis,)]
-        rows = [(self.axis, *(name.replace("_", " ") for name in columns))]
-        rows += [(part, *(_cell(self.of(part)[name]) for name in columns)) for part in self.parts[:MOST_LINES]]
-        more = [f"  ... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
-        return "\n".join([self._head(), *([table(rows)] if self.parts else []), *more])
+        if not self.parts:
+            return self._head()
+        shown = self.table[list(self.shown)] if self.shown else self.table
+        more = [f"... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
+        rows = shown.head(MOST_LINES).rename(columns=lambda name: name.replace("_", " "))
+        return "\n".join([self._head(), rows.to_string(float_format="{:.3g}".format), *more])
 
     def _overall(self) -> dict[str, Any]:
         """The numbers of everything together."""
@@ -158,24 +144,28 @@ class SignificanceTest(Result):
         return f"{self.title}: {self.verdict}"
 
 
-class Scores:
-    """Results made of numbers, tensors, and results again."""
+class Scores(dict[str, Any]):
+    """Scores by name, which are attributes, too: ``scores.nll`` is ``scores["nll"]``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"no score {name!r}; there are {list(self)}")
+        return self[name]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
-        return {entry.name: plain(getattr(self, entry.name)) for entry in fields(self)}  # type: ignore[arg-type]
+        return plain(self)
 
     def __repr__(self) -> str:
         """The numbers, one a line; curves are left out."""
-        rows = []
-        for name, value in vars(self).items():
-            if isinstance(value, float):
-                rows.append((name, f"{value:.4g}"))
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    numbers = vars(item).items() if isinstance(item, Scores) else [("", item)]
-                    rows.append((f"{name} {key}", ", ".join(f"{k} {v:.4g}".strip() for k, v in numbers)))
-        return f"{type(self).__name__}\n{table(rows, left=(0, 1))}"
+        rows = [(name, f"{value:.4g}") for name, value in self.items() if isinstance(value, float)]
+        for name, parts in self.items():
+            for part, value in parts.items() if isinstance(parts, dict) else ():
+                if isinstance(value, dict):
+                    rows.append((f"{name} {part}", ", ".join(f"{key} {v:.4g}" for key, v in value.items())))
+                elif isinstance(value, float):
+                    rows.append((f"{name} {part}", f"{value:.4g}"))
+        return f"Scores\n{table(rows, left=(0, 1))}"
 
 
 # as text and as plain numbers ---------------------------------------------------------------------------------------
@@ -198,10 +188,4 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value.to_dict() if isinstance(value, Scores) else value
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    return value

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,94 +31,26 @@ from pyro_symmetric.compare.diversity import mean_entropy, members_of, predictiv
 from pyro_symmetric.compare.results import Scores
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class CalibrationCurve(Scores):
-    """Reliability of the top label, in bins of equal width; tensors ``(num_bins,)`` on the CPU.
-
-    :param edges: bounds of the bins, ``(num_bins + 1,)``.
-    :param confidence: mean confidence in each bin; NaN (``None`` in ``to_dict``) if it is empty.
-    :param accuracy: share of correct predictions in each bin; likewise.
-    :param count: number of predictions in each bin.
-    """
-
-    edges: Tensor
-    confidence: Tensor
-    accuracy: Tensor
-    count: Tensor
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class DetectionScores(Scores):
-    """Detection of inputs from out of the distribution (the positive class) by one uncertainty score.
-
-    :param aupr: area under the precision-recall curve, as average precision.
-    :param auroc: area under the receiver operating characteristic; 0.5 by chance.
-    :param fpr95: share of in-distribution inputs flagged at the threshold that flags at least 95 % of the others.
-    """
-
-    aupr: float
-    auroc: float
-    fpr95: float
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ClassificationScores(Scores):
-    """Scores of a classifier; see :func:`classification`.
-
-    :param accuracy: share of inputs whose most probable class is the label.
-    :param nll: mean negative log probability of the label, in nats.
-    :param brier: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
-    :param ece: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo et al. 2017).
-    :param adaptive_ece: the same in bins of equal count (Nixon et al. 2019, for the top label).
-    :param uncertainty: ``"entropy"`` and, of members, ``"mutual_information"`` of the predictions -> mean, in nats.
-    :param uncertainty_ood: the same out of the distribution; empty without such inputs.
-    :param detection: uncertainty score (``"maximum_probability"``, ``"entropy"``, ``"mutual_information"``) ->
-        :class:`DetectionScores`; likewise.
-    :param calibration: the reliability curve.
-    """
-
-    accuracy: float
-    nll: float
-    brier: float
-    ece: float
-    adaptive_ece: float
-    uncertainty: dict[str, float]
-    uncertainty_ood: dict[str, float]
-    detection: dict[str, DetectionScores]
-    calibration: CalibrationCurve
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class RegressionScores(Scores):
-    """Scores of a regression; see :func:`regression`.
-
-    :param log_predictive_density: mean log density of the targets, in nats per input.
-    :param rmse: root mean squared error of the mean prediction.
-    :param mae: mean absolute error of the mean prediction.
-    :param coverage: level of the central predictive interval -> share of targets inside.
-    :param calibration_error: mean absolute difference of coverage and level, over the levels of ``calibration_levels``.
-    :param calibration_levels: levels ``0.05, 0.10, ... 0.95``, ``(19,)``, for the calibration curve.
-    :param calibration_coverage: share of targets inside the central interval of each level, ``(19,)``.
-    """
-
-    log_predictive_density: float
-    rmse: float
-    mae: float
-    coverage: dict[float, float]
-    calibration_error: float
-    calibration_levels: Tensor
-    calibration_coverage: Tensor
-
-
 @torch.no_grad()
 def classification(
     probabilities: Tensor, labels: Tensor, ood_probabilities: Tensor | None = None, *, num_bins: int = 15
-) -> ClassificationScores:
+) -> Scores:
     """Score a classifier's predictive probabilities.
 
     >>> scores = classification(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
     >>> scores.accuracy
     1.0
+
+    * ``accuracy``: share of inputs whose most probable class is the label.
+    * ``nll``: mean negative log probability of the label, in nats.
+    * ``brier``: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
+    * ``ece``, ``adaptive_ece``: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo
+      et al. 2017), and of equal count (Nixon et al. 2019).
+    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"`` and, of members, ``"mutual_information"`` -> mean, in nats.
+    * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"`` -> see :func:`detect`; empty
+      without inputs from elsewhere.
+    * ``calibration``: the reliability curve: ``edges`` of the bins, and of each its mean ``confidence``, ``accuracy``
+      (both NaN if it is empty) and ``count``.
 
     A probability of 0 for the label counts as the smallest positive normal number of the dtype in the NLL (87 nats in
     float32), so that underflow of a softmax doesn't make it infinite.
@@ -150,7 +81,7 @@ def classification(
         {name: float(v.mean()) for name, v in s.items() if name != "maximum_probability"} for s in (inside, outside)
     ]
     gaps = (correct - confidence)[confidence.argsort(stable=True)].tensor_split(min(num_bins, len(correct)))
-    return ClassificationScores(
+    return Scores(
         accuracy=float(correct.mean()),
         nll=float(-of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean()),
         brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
@@ -166,10 +97,16 @@ def classification(
 @torch.no_grad()
 def regression(
     means: Tensor, noise_scale: Tensor | float, targets: Tensor, *, levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95)
-) -> RegressionScores:
+) -> Scores:
     r"""Score a regression whose members predict Gaussians: the predictive is their mixture.
 
     .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
+
+    * ``log_predictive_density``: mean log density of the targets, in nats per input.
+    * ``rmse``, ``mae``: root mean squared, and mean absolute, error of the mean prediction.
+    * ``coverage``: level of the central predictive interval -> share of targets inside.
+    * ``calibration_levels``, ``calibration_coverage``: the same of the levels 0.05, 0.10, ... 0.95.
+    * ``calibration_error``: mean absolute difference of the two.
 
     Coverage is that of the mixture's own central intervals: ``y`` lies in the one of level ``c`` if the mixture's
     distribution function at ``y`` lies within ``c / 2`` of one half. With several outputs the density is joint (outputs
@@ -197,7 +134,7 @@ def regression(
     grid = torch.arange(1, 20, dtype=torch.float64, device=distance.device) / 20
     covered = (distance <= grid[:, None] / 2).double().mean(-1)
     error = means.mean(0) - targets
-    return RegressionScores(
+    return Scores(
         log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean()) - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
@@ -208,8 +145,12 @@ def regression(
     )
 
 
-def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
+def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     """Score how well an uncertainty separates inputs from out of the distribution (positive) from those within.
+
+    ``aupr``: area under the precision-recall curve, as average precision; ``auroc``: area under the receiver operating
+    characteristic, 0.5 by chance; ``fpr95``: share of inputs from within that are flagged at the threshold that flags
+    at least 95 % of the others.
 
     :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
@@ -226,7 +167,7 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> DetectionScores:
     score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
     positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
-    return DetectionScores(
+    return Scores(
         aupr=float(metrics.average_precision_score(positive, score)),
         auroc=float(metrics.auc(false_rate, true_rate)),
         fpr95=float(false_rate[true_rate >= 0.95][0]),
@@ -281,13 +222,13 @@ def _uncertainties(members: Tensor) -> dict[str, Tensor]:
     return scores
 
 
-def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> CalibrationCurve:
+def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Scores:
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
     # bins are closed on the left, as in torchmetrics; a confidence of exactly 1 belongs to the last
     index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
     rows = (torch.ones_like(confidence), confidence, correct)
     count, total, right = (torch.bincount(index, row, num_bins).cpu() for row in rows)
-    return CalibrationCurve(edges.cpu(), total / count, right / count, count.long())
+    return Scores(edges=edges.cpu(), confidence=total / count, accuracy=right / count, count=count.long())
 
 
 def _require_finite(name: str, value: Tensor) -> None:

@@ -13,27 +13,37 @@ marginals and different dependence are at distance 0.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.layers import Layers, PairedSamples
+from pyro_symmetric.compare.layers import PairedSamples
 from pyro_symmetric.compare.results import DistanceResult
 from pyro_symmetric.samples import Draws
+from pyro_symmetric.weights import Weights, unflatten
 
 _CHUNK_ENTRIES = 2**23  # values sorted at a time
 
 
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class MarginalDistance(DistanceResult):
+    """The distances of all weights' marginals.
+
+    :param by_site: site -> the distance of each weight, float64, on the CPU.
+    """
+
+    by_site: Weights
+
+
 @torch.no_grad()
-def marginal_wasserstein(
-    weights_p: Draws, weights_q: Draws, p: float = 1, *, layers: Layers | None = None
-) -> DistanceResult:
+def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> MarginalDistance:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
     The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, if the marginals are equal. The
-    result's totals are ``mean``, ``median`` and ``maximum`` over all weights. Its arrays: the same over each layer's
-    weights, ``num_weights``, and as ``weights/<site>`` the distance of each weight, on the axes ``<site>_0`` ...
+    result's totals are ``mean``, ``median`` and ``maximum`` over all weights. Its numbers: the same over each layer's
+    weights, and ``num_weights``; ``by_site`` holds the distance of each weight.
 
     >>> p = {"w": torch.randn(100, 3)}
     >>> round(ps.marginal_wasserstein(p, {"w": p["w"] + 2.0}).value, 3)
@@ -42,33 +52,31 @@ def marginal_wasserstein(
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; the number of samples may differ.
     :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
-    :param layers: layer -> its sites. Default: sites whose names agree up to the last dot form a layer,
-        running statistics left out.
     :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
     """
     arguments.number("p", p, least=1)
-    samples = PairedSamples(weights_p, weights_q, layers)
+    samples = PairedSamples(weights_p, weights_q)
     step = max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
-    by_layer, arrays = {}, {}
+    by_layer, by_site = {}, Weights()
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
         parts = [_distance(x, y, p) for x, y in samples.columns(layer, step)]
         by_layer[layer] = torch.cat(parts).cpu() if parts else torch.zeros(0, device="cpu")
-        pieces = by_layer[layer].split([samples.shapes[site].numel() for site in sites])
-        for site, values in zip(sites, pieces, strict=True):
-            shape = samples.shapes[site]
-            arrays[f"weights/{site}"] = tuple(f"{site}_{i}" for i in range(len(shape))), values.reshape(shape).numpy()
+        shapes = {site: samples.shapes[site] for site in sites}
+        by_site |= unflatten(by_layer[layer], sites, shapes)
     totals = _summary(torch.cat(list(by_layer.values())))
     summaries = [_summary(values) for values in by_layer.values()]
-    counts: dict[str, list[float]] = {"num_weights": [values.numel() for values in by_layer.values()]}
-    columns = counts | {name: [one[name] for one in summaries] for name in totals}
-    return DistanceResult(
+    return MarginalDistance(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,
-        labels={"layer": list(by_layer)},
-        arrays={**{name: (("layer",), values) for name, values in columns.items()}, **arrays},
-        settings={"order": float(p)},
+        axis="layer",
+        parts=tuple(by_layer),
+        numbers={
+            "num_weights": [values.numel() for values in by_layer.values()],
+            **{name: [one[name] for one in summaries] for name in totals},
+        },
         totals=totals,
+        by_site=by_site,
     )
 
 

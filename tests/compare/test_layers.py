@@ -34,8 +34,6 @@ def test_running_statistics_are_no_weights_unless_they_are_named():
     weights = {"1.weight": torch.randn(5, 3), "1.running_mean": torch.randn(5, 3), "1.running_var": torch.rand(5, 3)}
     assert PairedSamples(weights, weights).layers == {"1": ("1.weight",)}
     assert PairedSamples(weights, {"1.weight": weights["1.weight"]}).num_weights("1") == 3  # an ensemble and a guide
-    named = PairedSamples(weights, weights, {"1": ("1.weight", "1.running_mean")})
-    assert named.num_weights("1") == 6
 
 
 def test_a_distance_of_batch_normalised_networks_ignores_the_scale_of_their_inputs():

@@ -60,10 +60,10 @@ def test_layers_count_by_their_number_of_weights():
     p = {"0.weight": torch.randn(20, 6, 2), "2.weight": torch.randn(20, 1, 3), "noise_scale": torch.rand(20)}
     q = {site: torch.randn_like(value) + 0.3 for site, value in p.items()}
     result = mmd(p, q)
-    assert result.data["num_weights"].values.tolist() == [12, 3, 1]
+    assert result.numbers["num_weights"].tolist() == [12, 3, 1]
     for statistic in ("median", "mean", "maximum"):
         parts = [result.of(layer)[statistic] for layer in ("0", "2", "noise_scale")]
-        assert result.data[statistic].values.tolist() == parts
+        assert result.table[statistic].tolist() == parts
         assert result[statistic] == pytest.approx(np.average(parts, weights=[12, 3, 1]))
     assert result.value == result["median"]
 
@@ -165,7 +165,6 @@ def test_result_is_readable_and_plain():
     plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert plain["parts"]["0"]["num_weights"] == 3
     assert len(plain["parts"]["0"]["squared"]) == 20
-    assert result.data["squared"].sel(layer="0", kernel="laplace").shape == (10,)
     assert result.plot().axes[0].get_title() == result.title
     with pytest.raises(KeyError, match="no total 'least'"):
         result["least"]

@@ -105,6 +105,6 @@ def test_result_is_readable_plain_and_reproducible():
     assert mmd_test(p, q, num_permutations=49).to_dict() == first.to_dict()
     assert "10 samples against 8" in repr(first)
     assert first.rejected == (first.p_value <= 0.05)
-    assert first.data["squared"].shape == (1, 20)
+    assert first.numbers["squared"].shape == (1, 20)
     assert first.plot().axes[0].get_ylabel() == "p_value"
-    assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_permutations"] == 49
+    assert json.loads(json.dumps(first.to_dict(), allow_nan=False))["num_samples"] == [10, 8]
