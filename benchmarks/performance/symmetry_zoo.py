@@ -48,8 +48,8 @@ Column = Callable[[Symmetry, nn.Module, tuple[Any, ...]], Any]
 COLUMNS: dict[str, Column] = {
     "factors": lambda symmetry, net, inputs: len(symmetry.permutations.factors),
     "log_order": lambda symmetry, net, inputs: symmetry.permutations.log_order(),
-    "scales": lambda symmetry, net, inputs: sum(int(own.sum()) for own in symmetry.group.independent("scale").values()),
-    "signs": lambda symmetry, net, inputs: sum(int(own.sum()) for own in symmetry.group.independent("flip").values()),
+    "scales": lambda symmetry, net, inputs: sum(symmetry.group[n].count for n in symmetry.group.names("scale")),
+    "signs": lambda symmetry, net, inputs: sum(symmetry.group[n].count for n in symmetry.group.names("flip")),
 }
 HEADER = (
     "architecture", "M", "factors", "log-order", "scales", "signs", "find s", "verify s", "passes", "null directions",

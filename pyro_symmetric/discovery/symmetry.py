@@ -54,10 +54,8 @@ class Symmetry:
 
     def __repr__(self) -> str:
         group = self.group
-        permuted = sum(group[name].count for name in group.names("permute"))
-        scales, flips = (
-            sum(int(units.sum()) for units in group.independent(move).values()) if group.names(move) else 0
-            for move in ("scale", "flip")
+        permuted, scales, flips = (
+            sum(group[name].count for name in group.names(move)) for move in ("permute", "scale", "flip")
         )
         least = "at least " if self.at_least else ""
         head = (

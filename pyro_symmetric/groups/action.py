@@ -14,7 +14,6 @@ symmetric; the formula is evaluated all the same, for supports where it doesn't 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,7 +24,6 @@ from torch.distributions.constraints import Constraint, independent
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import owners
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.placement import as_tensor
 
@@ -34,7 +32,7 @@ class Action:
     """The action of a group on vectors ``batch_shape + (D,)``.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
-    >>> action = ps.groups.Action(group, ["w"])
+    >>> action = ps.Action(group, ["w"])
     >>> action(torch.tensor([10.0, 20.0, 30.0]), group.element({"unit": torch.tensor([2, 0, 1])}))
     tensor([30., 10., 20.])
 
@@ -59,21 +57,17 @@ class Action:
         self.group = group_of(group)
         supports = sites if isinstance(sites, Mapping) else {}
         self.sites = tuple(arguments.listed("sites", list(sites) if supports else sites, str, "sites"))
-        if len(set(self.sites)) < len(self.sites) or not self.sites:
-            raise ValueError(f"sites is {list(self.sites)}; it must name at least one site, and each once")
         values = {**(shapes or {}), **self.group.site_shapes}
-        if unknown := [site for site in self.sites if site not in values]:
-            raise ValueError(f"the group doesn't know the sites {unknown}; it knows {sorted(self.group.site_shapes)}")
-        moved = self.group.required_sites
-        if left_out := [site for site in moved if site not in self.sites]:
+        unknown = [site for site in self.sites if site not in values]
+        if unknown or len(set(self.sites)) < len(self.sites) or not self.sites:
+            raise ValueError(f"sites is {list(self.sites)}; each must be there once, and one of {sorted(values)}")
+        if left_out := [site for site in self.group.required_sites if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
         for site, support in supports.items():
-            arguments.instance(f"sites[{site!r}]", support, Constraint, "a support, such as constraints.positive")
             self._require_real(site, support)
         transforms = {site: biject_to(support) for site, support in supports.items()}
         self.layout = Layout({site: values[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
-        self._shapes = self.layout.unconstrained_shapes
         curved = [site for site, support in supports.items() if not is_real(support)]
         self.nonlinear_sites = tuple(site for site in curved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
@@ -91,14 +85,14 @@ class Action:
         if vector.shape[-1:] != (self.dim,):
             raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
-        parts = []
+        parts, shapes = [], self.layout.unconstrained_shapes
         for site, piece in self.layout.unflatten(vector).items():
-            dims = len(self._shapes[site])
+            dims = len(shapes[site])
             if site in self.nonlinear_sites:
                 bijection = self.layout.transforms[site]
                 moved = bijection.inv(element.on_site(site, bijection(piece.double()))).to(vector.dtype)
             else:
-                reshaped = self._shapes[site] != self.layout.site_shapes[site]
+                reshaped = shapes[site] != self.layout.site_shapes[site]
                 moved = element.on_site(site, piece, dims if reshaped else None)
             parts.append(moved.reshape(*moved.shape[: moved.dim() - dims], -1).expand(*batch, -1))
         return torch.cat(parts, -1)
@@ -107,27 +101,18 @@ class Action:
         """Log-determinant of the action's Jacobian at ``vector``, ``batch_shape``."""
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
-            total = total + (self._log_det(vector) - self._log_det(self(vector.double(), element))).to(total)
+            before, after = (
+                self.layout.log_det(v, self.nonlinear_sites) for v in (vector.double(), self(vector.double(), element))
+            )
+            total = total + (before - after).to(total)
         for site in self.sites if element.log_scales else ():
-            total = total + self._log_scale(site, element).to(total)
+            for dim in self.group.members(site):
+                logs = element.axis_multiplier(site, dim, torch.float64).abs().log().sum(-1)
+                shape = self.group.view_shapes[site]
+                total = total + (logs * (shape.numel() // shape[dim])).to(total)
         return total
 
     # small steps ----------------------------------------------------------------------------------------------------
-
-    def _log_det(self, vector: Tensor) -> Tensor:
-        """The log-determinant of the bijections of the sites that the action goes through, float64."""
-        return self.layout.log_det(vector.double(), self.nonlinear_sites)
-
-    def _log_scale(self, site: str, element: Element) -> Tensor:
-        """The sum of the log-multipliers of all entries of a site."""
-        shape, total = self.group.view_shapes.get(site, self._shapes.get(site, ())), torch.zeros((), device="cpu")
-        scales = [value.flatten(len(element.batch_shape)) for value in element.log_scales.values()]
-        numbers = torch.nn.functional.pad(torch.cat(scales, -1), (0, 1))
-        for dim in self.group.members(site):
-            units, exponents = owners(self.group, site, dim, "scale", numbers.device)
-            along = (numbers[..., units] * exponents.to(numbers)).sum((-1, -2))
-            total = total.to(along) + along * (math.prod(shape) // shape[dim])
-        return total
 
     def _require_real(self, site: str, support: Constraint) -> None:
         """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
@@ -152,7 +137,7 @@ class Action:
             return True
         blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
         flattened = self.group.view_shapes[site] != self.group.site_shapes[site]
-        return not flattened and all(dim < blocks for dim in self.group.dims(site))
+        return not flattened and all(dim < blocks for dim in self.group.members(site))
 
 
 def is_real(support: Constraint) -> bool:

@@ -7,8 +7,7 @@ permutations ``p``, with one image for each unit, counted through all copies, th
 
 So permutations of a product are one gather and those of an inverse one argsort, :math:`(p r)(i) = r(p(i))`;
 permutations carry multipliers into multipliers, :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements
-are unique: two act alike only if all their numbers agree (for flips that can do what others do, see
-``Group.independent``).
+are unique but for signs: flipping all rows of a matrix flips all of its columns, too.
 """
 
 from __future__ import annotations
@@ -250,30 +249,25 @@ class Element:
         if site_dims is None:
             viewed = self.on_site(site, self.group.view(site, value), len(self.group.view_shapes[site]))
             return self.group.view_back(site, viewed)
-        factors = {dim: self._multiplier(site, dim, value.dtype) for dim in dims}
-        epsilon = self.group.epsilon(site) if any(factor is not None for factor in factors.values()) else 0.0
-        value = value + epsilon if epsilon else value
-        for dim, factor in factors.items():
-            constant = self.axis_shift(site, dim)
-            value = value if constant is None else value + along_axis(constant.to(value), dim, site_dims)
-            value = value if factor is None else value * along_axis(factor.to(value), dim, site_dims)
-        value = value - epsilon if epsilon else value
-        indices = {dim: self._index(site, dim) for dim in dims}
-        placed = {dim: index.to(value.device) for dim, index in indices.items() if index is not None}
-        return permute_axes(value, placed, site_dims) if placed else value
+        for dim in dims if self.shifts else ():
+            value = value + along_axis(self.axis_shift(site, dim).to(value), dim, site_dims)
+        if self.signs or self.log_scales:
+            epsilon = self.group.epsilon(site)
+            value = value + epsilon if epsilon else value
+            for dim in dims:
+                value = value * along_axis(self.axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
+            value = value - epsilon if epsilon else value
+        moved = {dim: self.axis_index(site, dim).to(value.device) for dim in dims if self.group.layers(site, dim)}
+        return permute_axes(value, moved, site_dims) if moved else value
 
     def axis_index(self, site: str, dim: int) -> Tensor:
         """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``.
 
         :param dim: the axis, counted in the group's view of the site, see ``group.view``.
         """
-        index, length = self._index(site, dim), self.group.view_shapes[site][dim]
-        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if index is None else index
-
-    def _index(self, site: str, dim: int) -> Tensor | None:
-        full: Tensor | None = None
         length = self.group.view_shapes[site][dim]
-        for shared, members, _ in self.group.layers(site, dim):
+        full = torch.arange(length, device=self.device).expand(*self.batch_shape, length)
+        for number, (shared, members, _) in enumerate(self.group.layers(site, dim)):
             step = next((self._below(name, shared) for name, axis in reversed(members) if axis.fills(length)), None)
             if step is None:
                 step = torch.arange(length, device=self.device).repeat(*self.batch_shape, 1)
@@ -281,7 +275,34 @@ class Element:
                     places = axis.index.T.to(step.device)  # of each unit
                     came = places[self._below(name, shared)].flatten(-2)
                     step.scatter_(-1, places.reshape(-1).expand(came.shape), came)
-            full = step if full is None else step.gather(-1, full)
+            full = step.gather(-1, full) if number else step
+        return full
+
+    def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
+
+        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
+        :param dtype: computed in at least this precision.
+        """
+        length = self.group.view_shapes[site][dim]
+        full = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
+        for name, axis in self.group.members(site).get(dim, []):
+            numbers = [self.signs[name]] if axis.exponent % 2 and name in self.signs else []
+            if axis.exponent and name in self.log_scales:
+                logs = self.log_scales[name]
+                logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
+                numbers.append((axis.exponent * logs).exp())
+            for own in numbers:
+                full = full * lay_out(own.flatten(len(self.batch_shape)), axis.index, 1.0, length)
+        return full
+
+    def axis_shift(self, site: str, dim: int) -> Tensor:
+        """The summand at each position of this axis, added first of all."""
+        length = self.group.view_shapes[site][dim]
+        full = torch.zeros(*self.batch_shape, length, device=self.device)
+        for name, axis in self.group.members(site).get(dim, []):
+            if name in self.shifts:
+                full = full + lay_out(self.shifts[name].flatten(len(self.batch_shape)), axis.index, 0.0, length)
         return full
 
     def _below(self, name: str, outer: str | None) -> Tensor:
@@ -292,44 +313,6 @@ class Element:
         inside = torch.arange(self.group[name].count // self.group[outer].count, device=images.device)
         carried = (self.images[outer].unsqueeze(-1) * len(inside) + inside).flatten(-2)
         return images.gather(-1, carried.argsort(-1))
-
-    def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
-
-        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
-        :param dtype: computed in at least this precision.
-        """
-        factor = self._multiplier(site, dim, dtype)
-        if factor is None:
-            return torch.ones(*self.batch_shape, self.group.view_shapes[site][dim], dtype=dtype, device=self.device)
-        return factor
-
-    def _multiplier(self, site: str, dim: int, dtype: torch.dtype | None) -> Tensor | None:
-        full: Tensor | None = None
-        length = self.group.view_shapes[site][dim]
-        for name, axis in self.group.members(site).get(dim, []):
-            numbers = []
-            if axis.exponent % 2 and name in self.signs:
-                numbers.append(self.signs[name])
-            if axis.exponent and name in self.log_scales:
-                logs = self.log_scales[name]
-                logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
-                numbers.append((axis.exponent * logs).exp())
-            for own in numbers:
-                flat = own.flatten(len(self.batch_shape))
-                step = flat if axis.fills(length) else lay_out(flat, axis.index, 1.0, length)
-                full = step if full is None else full * step
-        return full
-
-    def axis_shift(self, site: str, dim: int) -> Tensor | None:
-        """The summand at each position of this axis, added first of all; None if nothing is."""
-        full: Tensor | None = None
-        for name, axis in self.group.members(site).get(dim, []):
-            if name in self.shifts:
-                numbers = self.shifts[name].flatten(len(self.batch_shape))
-                step = lay_out(numbers, axis.index, 0.0, self.group.view_shapes[site][dim])
-                full = step if full is None else full + step
-        return full
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
@@ -368,23 +351,24 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
             raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
         called, shape = f"{argument}[{name!r}]", group[name].shape
         numbers = arguments.numbers(called, value)
-        if numbers.dim() < len(shape) or tuple(numbers.shape[numbers.dim() - len(shape) :]) != shape:
-            raise ValueError(
-                f"{called} has shape {tuple(numbers.shape)}; it must end in {shape}, one number for each unit"
-            )
         if move == "permute":
-            places = torch.arange(shape[-1], device=numbers.device)
-            integers = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-            if not integers or not bool((numbers.sort(-1).values == places).all()):
-                raise ValueError(f"{called} is no permutation of the integers 0 .. {shape[-1] - 1} in each row")
-            found[name] = numbers.long()
-            continue
-        numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
-        bad = numbers.abs() != 1 if move == "flip" else ~torch.isfinite(numbers)
-        if bool(bad.any()):
-            wanted = "hold +1 or -1 only" if move == "flip" else "hold finite numbers"
-            raise ValueError(f"{called} must {wanted}; it holds {float(numbers[bad][0])}")
-        found[name] = numbers
+            whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+            wanted = f"rows of integers, each a permutation of 0 .. {shape[-1] - 1}"
+        else:
+            numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
+            whole, wanted = True, "1 and -1" if move == "flip" else "finite numbers"
+        fits = (
+            whole
+            and numbers.shape[max(0, numbers.dim() - len(shape)) :] == shape
+            and (
+                bool((numbers.sort(-1).values == torch.arange(shape[-1], device=numbers.device)).all())
+                if move == "permute"
+                else bool((numbers.abs() == 1).all() if move == "flip" else torch.isfinite(numbers).all())
+            )
+        )
+        if not fits:
+            raise ValueError(f"{called} has shape {tuple(numbers.shape)}: {numbers}; it must end in {shape}, {wanted}")
+        found[name] = numbers.long() if move == "permute" else numbers
     return found
 
 

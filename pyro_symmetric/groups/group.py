@@ -24,7 +24,6 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.checks import check_axis, check_group
 from pyro_symmetric.groups.declaration import declared_units
-from pyro_symmetric.groups.dependence import independent_units
 from pyro_symmetric.groups.element import Element, checked
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of
 from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites, shapes_of
@@ -118,7 +117,6 @@ class Group:
             self.carried += (name,) if "permute" in one.moves or one.parent in self.carried else ()
         self._layers: dict[tuple[str, int], list[Layer]] = {}
         self._restrictions: dict[frozenset[Move], Group] = {}
-        self._independent: dict[str, dict[str, Tensor]] = {}
         return self
 
     @classmethod
@@ -297,30 +295,18 @@ class Group:
     # its order ------------------------------------------------------------------------------------------------------
 
     def order(self) -> int:
-        """The number of permutations with signs that act differently, exactly; scales and shifts are continuous."""
+        """The number of permutations with signs; scales and shifts are continuous.
+
+        Signs that act alike count apart: flipping all rows of a matrix flips all of its columns, too. That is rare in
+        networks, and changes no average over the group.
+        """
         permutations = (math.factorial(self[name].size) ** self[name].copies for name in self.names("permute"))
-        return math.prod(permutations) * int(2 ** self._number_of_flips())
+        return math.prod(permutations) * int(2 ** sum(self[name].count for name in self.names("flip")))
 
     def log_order(self) -> float:
         """Natural logarithm of :meth:`order`: of the number of equivalent modes of an invariant posterior."""
         permutations = sum(self[name].copies * math.lgamma(self[name].size + 1) for name in self.names("permute"))
-        return permutations + self._number_of_flips() * math.log(2.0)
-
-    def _number_of_flips(self) -> int:
-        return sum(int(units.sum()) for units in self.independent("flip").values())
-
-    def independent(self, move: Move) -> dict[str, Tensor]:
-        """Bool ``units.shape`` by name: units whose multipliers are independent and together do what all units' do.
-
-        Flips of some units may do together what flips of others do.
-
-        :param move: ``"flip"`` or ``"scale"``.
-        """
-        arguments.one_of("move", move, ("flip", "scale"))
-        if self.names(move) and move not in self._independent:
-            with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-                self._independent[move] = independent_units(self, move)
-        return self._independent.get(move, {})
+        return permutations + math.log(2.0) * sum(self[name].count for name in self.names("flip"))
 
     # parts of it ----------------------------------------------------------------------------------------------------
 
@@ -494,7 +480,7 @@ class Group:
         return Element(self, permutations, signs, scales, shifts, shape)
 
     def enumerate(self) -> Element:
-        """All permutations with signs that act differently, as a batch of shape ``(order,)``; the identity comes first.
+        """All permutations with signs, as a batch of shape ``(order,)``; the identity comes first.
 
         :raises ValueError: if there are more than a million.
         """
@@ -515,10 +501,9 @@ class Group:
         for one in (self[name] for name in self.names("permute")):
             table = torch.tensor(list(itertools.permutations(range(one.size))), device="cpu")
             permutations[one.name] = torch.stack([chosen(table) for _ in range(one.copies)], -2).reshape(-1, *one.shape)
-        for name, own in self.independent("flip").items():
-            signs[name] = torch.ones(order, *own.shape, device="cpu")
-            for where in own.nonzero().tolist():
-                signs[name][(slice(None), *where)] = chosen(torch.tensor([1.0, -1.0], device="cpu"))
+        for one in (self[name] for name in self.names("flip")):
+            flips = [chosen(torch.tensor([1.0, -1.0], device="cpu")) for _ in range(one.count)]
+            signs[one.name] = torch.stack(flips, -1).reshape(-1, *one.shape)
         return Element(self, permutations, signs, batch_shape=(order,))
 
     def generators(self, name: str) -> Element:

@@ -21,24 +21,23 @@ MOVES: tuple[Move, ...] = get_args(Move)
 class Axis:
     """One axis of one site along which units lie.
 
-    >>> rows = ps.groups.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
-    >>> columns = ps.groups.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
-    >>> units = ps.groups.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
+    >>> rows = ps.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
+    >>> columns = ps.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
+    >>> units = ps.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
     :param site: the site (for a network, the parameter's or buffer's name).
     :param dim: the axis, counted from the front of the site's shape.
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A row is the same
-        place in every unit. A plain axis is ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` rows;
-        positions that aren't listed stay.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A plain axis is
+        ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` rows; positions that aren't listed stay.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
         unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for what no multiplier touches.
     :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
     :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v + epsilon) - epsilon``, which is exact
         for the running variances of batch normalisation.
-    :param span: how many axes, from ``dim`` on, count as one that is flattened. Input channels of a grouped convolution
-        span two: those of group ``g`` occupy columns (axis 1) of the rows (axis 0) of that group only.
+    :param span: how many axes, from ``dim`` on, count as one that is flattened: input channels of group ``g`` of a
+        grouped convolution occupy columns (axis 1) of the rows (axis 0) of that group only.
     """
 
     site: str
@@ -50,17 +49,13 @@ class Axis:
     span: int = 1
 
     def __post_init__(self) -> None:
-        arguments.instance("site", self.site, str, "a site's name")
         arguments.whole("dim", self.dim, 0)
         arguments.whole("exponent", self.exponent)
-        arguments.flag("buffer", self.buffer)
-        arguments.number("epsilon", self.epsilon, least=0, below=math.inf, none="no offset")
         arguments.whole("span", self.span, 1)
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
             raise ValueError(
-                f"index has dtype {index.dtype} and shape {tuple(index.shape)}; it must be a LongTensor of shape "
-                "(blocks, count)"
+                f"index has dtype {index.dtype} and shape {tuple(index.shape)}; it must be a LongTensor (blocks, count)"
             )
         if index.is_inference():  # groups outlive the mode that they are made in
             with torch.inference_mode(False):
@@ -73,15 +68,15 @@ class Axis:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
         return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
 
-    def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
-        """The number of positions along the axis; those along all of its axes, if it spans several."""
-        return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
-
     def touched(self, moves: frozenset[Move]) -> bool:
         """True if moves of the units change what lies along the axis."""
         if "permute" in moves or "shift" in moves:
             return True
         return bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
+
+    def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
+        """The number of positions along the axis; those along all of its axes, if it spans several."""
+        return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
     def fills(self, length: int) -> bool:
         """True if unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
@@ -101,12 +96,12 @@ class Axis:
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Axis:
         """The inverse of :meth:`to_dict`."""
         arguments.entries("axis", data, [field.name for field in fields(cls)])
-        site, index = data["site"], data["index"]
-        if site not in site_shapes:
-            raise ValueError(f"an axis lies on the site {site!r}; the known sites are {list(site_shapes)}")
+        if data["site"] not in site_shapes:
+            raise ValueError(f"an axis lies on the site {data['site']!r}; the known sites are {list(site_shapes)}")
+        shape, index = site_shapes[data["site"]], data["index"]
         if index is None:
-            index = [range(math.prod(site_shapes[site][data["dim"] : data["dim"] + data["span"]]))]
-        return cls(**{**data, "index": torch.tensor([list(row) for row in index], device="cpu")})
+            index = [list(range(math.prod(shape[data["dim"] : data["dim"] + data["span"]])))]
+        return cls(**{**data, "index": torch.tensor(index, device="cpu")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +112,8 @@ class Units:
     copies=H)``, one copy of ``d`` units in each head. Unit ``i`` of copy ``c`` has the number ``c * size + i`` in the
     indices of the axes. A multiplier that rides along with other units is a set of one unit inside each of them.
 
-    >>> rows = ps.groups.Axis("w", 0, torch.arange(3)[None])
-    >>> units = ps.groups.Units("hidden", 3, (rows,))
+    >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
+    >>> units = ps.Units("hidden", 3, (rows,))
     >>> ps.Group([units], {"w": torch.Size([3, 2])}).order()
     6
 
@@ -140,13 +135,10 @@ class Units:
     moves: frozenset[Move] = frozenset({"permute"})
 
     def __post_init__(self) -> None:
-        arguments.instance("name", self.name, str, "the name of the units")
         object.__setattr__(self, "axes", tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")))
         object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves != frozenset() else self.moves)
         arguments.whole(f"size of {self.name!r}", self.size, 1)
         arguments.whole(f"copies of {self.name!r}", self.copies, 1)
-        if self.parent is not None:
-            arguments.instance("parent", self.parent, str, "the name of the units inside which these lie, or None")
         for axis in self.axes:
             if axis.index.shape[1] != self.count:
                 raise ValueError(
@@ -186,8 +178,7 @@ def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
 
     :raises ValueError: if there is none, or one is unknown.
     """
-    moves = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
-    unknown = [move for move in moves if move not in MOVES]
-    if unknown or not moves:
+    moves = [value] if isinstance(value, str) else list(value)
+    if not moves or not set(moves) <= set(MOVES):
         raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
     return frozenset(moves)  # type: ignore[arg-type]

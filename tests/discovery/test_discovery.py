@@ -49,7 +49,7 @@ def sizes(symmetry: Symmetry) -> dict[str, int]:
 
 def scales(symmetry: Symmetry) -> int:
     """The number of independent scales."""
-    return sum(int(units.sum()) for units in symmetry.group.independent("scale").values())
+    return sum(symmetry.group[n].count for n in symmetry.group.names("scale"))
 
 
 def columns(n: int = 4) -> Tensor:

@@ -48,7 +48,7 @@ class Case(NamedTuple):
 def counts(symmetry: Symmetry) -> tuple[int, int, int]:
     """The order of the permutations, the number of independent scales, and the number of signs."""
     group = symmetry.group
-    scales = sum(int(units.sum()) for units in group.independent("scale").values())
+    scales = sum(group[n].count for n in group.names("scale"))
     return group.permutations.order(), scales, sum(group[name].count for name in group.names("flip"))
 
 

@@ -57,7 +57,7 @@ def assert_same_function(net: nn.Module, before: dict[str, Tensor], after: dict[
 
 def scales_of(symmetry: Symmetry) -> int:
     """The number of independent scales."""
-    return sum(int(units.sum()) for units in symmetry.group.independent("scale").values())
+    return sum(symmetry.group[n].count for n in symmetry.group.names("scale"))
 
 
 def checked(net: nn.Module, x: Tensor, order: int, scales: int = 0, signs: int = 0) -> Symmetry:

@@ -78,7 +78,7 @@ def by_brute_force(weights: dict[str, Tensor], stay: set[str]) -> tuple[int, int
 
 
 def scales_of(symmetry: Symmetry) -> int:
-    return sum(int(own.sum()) for own in symmetry.group.independent("scale").values())
+    return sum(symmetry.group[n].count for n in symmetry.group.names("scale"))
 
 
 def require_held(net: nn.Module, symmetry: Symmetry, stay: set[str]) -> None:
