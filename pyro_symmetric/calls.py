@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from pyro_symmetric._process import without_fast_attention
-from pyro_symmetric.plain_operators import PlainOperators, needs_plain_operators
 
 # Networks that vmap has failed on, and why.
 _UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -36,7 +35,7 @@ def with_weights(
     net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
-    with without_fast_attention(), PlainOperators() if needs_plain_operators(net) else contextlib.nullcontext():
+    with without_fast_attention():
         return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
 
 

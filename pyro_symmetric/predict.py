@@ -22,7 +22,6 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import refuse_options
 from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.operations import Operations
 from pyro_symmetric.predictors import Predictor, predictor_of
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
@@ -47,10 +46,9 @@ class Chains(Protocol):
 
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
-_CPU_ENTRIES, _DEVICE_ENTRIES = 2**20, 2**26
+_CPU_ENTRIES, _DEVICE_ENTRIES = 2**21, 2**26
 _WEIGHT_ENTRIES = 2**24
 _LEAST_DRAWS, _MOST_DRAWS = 8, 1024
-_PROBED_ROWS = 64
 
 
 OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk", "progress"})
@@ -97,7 +95,7 @@ def predict(
         all; of a guide, 100 by default.
     :param average: average over draws as they are made, so that memory holds one prediction: the posterior
         predictive mean.
-    :param draw_chunk: draws evaluated at once; ``None`` looks at one draw's activations.
+    :param draw_chunk: draws evaluated at once; ``None``: as many as the cache holds, about.
     :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
     :param progress: show a progress bar, if it takes longer than a second.
     :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a
@@ -269,17 +267,11 @@ def _ranges(length: int, size: int) -> list[slice]:
 
 
 def _chunks(draws: _Selection, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
-    """The numbers of draws and rows to take at once, from the largest tensor that one draw meets on the way."""
-    rows = predictor.num_rows if predictor.num_rows is not None else 1
-    if len(draws) == 0 or rows == 0 or (draw_chunk and row_chunk):
-        return draw_chunk or 1, row_chunk or 1
-    probed = min(rows, _PROBED_ROWS)  # enough for activations to be larger than weights
-    with Operations() as largest:
-        predictor(draws.part(slice(0, 1), predictor), slice(0, probed))
-    row_entries = max(1, -(-largest.entries // probed))
+    """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
+    rows = max(1, predictor.num_rows or 1)
     entries = _CPU_ENTRIES if (predictor.device or draws.device).type == "cpu" else _DEVICE_ENTRIES
     weights = sum(shape.numel() for shape in predictor.site_shapes.values())
     if draw_chunk is None:
-        fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (row_entries * rows)))
-        draw_chunk = max(1, min(fitting, _WEIGHT_ENTRIES // weights))
-    return draw_chunk, row_chunk or max(1, entries // (draw_chunk * row_entries))
+        fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (predictor.row_entries * rows)))
+        draw_chunk = max(1, min(fitting, _WEIGHT_ENTRIES // max(1, weights)))
+    return draw_chunk, row_chunk or max(1, entries // (draw_chunk * predictor.row_entries))

@@ -42,6 +42,9 @@ class Predictor(Protocol):
     num_rows: int | None
     """The number of rows of its inputs; ``None`` if rows can't be taken apart."""
 
+    row_entries: int
+    """The numbers that a row of one draw meets on the way, about; without rows, those of a draw."""
+
     device: torch.device | None
     """The device that it wants the weights on; ``None`` takes them as they are."""
 
@@ -97,6 +100,8 @@ class NetworkPredictor:
         self.dtype: torch.dtype | None = like.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
         self.num_rows: int | None = len(args[0])
+        widest = max((value.shape[0] for value in parameters.values() if value.dim()), default=1)
+        self.row_entries = max(1, args[0].shape[1:].numel(), widest * args[0].shape[2:].numel())
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
         def cut(value: Any) -> Any:
@@ -158,6 +163,8 @@ class TracedPredictor:
     ):
         self.dtype: torch.dtype | None = promoted(list(given.values()))
         names = sorted(given)
+        sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.row_entries = max([1, *sizes])
         self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
         self.kind = kind
         self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)

@@ -19,12 +19,11 @@ WHOLE = "__init__"  # the package itself, which a user imports
 
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
-    ["_process", "errors", "plain_operators"],
+    ["_process", "errors"],
     [
         "_torchvision",
         "_version",
         "calls",
-        "operations",
         "placement",
         "plots",
     ],

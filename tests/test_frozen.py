@@ -45,6 +45,7 @@ def test_frozen_parameters_are_no_sites_unless_all_are_frozen():
     assert list(ps.BayesianModel(Adapted()).site_shapes) == ["down.weight", "up.weight", "head.bias"]
 
 
+@pytest.mark.filterwarnings("ignore:networks are evaluated one by one")  # a recurrent layer is
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("kind", ["last layer", "adapters"])
 def test_energy_and_gradient_equal_a_loop_with_the_frozen_ones_in_place(kind, batch_size):

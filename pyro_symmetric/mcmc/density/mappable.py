@@ -19,18 +19,15 @@ from pyro.ops import gaussian, special, tensor_utils
 from torch import Tensor
 from torch.distributions.utils import broadcast_all
 
-from pyro_symmetric.plain_operators import PlainOperators
-
 
 @contextlib.contextmanager
 def mappable() -> Iterator[None]:
-    """Let the parts below, and plain operators, stand in for the originals. Enter it with the lock ``PYRO`` held."""
+    """Let the parts below stand in for the originals. Enter it with the lock ``PYRO`` held."""
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in _PARTS]
     for owner, name, part in _PARTS:
         setattr(owner, name, part)
     try:
-        with PlainOperators():
-            yield
+        yield
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
