@@ -1,71 +1,42 @@
-r"""Estimators of the symmetrised log-density.
+r"""A base density ``q`` along the orbit of a draw under a finite group ``G`` that acts with Jacobian ``J_g``, and what
+averages it,
 
-For a base density ``q`` and a finite group ``G`` that acts with Jacobian ``J_g``,
-
-.. math:: \bar q(w) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot w)\, |\det J_g(w)|
-
-is too long a sum for most groups. An estimator is asked for :math:`\log \bar q(w)` at draws :math:`w \sim q` and states
-in ``bound`` what its expected answer is: ``"exact"``, or ``"upper"``, an upper bound, so that the ELBO made of it is a
-lower bound of that of :math:`\bar q`.
-
-The estimates :math:`\hat q` average the terms :math:`\omega(g) = q(g \cdot w)\,|\det J_g| / (|G|\,\tau(g|w))` of the
-identity ``e``, which brings the draw to the base, and of ``K`` proposals :math:`g_k \sim \tau`. As the identity is a
-draw of :math:`q(g \cdot w) / (|G|\,\bar q(w))` on the orbit, and the ``K + 1`` terms can be exchanged,
-
-.. math:: \mathbb E \frac1{\hat q}
-    = \frac1{\bar q(w)}\, \mathbb E_{g_0 \dots g_K \sim \tau} \frac{\omega(g_0)}{\frac1{K+1} \sum_k \omega(g_k)}
-    = \frac1{\bar q(w)}, \qquad \mathbb E_{g_0 \dots g_K \sim \tau}\, \frac1{K+1} \sum_k \omega(g_k) = \bar q(w) .
-
-So weights :math:`p(w, D) / \hat q` of draws of ``q`` estimate the evidence without bias, and the bound is Jensen's
-inequality. At any other ``w`` no element is known that brings it to the base: the second mean, of ``K + 1`` proposals,
-is what serves there. Both belong to one distribution of ``w`` and its elements (importance-weighted hierarchical
-variational inference, Sobolev & Vetrov 2019, arXiv 1905.03290; Grosse, Ghahramani & Adams 2015, arXiv 1511.02543).
-
-Each estimator has a module of its own. A new one is a frozen dataclass that inherits from :class:`OrbitEstimator`; that
-alone makes it known to saved guides.
+.. math:: \bar q(w) = \frac{1}{|G|} \sum_{g \in G} q(g \cdot w)\, |\det J_g(w)| .
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
+from pyro_symmetric.distributions.matching import UnitDensities, seats_of
+from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import rows
+from pyro_symmetric.weights import Weights
 
-Bound = Literal["upper", "exact"]
-# What a base is, as far as estimators care, from the easiest on: a product of normals; normals that are correlated
-# inside units, which are independent; any other normal; anything else (a flow), or one whose constrained values are
-# moved.
-BaseKind = Literal["mean field", "unit blocks", "normal", "other"]
-
-# Moved copies of the weights that are held at once, in numbers; beyond, the orbit is scored chunk by chunk.
-CHUNK_NUMBERS = 2**25
-
-# All estimators by the names of their classes, in the order of their definition.
-ESTIMATORS: dict[str, type[OrbitEstimator]] = {}
+CHUNK_NUMBERS = 2**25  # that are held at once; beyond, the work is done chunk by chunk
+FIT_DRAWS = 256  # to which normals are fitted if a base can't tell its moments, or if constrained values are permuted
 
 
 class OrbitEstimator(ABC):
     """The estimator that :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
 
-    The average is over ``action.group.finite``, the permutations and signs of the group.
+    The average is over ``action.group.finite``, the permutations and signs of the group. ``bound`` says what the
+    expected value is at draws of the base: ``"exact"``, or ``"upper"``, an upper bound of :math:`\\log \\bar q`.
     """
 
-    bound: ClassVar[Bound]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        ESTIMATORS[cls.__name__] = cls
+    bound: ClassVar[Literal["upper", "exact"]]
 
     @abstractmethod
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
@@ -93,39 +64,6 @@ class OrbitEstimator(ABC):
         """True if :meth:`log_prob_elsewhere` is there."""
         return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
 
-    @classmethod
-    def suggested(cls, group: Group, base: BaseKind, training: bool) -> OrbitEstimator | None:
-        """The estimator of this class that suits a group; ``None``, as here, if another one suits better.
-
-        :param group: permutations and signs.
-        :param base: what the base is over the coordinates that the group moves.
-        :param training: whether it is evaluated once a step; otherwise for a report, where time matters less than nats.
-        """
-        return None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON: the name of the class and its fields."""
-        return {"name": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
-
-
-def estimator_from_dict(data: Mapping[str, Any]) -> OrbitEstimator:
-    """The inverse of :meth:`OrbitEstimator.to_dict`.
-
-    :raises ValueError: if no estimator of that name has been defined.
-    """
-    fields = dict(data)
-    name = fields.pop("name", None)
-    if name not in ESTIMATORS:
-        raise ValueError(f"data names the estimator {name!r}; defined are {list(ESTIMATORS)}")
-    return ESTIMATORS[name](**fields)
-
-
-def suggested(group: Group, base: BaseKind, training: bool) -> OrbitEstimator:
-    """The estimator that suits a group: exact ones are asked first, then those that were defined last."""
-    asked = sorted(reversed(ESTIMATORS.values()), key=lambda kind: getattr(kind, "bound", "upper") != "exact")
-    suggestions = (kind.suggested(group, base, training) for kind in asked)
-    return next(suggestion for suggestion in suggestions if suggestion is not None)
-
 
 def require_estimator(estimator: Any) -> None:
     """:raises TypeError: unless this is an estimator (a class of them is none)."""
@@ -149,15 +87,15 @@ def log_prob_on_orbit(base: Distribution, action: Action, value: Tensor, element
     return in_chunks(score, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))
 
 
-def in_chunks(score: Callable[[slice], Tensor], count: int, chunk: int, dim: int = 0) -> Tensor:
-    """Scores of ``count`` things, at most ``chunk`` at once, joined along ``dim``; recomputed in the backward pass."""
+def in_chunks(score: Callable[[slice], Tensor], count: int, chunk: int) -> Tensor:
+    """Scores of ``count`` things, at most ``chunk`` at once, joined; recomputed in the backward pass."""
     chunk = max(1, chunk)
     if chunk >= count:
         return score(slice(0, count))
     parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
     if not torch.is_grad_enabled():
-        return torch.cat([score(part) for part in parts], dim)
-    return torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts], dim)
+        return torch.cat([score(part) for part in parts])
+    return torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts])
 
 
 def log_mean_exp(log_terms: Tensor) -> Tensor:
@@ -165,3 +103,85 @@ def log_mean_exp(log_terms: Tensor) -> Tensor:
     # The terms span hundreds of nats and their number can be 10⁵: the group sum is made in float64.
     total = torch.logsumexp(log_terms.double(), 0) - math.log(len(log_terms))
     return total.to(log_terms.dtype)
+
+
+# any base as normals --------------------------------------------------------------------------------------------------
+
+
+def units_of(
+    base: Distribution, action: Action, value: Tensor, batch: torch.Size, group: Group | None = None
+) -> UnitDensities:
+    """The densities of units under a base: exact for independent units, by means and deviations for any other.
+
+    :param value: draws, ``(L, N, D)``, with ``batch`` the shape of the ``N``.
+    :param group: a part of the action's group; all of it by default.
+    """
+    group, draws = group or action.group.finite, sites_of(action, value)
+    moments = None if action.nonlinear_sites else mean_field_moments(base) or _told_moments(base)
+    if moments is not None:
+        loc, scale = (sites_of(action, laid_out(moment, base, batch)) for moment in moments)
+        blocks = unit_blocks(base, action, group)
+        return UnitDensities(group, draws, loc, scale, blocks)
+    with torch.no_grad():
+        fitted = sites_of(action, laid_out(base.sample(torch.Size([FIT_DRAWS])), base, batch))
+    tiny = torch.finfo(value.dtype).tiny ** 0.25  # its inverse square is finite
+    loc, scale = {s: v.mean(0) for s, v in fitted.items()}, {s: v.std(0).clamp(min=tiny) for s, v in fitted.items()}
+    return UnitDensities(group, draws, loc, scale)
+
+
+def sites_of(action: Action, flat: Tensor) -> Weights:
+    """What the group moves of flat vectors, by site in its view: coordinates, or constrained values where elements move
+    those; of a simplex their centred logarithms, which are closer to normal."""
+    values = action.layout.unflatten(flat)
+    for site in action.nonlinear_sites:
+        values[site] = action.layout.transforms[site](values[site])
+        if site in action.simplex_sites:
+            logs = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
+            values[site] = logs - logs.mean(-1, keepdim=True)
+    return action.group.viewed(values)
+
+
+def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
+    """Means and deviations of a base that is a product of normals; None for any other."""
+    while isinstance(base, Independent):
+        base = base.base_dist
+    return (base.loc, base.scale) if isinstance(base, Normal) else None
+
+
+@torch.no_grad()
+def _told_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
+    try:
+        return base.mean, base.stddev
+    except NotImplementedError:
+        return None
+
+
+def unit_blocks(base: Distribution, action: Action, group: Group) -> dict[str, tuple[Tensor, Tensor]]:
+    """Means and precisions of the sets that no others concern, if the base is normal in blocks of their units."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
+        for name, units in _unit_entries(action, group).items():
+            if base.are_independent(entries := units.to(base.loc.device)):
+                root = torch.linalg.cholesky(base.covariances(entries).double())
+                found[name] = base.loc[entries].double(), torch.cholesky_inverse(root)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _unit_entries(action: Action, group: Group) -> dict[str, Tensor]:
+    """Set of units -> the entries of each in the flat vector, ``(n, d)``; of sets that no others concern."""
+    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
+        entries = group.viewed(action.layout.unflatten(torch.arange(action.dim, device="cpu")))
+        return {
+            name: torch.cat([rows(entries[s.axis.site], s.axis, entries[s.axis.site].dim()) for s in seats], -1)
+            for name, seats in seats_of(group, frozenset(entries)).items()
+            if seats and all(seat.lone for seat in seats)
+        }
+
+
+def laid_out(vectors: Tensor, base: Distribution, batch: Sequence[int]) -> Tensor:
+    """``lead + base batch + (D,)`` -> ``lead + (1 or N, D)``."""
+    lead = vectors.dim() - 1 - len(base.batch_shape)
+    if not base.batch_shape:
+        return vectors.unsqueeze(lead)
+    return vectors.expand(*vectors.shape[:lead], *batch, vectors.shape[-1]).flatten(lead, -2)

@@ -21,8 +21,8 @@ from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
+from pyro_symmetric.distributions.exact import usual_estimator
 from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, OrbitEstimator, require_estimator
-from pyro_symmetric.distributions.sinkhorn_importance import SinkhornImportance
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
@@ -64,7 +64,8 @@ class Symmetrized(TorchDistribution):
     :param base_distribution: over vectors of event shape ``(D,)``.
     :param action: the group's action on those vectors, e.g. ``ps.groups.Action(group, sites)``; the average is over its
         permutations and signs.
-    :param estimator: of :math:`\log \bar q`; :class:`~pyro_symmetric.distributions.SinkhornImportance` by default.
+    :param estimator: of :math:`\log \bar q`; by default exact where that is cheap, else
+        :class:`~pyro_symmetric.distributions.SinkhornImportance`.
     :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
         (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
         \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
@@ -97,7 +98,7 @@ class Symmetrized(TorchDistribution):
             )
         self.base_distribution = base_distribution
         self.action = action
-        self.estimator = SinkhornImportance() if estimator is None else estimator
+        self.estimator = estimator or usual_estimator(base_distribution, action)
         self.sticking_the_landing = sticking_the_landing
         if sticking_the_landing:
             detached(base_distribution)  # which base can't be is reported here

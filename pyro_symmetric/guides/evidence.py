@@ -26,7 +26,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.chain_statistics import copied_chains
 from pyro_symmetric.discovery.model_check import check_function
-from pyro_symmetric.distributions import OrbitEstimator
+from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
@@ -40,7 +40,6 @@ from pyro_symmetric.guides.log_ratios import (
     largest_reliable_k,
     pareto_k,
 )
-from pyro_symmetric.guides.suggest import usual_estimator
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.posterior import Posterior
@@ -172,8 +171,8 @@ def evidence_of(
     arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
     if estimator is not None:
         require_estimator(estimator)
-    estimator = estimator or usual_estimator(guide, group, training=False)
     layout, base = layout_of(guide), plain_posterior(guide)
+    estimator = estimator or usual_estimator(base, layout.action(group), training=False)
     require_spread(base, guide)
     device = next((value.device for value in (*guide.parameters(), *guide.buffers())), None)
     # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.

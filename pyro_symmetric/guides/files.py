@@ -4,6 +4,7 @@ data."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.orbit import ESTIMATORS, estimator_from_dict
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of
@@ -22,6 +23,7 @@ from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tens
 
 KIND = "guide"
 VERSION = 3
+ESTIMATORS: dict[str, Any] = {kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)}
 
 
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
@@ -94,7 +96,7 @@ def _described(guide: Any) -> dict[str, Any]:
             "base": _described(guide.base),
             "group": guide.group.to_dict(),
             "sticking_the_landing": guide.sticking_the_landing,
-            "estimator": guide.estimator.to_dict(),
+            "estimator": {"name": type(guide.estimator).__name__, **asdict(guide.estimator)},
         }
     if isinstance(guide, AutoUnitBlocks):
         return {"class": kind, "group": guide.group.to_dict()}
@@ -105,11 +107,12 @@ def _built(described: Mapping[str, Any], layout: GuideLayout, like: Tensor) -> A
     """A guide of this description, set up, with parameters of whatever values."""
     model, kind = LayoutModel(layout, like), described["class"]
     if kind == "AutoSymmetrized":
+        fields = dict(described["estimator"])
         guide: WeightsGuide = AutoSymmetrized(
             model,
             Group.from_dict(described["group"]),
             base=_built(described["base"], layout, like),
-            estimator=estimator_from_dict(described["estimator"]),
+            estimator=ESTIMATORS[fields.pop("name")](**fields),
             sticking_the_landing=described["sticking_the_landing"],
         )
         return guide.setup()

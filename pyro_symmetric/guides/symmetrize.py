@@ -26,8 +26,8 @@ from torch.distributions import Distribution, constraints
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.distributions import OrbitEstimator
-from pyro_symmetric.distributions.orbit import require_estimator, suggested
+from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
+from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 
 Guide = Callable[..., Any]
@@ -65,7 +65,6 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
     sites = group.required_sites
     shapes = {site: group.site_shapes[site] for site in sites}
     action = Action(group, sites)
-    usual = functools.cache(lambda kind: suggested(group, kind, training=True))  # the same at every step
 
     @functools.wraps(guide)
     def symmetrized(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +77,7 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
         values = {site: nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
         laws = {site: alone.nodes[site]["fn"] for site in sites}
         base, flat = _flat(laws, shapes), torch.cat([v.flatten(len(batch)) for v in values.values()], -1)
-        chosen = estimator or usual("other" if isinstance(base, _Product) else "mean field")
+        chosen = estimator or usual_estimator(base, action)
         change = chosen.log_prob(base, action, flat) - base.log_prob(flat)
         pyro.factor("symmetrized", change.reshape(outer), has_rsample=True)
         return nodes["_RETURN"]["value"]

@@ -28,14 +28,13 @@ from pyro_symmetric.calls import Undrawable
 from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.distributions import OrbitEstimator, Symmetrized
+from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
 from pyro_symmetric.distributions.orbit import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import plain, require_spread
 from pyro_symmetric.guides.layout import LayoutModel, layout_of
 from pyro_symmetric.guides.starts import InitLocFn, Start
-from pyro_symmetric.guides.suggest import usual_estimator
 from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.weights import Weights
 
@@ -91,8 +90,7 @@ class AutoSymmetrized(WeightsGuide):
         super().__init__(model, start)
         self._given = (model, start)
         self.base = _base(base, model, start, base_arguments)
-        self.estimator = estimator or usual_estimator(self.base, self.group)
-        self._suggested = None if estimator else self.estimator
+        self.estimator = estimator
         self.sticking_the_landing = sticking_the_landing
         self._action: Action | None = None
 
@@ -132,9 +130,8 @@ class AutoSymmetrized(WeightsGuide):
                     "rows: a symmetrised guide takes no local latent variables. Marginalise them, or use the full plate"
                 )
         self._action = layout.action(self.group)
-        if self.estimator is self._suggested:  # now that the sites and their supports are known
-            self.estimator = self._suggested = usual_estimator(self.base, self.group)
         self._require_density_elsewhere()
+        self.estimator = self.estimator or usual_estimator(self.base.get_posterior(), self._action)
         if not isinstance(model, LayoutModel):
             with suppress(InconclusiveError, NotImplementedError, Undrawable):
                 verify_model(self.group, functools.partial(model, *args, **kwargs)).require()

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.distributions.unit_sets import unit_sets
+from pyro_symmetric.distributions.matching import seats_of
 from pyro_symmetric.groups import Action, Group, group_of
+from pyro_symmetric.groups.places import rows
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of, plain
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
@@ -139,12 +140,12 @@ def unit_positions(action: Action) -> dict[str, Tensor]:
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     linear = {site: where for site, where in numbers.items() if site not in action.nonlinear_sites}
     view = action.group.viewed(linear)
-    sets = unit_sets(action.group, tuple(view), torch.device("cpu"))
-    axes = [(name, axis) for name, own in sets.items() for axis in own.axes]
+    sets = seats_of(action.group, frozenset(view))
+    axes = [(name, seat.axis) for name, seats in sets.items() for seat in seats]
     found: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
-    for name, axis in sorted(axes, key=lambda pair: pair[1].own.dim):
-        places = axis.rows(view[axis.own.site], 0)
+    for name, axis in sorted(axes, key=lambda pair: pair[1].dim):
+        places = rows(view[axis.site], axis, view[axis.site].dim())
         places = places[:, free[places].all(0)]
         free[places] = False
         found[name].append(places)

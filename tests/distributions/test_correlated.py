@@ -1,7 +1,7 @@
 """Estimators for bases whose weights are correlated, against enumeration."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pyro.distributions as dist
@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance, UnitBlocks, conditional_walk
-from pyro_symmetric.distributions.conditional_walk import ConditionalWalk
-from pyro_symmetric.distributions.normals import normals_of, sites_of
-from pyro_symmetric.distributions.orbit import suggested
-from pyro_symmetric.distributions.placements import Drawn
-from pyro_symmetric.distributions.proposal import walkers_of
-from pyro_symmetric.distributions.unit_densities import UnitDensities
-from pyro_symmetric.groups import Action, Axis, Group, Units
+from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance, UnitBlocks, usual_estimator
+from pyro_symmetric.groups import Action, Group
 
 from .groups import (
     BOTH,
@@ -96,115 +90,7 @@ def flow(dim: int) -> Any:
     return dist.TransformedDistribution(full_rank(dim), [Bent()])
 
 
-def units_of(group: Group, q: Any, w: Tensor) -> UnitDensities:
-    action = action_of(group)
-    return UnitDensities(group, normals_of(q, action, w.shape[:1]), sites_of(action, w))
-
-
-def conditional_walks(units: UnitDensities, count: int = 0) -> list[ConditionalWalk]:
-    return [walk for walk in walkers_of(units, count) if isinstance(walk, ConditionalWalk)]
-
-
-def log_tau(walk: ConditionalWalk, units: UnitDensities, element: Any) -> Tensor:
-    """``log τ_w(g)`` of given elements, one for each draw."""
-    given, element = {}, element.to(units.like.device)
-    for name, own in units.sets.items():
-        images = element[name][None] if own.is_permuted else None
-        given[name] = Drawn(images, element.signs[name].double()[None] if own.is_flipped else None)
-    return walk.walk(given)[1][0]
-
-
-# conditional walks --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[True, False], ids=["listed", "step by step"])
-def listed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With places filled at once as far as they go, and with two matchings at most."""
-    conditional_walk._listed.cache_clear()
-    if not request.param:
-        monkeypatch.setattr(conditional_walk, "LISTED", 2)
-    yield
-    conditional_walk._listed.cache_clear()
-
-
-@pytest.mark.usefixtures("listed")
-@pytest.mark.parametrize("kind", list(GROUPS))
-def test_conditional_proposals_depend_on_the_orbit_alone_and_have_probabilities(kind: str) -> None:
-    """``τ_w(g) = τ_{h·w}(g h⁻¹)``, and the sum over all elements is one."""
-    group = GROUPS[kind]
-    action = action_of(group)
-    q = full_rank(action.dim)
-    w, h = q.sample((4,)), group.sample((4,))
-    element = group.sample((4,))
-    here, there = units_of(group, q, w), units_of(group, q, action(w, h))
-    assert conditional_walks(here)
-    for own, moved in zip(conditional_walks(here), conditional_walks(there), strict=True):
-        found = log_tau(moved, there, element @ h.inverse())
-        torch.testing.assert_close(found, log_tau(own, here, element), rtol=1e-5, atol=1e-5)
-    every = group.enumerate()
-    count = every.batch_shape[0]
-    units = units_of(group, q, w[:1].expand(count, -1))
-    for walk in conditional_walks(units):
-        assert float(log_tau(walk, units, every).logsumexp(0)) == pytest.approx(0.0, abs=1e-9)
-
-
-@pytest.mark.stochastic
-@pytest.mark.usefixtures("listed")
-@pytest.mark.parametrize("kind", ["one layer", "signed one layer", "two layers"])
-def test_elements_are_drawn_with_the_probabilities_that_are_told(kind: str) -> None:
-    """Frequencies of each unit in each place, and of its flips: 6 standard errors, false alarm below 1 in 10^6."""
-    group, count = GROUPS[kind], 4000
-    q = full_rank(action_of(group).dim)
-    w, every = q.sample((1,)), group.enumerate()
-    units = units_of(group, q, w)
-    many = units_of(group, q, w.expand(every.batch_shape[0], -1))
-    for walk, enumerated in zip(conditional_walks(units, count), conditional_walks(many), strict=True):
-        drawn, told = walk.walk(None)
-        torch.testing.assert_close(walk.walk(drawn)[1], told)
-        log_probability = log_tau(enumerated, many, every)
-        for name, own in drawn.items():
-            size = own.images.shape[-1]
-            expected = log_probability.exp() @ torch.eye(size, dtype=torch.float64)[every[name]].flatten(1)
-            found = torch.eye(size, dtype=torch.float64)[own.images[1:, 0]].flatten(1).mean(0)
-            error = (expected * (1 - expected) / count).clamp(min=0).sqrt()
-            assert bool(((found - expected).abs() < 6 * error + 20 / count).all())
-            if own.signs is not None:
-                expected = log_probability.exp() @ every.signs[name].double()
-                assert bool(((own.signs[1:, 0].mean(0) - expected).abs() < 6 / count**0.5).all())
-
-
-@pytest.mark.parametrize(
-    ("group", "family"),
-    [
-        (one_layer(6, inputs=1), full_rank),
-        (one_layer(5), low_rank),
-        (one_layer(3, moves=BOTH), full_rank),
-        (one_layer(7, moves="flip"), low_rank),
-    ],
-)
-def test_few_units_are_drawn_from_the_posterior_of_the_element(group: Group, family: Callable[[int], Any]) -> None:
-    """So that the bound is exact, whatever is drawn."""
-    action = action_of(group)
-    q = family(action.dim)
-    w = q.rsample((5,))
-    torch.testing.assert_close(SinkhornImportance(1).log_prob(q, action, w), ExactOrbit().log_prob(q, action, w))
-
-
-@pytest.mark.parametrize("family", [full_rank, low_rank])
-def test_sites_of_one_number_are_matched_like_others(family: Callable[[int], Any]) -> None:
-    """One that stays, first among the sites, so that it shifts all entries."""
-    three = torch.arange(3)[None]
-    shapes = {"still": torch.Size([]), "w": torch.Size([3, 2])}
-    group = Group([Units("k", 3, (Axis("w", 0, three),))], shapes)
-    action = Action(group, ["still", "w"])
-    q = family(action.dim)
-    w = q.sample((5,))
-    exact = by_enumeration(q, action, w)
-    torch.testing.assert_close(ExactOrbit().log_prob(q, action, w), exact)
-    torch.testing.assert_close(SinkhornImportance(1).log_prob(q, action, w), exact)
-    moved = q.sample((5,))[:, torch.randperm(action.dim)]
-    found = SinkhornImportance(1).log_prob_elsewhere(q, action, moved)
-    torch.testing.assert_close(found, by_enumeration(q, action, moved))
+# values ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moves", ["permute", "flip", BOTH])
@@ -230,27 +116,26 @@ def test_unit_blocks_have_permanents_at_widths_that_cannot_be_enumerated() -> No
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("family", [full_rank, low_rank])
-def test_seven_correlated_units_keep_95_percent_of_the_gain_at_the_default(family: Callable[[int], Any]) -> None:
-    """And the bound isn't crossed: one-sided at 5 standard errors, false alarm below 1 in 10^6."""
-    group = one_layer(7, inputs=1)
-    action = action_of(group)
+@pytest.mark.parametrize("kind", list(GROUPS))
+def test_correlated_units_are_bounded_from_above(kind: str, family: Callable[[int], Any]) -> None:
+    """One-sided at 5 standard errors, false alarm below 1 in 10^6. By means and deviations alone more than a third of
+    the gain is missed in some cases, but never all of it."""
+    action = action_of(GROUPS[kind])
     with torch.no_grad():
         q = family(action.dim)
-        w = q.sample((150,))
+        w = q.sample((1000,))
         exact = ExactOrbit().log_prob(q, action, w)
-        gap, gain = SinkhornImportance().log_prob(q, action, w) - exact, q.log_prob(w) - exact
-    assert float(gap.mean()) < 0.05 * float(gain.mean())
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
+        gap, gain = SinkhornImportance(16).log_prob(q, action, w) - exact, q.log_prob(w) - exact
+    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - 1e-9
+    assert float(gap.mean()) < 0.5 * float(gain.mean())
 
 
-@pytest.mark.stochastic
 def test_a_batch_of_expanded_bases_is_matched_as_one() -> None:
     group = one_layer(4)
-    action = action_of(group)
-    for q in (full_rank(action.dim), low_rank(action.dim), unit_blocks(group, 3)):
-        many = q.expand((6,))
-        w = many.sample()
-        torch.testing.assert_close(SinkhornImportance(1).log_prob(many, action, w), ExactOrbit().log_prob(q, action, w))
+    action, q = action_of(group), unit_blocks(group, 3)
+    w = q.expand((6,)).sample()
+    found = SinkhornImportance(1).log_prob(q.expand((6,)), action, w)
+    torch.testing.assert_close(found, ExactOrbit().log_prob(q, action, w))
 
 
 def test_draws_that_are_not_finite_are_matched_anyhow() -> None:
@@ -285,26 +170,25 @@ def mean_field(dim: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("group", "family", "kind"),
+    ("group", "family"),
     [
-        (one_layer(5), mean_field, "mean field"),
-        (one_layer(5), low_rank, "normal"),
-        (one_layer(6, inputs=1), full_rank, "normal"),
-        (one_layer(4), flow, "other"),
-        (one_layer(3, moves=BOTH), mean_field, "mean field"),
-        (signed("one layer"), full_rank, "normal"),
-        (two_layers(4, 3), mean_field, "mean field"),
-        (two_layers(4, 3), low_rank, "normal"),
-        (COMPONENTS, mean_field, "other"),
+        (one_layer(5), mean_field),
+        (one_layer(5), low_rank),
+        (one_layer(6, inputs=1), full_rank),
+        (one_layer(4), flow),
+        (one_layer(3, moves=BOTH), mean_field),
+        (signed("one layer"), full_rank),
+        (two_layers(4, 3), mean_field),
+        (two_layers(4, 3), low_rank),
+        (COMPONENTS, mean_field),
     ],
 )
-def test_the_default_s_gradient_is_that_of_enumeration(group: Group, family: Callable[[int], Any], kind: Any) -> None:
-    estimator = suggested(group, kind, True)
+def test_the_default_s_gradient_is_that_of_enumeration(group: Group, family: Callable[[int], Any]) -> None:
     action = Action(group, SUPPORTS if group is COMPONENTS else list(group.site_shapes))
     torch.manual_seed(0)
     q = family(action.dim)
     w = q.rsample((2,))
-    values = [estimator.log_prob(q, action, w), by_enumeration(q, action, w)]
+    values = [usual_estimator(q, action).log_prob(q, action, w), by_enumeration(q, action, w)]
     gradients = [torch.autograd.grad(v.sum(), w, retain_graph=True)[0] for v in values]
     torch.testing.assert_close(values[0], values[1])
     torch.testing.assert_close(gradients[0], gradients[1])

@@ -2,30 +2,25 @@
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from torch import Tensor
 
 from pyro_symmetric.distributions import (
-    ESTIMATORS,
     ExactOrbit,
     InfoNCE,
     OrbitEstimator,
     SinkhornImportance,
     Symmetrized,
+    estimators,
     exact,
-    sinkhorn_importance,
+    usual_estimator,
 )
-from pyro_symmetric.distributions.normals import normals_of, sites_of
-from pyro_symmetric.distributions.orbit import BaseKind, estimator_from_dict, suggested
-from pyro_symmetric.distributions.placements import Drawn
-from pyro_symmetric.distributions.proposal import walkers_of
-from pyro_symmetric.distributions.unit_densities import UnitDensities
-from pyro_symmetric.distributions.unit_sets import log_order_of
+from pyro_symmetric.distributions.matching import propose
+from pyro_symmetric.distributions.orbit import log_prob_on_orbit, units_of
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
 from .groups import (
@@ -81,17 +76,17 @@ def test_exact_orbit_names_what_is_too_large() -> None:
 @pytest.mark.parametrize("name", [*PERMUTED, *NESTED])
 @pytest.mark.parametrize("separation", [0.0, 0.2, 0.5, 1.0, 4.0])
 def test_sinkhorn_importance_is_close_to_the_exact_value_and_never_below(name: str, separation: float) -> None:
-    """The margin is 0.2 nats, and twice that for a recurrent layer, whose densities are quadratic in the permutation.
+    """The margin is 0.2 nats, and more for a recurrent layer, whose densities are quadratic in the permutation, and for
+    heads between layers with signs.
     It is no law, but holds for these bases: of others drawn alike, one in a hundred has a gap of 0.2 to 0.7 nats, in
     deep networks whose units overlap, most of it from rare draws. On the wrong side: one-sided at 5 standard errors,
     false alarm below 1 in 10^6."""
     action = action_of(GROUPS[name])
     q = base(action.dim, separation, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
     w = q.sample((400,))
-    exact = ExactOrbit().log_prob(q, action, w)
-    gap = SinkhornImportance(16).log_prob(q, action, w) - exact
+    gap = SinkhornImportance(16).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
     assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - 1e-9
-    assert float(gap.mean()) < (0.4 if name == "recurrent" else 0.2)
+    assert float(gap.mean()) < {"recurrent": 0.4, "mixed heads": 0.8}.get(name, 0.2)
 
 
 @pytest.mark.stochastic
@@ -127,64 +122,37 @@ def test_width_64_with_separated_units_finds_all_of_log_64_factorial() -> None:
     assert float(capped.max()) <= math.log(256) + 1e-9
 
 
-def scores_of(group: Group, q: Any, w: torch.Tensor) -> UnitDensities:
-    action = action_of(group)
-    return UnitDensities(group, normals_of(q, action, w.shape[:1]), sites_of(action, w))
-
-
-def proposal_probability(group: Group, q: Any, w: torch.Tensor, element: Any, walk: int) -> torch.Tensor:
-    """``log τ_w(g)`` of given elements, one for each draw, by one of the walks."""
-    units, element = scores_of(group, q, w), element.to(w.device)
-    walker = walkers_of(units, 0)[walk]
-    given = {}
-    for name, own in units.sets.items():
-        one, images = own.units, None
-        if own.is_permuted:
-            first = torch.arange(0, one.count, one.size, device=w.device).unsqueeze(-1)
-            images = (element[name].reshape(len(w), one.copies, one.size) + first).reshape(1, len(w), -1)
-        signs = element.signs[name].reshape(1, len(w), -1).double() if own.is_flipped else None
-        given[name] = Drawn(images, signs)
-    return walker.walk(given)[1][0]
-
-
 @pytest.mark.parametrize("kind", list(GROUPS))
-@pytest.mark.parametrize("walk", [0, 1, 2, 3])
-def test_the_proposal_depends_on_the_orbit_alone(kind: str, walk: int) -> None:
-    """``τ_w(g) = τ_{h·w}(g h⁻¹)``: which copy of the draw it is given must not matter, or the bound is none."""
+def test_the_proposal_depends_on_the_orbit_alone(kind: str) -> None:
+    """``τ_w(g)`` is what the identity has at ``g·w``, or the bound is none; and these add up to one."""
     group = GROUPS[kind]
     action = action_of(group)
     q = base(action.dim, 0.4)
+
+    def proposed(draws: Tensor, count: int) -> Any:
+        return propose(units_of(q, action, draws[None], torch.Size([len(draws)])), count)
+
     w = q.sample((6,))
-    if walk >= len(walkers_of(scores_of(group, q, w), 0)):
-        return
-    element, other = group.sample((6,)), group.sample((6,))
-    own = proposal_probability(group, q, w, element, walk)
-    moved = proposal_probability(group, q, action(w, other), element @ other.inverse(), walk)
-    torch.testing.assert_close(moved, own)
-
-
-@pytest.mark.parametrize("kind", [*NESTED, *SIGNED])
-def test_the_probabilities_of_all_elements_sum_to_one(kind: str) -> None:
-    group = GROUPS[kind]
-    q = base(action_of(group).dim, 0.4)
-    w, elements = q.sample((1,)), group.enumerate()
-    units = scores_of(group, q, w)
-    alike = math.exp(log_order_of(group, units.sets) - group.log_order())  # elements that act alike are drawn alike
-    for walk in range(len(walkers_of(units, 0))):
-        found = proposal_probability(group, q, w.expand(group.order(), -1), elements, walk)
-        assert alike * float(found.exp().sum()) == pytest.approx(1.0)
+    elements, log_tau = proposed(w, 5)
+    at_copies = proposed(action(w, elements).flatten(0, 1), 0)[1]
+    torch.testing.assert_close(at_copies.reshape(6, 6), log_tau)
+    copies = action(w[0], group.enumerate())
+    drawn = units_of(q, action, copies[None], copies.shape[:1])
+    alike = math.exp(drawn.log_order - group.log_order())  # elements that act alike are drawn alike
+    assert alike * float(proposed(copies, 0)[1].exp().sum()) == pytest.approx(1.0)
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("kind", ["loadings", "recurrent with signs"])
+@pytest.mark.parametrize("kind", [*NESTED, *SIGNED, "recurrent"])
+@pytest.mark.parametrize("separation", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("k", [1, 16])
-def test_signs_on_a_part_of_the_sites_give_an_upper_bound(kind: str, k: int) -> None:
+def test_few_proposals_over_any_units_give_an_upper_bound(kind: str, separation: float, k: int) -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
-    action = action_of(SIGNED[kind])
-    q = base(action.dim, 0.4)
+    action = action_of(GROUPS[kind])
+    q = base(action.dim, separation)
     w = q.sample((2000,))
     gap = SinkhornImportance(k).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
+    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - 1e-9
 
 
 @pytest.mark.stochastic
@@ -237,47 +205,45 @@ def test_the_exact_sum_can_be_cached_in_inference_mode_and_trained_with_afterwar
         estimator.log_prob(dist.Normal(loc, 1.0).to_event(1), action, torch.randn(action.dim)).backward()
 
 
-def test_permanents_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_draws_and_elements_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     action = action_of(two_layers(4, 3))
-    loc = torch.randn(2, action.dim, dtype=torch.float64, requires_grad=True)
+    loc = torch.randn(action.dim, dtype=torch.float64, requires_grad=True)
     w = torch.randn(5, 2, action.dim, dtype=torch.float64)
 
-    def value_and_gradient() -> tuple[torch.Tensor, ...]:
-        value = ExactOrbit().log_prob(dist.Normal(loc, 1.0).to_event(1), action, w)
+    def value_and_gradient(estimator: OrbitEstimator) -> tuple[torch.Tensor, ...]:
+        value = estimator.log_prob(dist.Normal(loc, 1.0).to_event(1), action, w)
         return value, *torch.autograd.grad(value.sum(), loc)
 
-    whole = value_and_gradient()
+    whole = value_and_gradient(ExactOrbit())
+    shape = SinkhornImportance(2).log_prob(dist.Normal(loc, 1.0).to_event(1), action, w).shape
     monkeypatch.setattr(exact, "CHUNK_NUMBERS", 500)
-    torch.testing.assert_close(value_and_gradient(), whole)
-
-
-def test_sinkhorn_importance_says_that_it_cannot_be_traced() -> None:
-    action = action_of(one_layer(4))
-    q = dist.Normal(torch.zeros(action.dim), 1.0).to_event(1)
-    with pytest.raises(NotImplementedError, match="JitTrace_ELBO"):
-        torch.jit.trace(lambda w: SinkhornImportance(2).log_prob(q, action, w), torch.randn(action.dim))
+    monkeypatch.setattr(estimators, "CHUNK_NUMBERS", 30_000)
+    torch.testing.assert_close(value_and_gradient(ExactOrbit()), whole)
+    assert shape == (5, 2) == value_and_gradient(SinkhornImportance(2))[0].shape
 
 
 @pytest.mark.parametrize("name", list(GROUPS))
-@pytest.mark.parametrize("separation", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_the_short_way_to_values_and_gradients_is_the_long_one(
-    name: str, separation: float, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("uniform", [True, False])
+def test_terms_gathered_from_matrices_are_densities_of_moved_draws(
+    name: str, batch: tuple[int, ...], uniform: bool
 ) -> None:
-    """With the same random numbers: only what moves is scored, against scoring moved vectors as wholes."""
+    """In value and gradient."""
     action = action_of(GROUPS[name])
-    loc = (separation * torch.randn(*batch, action.dim, dtype=torch.float64)).requires_grad_()
+    loc = torch.randn(*batch, action.dim, dtype=torch.float64, requires_grad=True)
     scale = (0.3 + torch.rand(*batch, action.dim, dtype=torch.float64)).requires_grad_()
-    noise, weights = torch.randn(5, *batch, action.dim, dtype=torch.float64), torch.rand(5, *batch, dtype=torch.float64)
-
-    def value_and_gradients() -> tuple[torch.Tensor, ...]:
-        pyro.set_rng_seed(3)
-        value = SinkhornImportance(6).log_prob(dist.Normal(loc, scale).to_event(1), action, loc + scale * noise)
-        return value, *torch.autograd.grad((value * weights).sum(), (loc, scale))
-
-    short = value_and_gradients()
-    monkeypatch.setattr(sinkhorn_importance, "is_mean_field", lambda *_: False)
-    torch.testing.assert_close(value_and_gradients(), short)
+    q = dist.Normal(loc, scale).to_event(1)
+    w = q.rsample((5,))
+    own = q.log_prob(w)
+    units = units_of(q, action, w.reshape(1, -1, action.dim), own.shape)
+    elements = action.group.sample((4, own.numel()), dtype=torch.float64) if uniform else propose(units, 3)[0]
+    gains = units.gains(elements).reshape(4, *own.shape)
+    own_elements = elements.select((slice(None), torch.arange(own.numel()).reshape(own.shape)))
+    gains, expected = own + gains, log_prob_on_orbit(q, action, w, own_elements)
+    torch.testing.assert_close(gains, expected)
+    weights = torch.rand(expected.shape, dtype=torch.float64)
+    both = [torch.autograd.grad((v * weights).sum(), (loc, scale), retain_graph=True) for v in (gains, expected)]
+    torch.testing.assert_close(both[0], both[1])
 
 
 @pytest.mark.stochastic
@@ -378,18 +344,6 @@ def test_the_sum_over_heads_and_their_rows_equals_loops() -> None:
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("kind", list(NESTED))
-@pytest.mark.parametrize("separation", [0.0, 0.4, 1.0])
-def test_a_single_proposal_over_nested_units_gives_an_upper_bound(kind: str, separation: float) -> None:
-    """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
-    action = action_of(NESTED[kind])
-    q = base(action.dim, separation)
-    w = q.sample((2000,))
-    gap = SinkhornImportance(1).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - 1e-9
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("kind", list(NESTED))
 def test_nested_units_far_apart_give_all_of_their_nats(kind: str) -> None:
     group = NESTED[kind]
     action = action_of(group)
@@ -422,33 +376,7 @@ def test_units_of_buffers_alone_change_nothing(estimator: OrbitEstimator) -> Non
     torch.testing.assert_close(estimator.log_prob(q, both, w), by_enumeration(q, one, w))
 
 
-# the registry -------------------------------------------------------------------------------------------------------
-
-
-def test_whoever_defines_an_estimator_has_registered_it() -> None:
-    @dataclass(frozen=True)
-    class BaseAlone(OrbitEstimator):
-        """Averages over nothing."""
-
-        note: str = "none"
-        bound: ClassVar[Any] = "upper"
-
-        def log_prob(self, base: Any, action: Any, value: torch.Tensor) -> torch.Tensor:
-            return base.log_prob(value)
-
-    try:
-        assert ESTIMATORS["BaseAlone"] is BaseAlone
-        assert estimator_from_dict(BaseAlone("some").to_dict()) == BaseAlone("some")
-        assert isinstance(suggested(one_layer(40), "mean field", True), SinkhornImportance)
-    finally:
-        del ESTIMATORS["BaseAlone"]
-    with pytest.raises(ValueError, match="BaseAlone"):
-        estimator_from_dict({"name": "BaseAlone"})
-
-
-@pytest.mark.parametrize("estimator", [SinkhornImportance(3), InfoNCE(2), ExactOrbit(50)])
-def test_estimators_go_to_json_and_back(estimator: OrbitEstimator) -> None:
-    assert estimator_from_dict(estimator.to_dict()) == estimator
+# the default --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,8 +391,6 @@ def test_estimators_go_to_json_and_back(estimator: OrbitEstimator) -> None:
         (two_layers(40, 40), "mean field", True, SinkhornImportance(4)),
         (one_layer(12), "normal", False, SinkhornImportance(64)),
         (one_layer(120), "normal", True, SinkhornImportance(4)),
-        (one_layer(12), "unit blocks", False, ExactOrbit()),
-        (two_layers(5, 5), "unit blocks", True, SinkhornImportance(16)),
         (one_layer(6), "normal", True, ExactOrbit()),
         (one_layer(6, inputs=20), "normal", True, SinkhornImportance(16)),
         (one_layer(7), "normal", True, SinkhornImportance(16)),
@@ -474,7 +400,14 @@ def test_estimators_go_to_json_and_back(estimator: OrbitEstimator) -> None:
         (one_layer(8, moves=("permute", "flip")), "mean field", True, ExactOrbit()),
     ],
 )
-def test_what_is_suggested_is_exact_if_that_is_cheap(
-    group: Group, base: BaseKind, training: bool, expected: OrbitEstimator
+def test_the_default_is_exact_if_that_is_cheap(
+    group: Group, base: str, training: bool, expected: OrbitEstimator
 ) -> None:
-    assert suggested(group, base, training) == expected
+    action = action_of(group)
+    q: Any = dist.Normal(torch.zeros(action.dim), 1.0).to_event(1)
+    if base != "mean field":
+        q = dist.LowRankMultivariateNormal(q.mean, torch.ones(action.dim, 1), q.variance)
+    q = dist.TransformedDistribution(q, []) if base == "other" else q
+    assert usual_estimator(q, action, training) == expected
+    if training:
+        assert Symmetrized(q, action).estimator == expected

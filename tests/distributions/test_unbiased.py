@@ -36,11 +36,11 @@ def assert_mean_is_one(ratios: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_the_mean_reciprocal_at_draws_and_the_mean_elsewhere_are_exact(name: str, kind: str, estimator: Any) -> None:
-    """Against enumeration, at all copies of 300 draws, of which the base makes each in proportion to its density there:
+    """Against enumeration, at all copies of 500 draws, of which the base makes each in proportion to its density there:
     so weighted, no term is above ``K + 1``. False alarm below 1 in 10^4 over all cases."""
     action = action_of(GROUPS[name])
     base = base_of(kind, action.dim)
-    copies = action(base.sample((300,)), action.group.enumerate().select((slice(None), None)))
+    copies = action(base.sample((500,)), action.group.enumerate().select((slice(None), None)))
     own, exact = base.log_prob(copies), ExactOrbit().log_prob(base, action, copies[0])
     reciprocal = own.softmax(0) * (exact - estimator.log_prob(base, action, copies)).exp()
     assert_mean_is_one(reciprocal.sum(0))
