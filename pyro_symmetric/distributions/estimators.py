@@ -88,25 +88,14 @@ class SinkhornImportance(OrbitEstimator):
     r"""The identity, and ``K`` elements drawn by matching the units of the draw to those of the base.
 
     If units are far apart it finds all of the :math:`\log|G|` nats, whatever the width, and if they are alike it knows
-    that; in between a larger ``K`` helps: 4 suits training if units are independent under the base and in one layer,
-    otherwise take 16. Normals that correlate units are matched by means and deviations alone: of overlapping units
-    under a full covariance less than half of the nats may be found, where ``ExactOrbit`` or a larger ``K`` finds more.
-    *Tied units*, whose weights from state to state belong to two of them, lose far more than others.
+    that; in between a larger ``K`` helps. Normals that correlate units are matched by means and deviations alone: of
+    overlapping units under a full covariance less than half of the nats may be found. *Tied units*, whose weights from
+    state to state belong to two of them, lose more than others.
 
-    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands. With exact proposals each of
-    the ``K + 1`` terms has the same share of ``∇L``, but the identity, no free draw, has :math:`\nabla \log q(w)`: with
-    the gain :math:`I = \mathbb E_q[\log q(w) - \log \bar q(w)]` and :math:`L_{-k}` the estimate without proposal ``k``,
-
-    .. math:: \mathbb E\, \nabla L = \nabla\, \mathbb E_q \log \bar q(w) + \frac{\nabla I}{K+1},
-       \qquad \mathbb E\, \Big[ (K+1) \nabla L - \sum_{k=1}^{K} \nabla L_{-k} \Big]
-       = \nabla\, \mathbb E_q \log \bar q(w),
-
-    and the second, the jackknife, is what is used, beside the value of ``L``. Through the base's parameters at a fixed
-    draw the mean of the gradient is zero with any proposal.
-
-    Cost: two products of ``n × n`` by ``n × (weights of a unit)`` matrices a set and as many in the backward pass twice
-    over, ``K`` matchings of ``n`` units; for weights that two sets share (between two hidden layers), ``2 K`` such
-    products and ``K`` copies.
+    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands: the identity is no free draw,
+    so that with exact proposals :math:`1/(K+1)` of the gain's gradient is missing. The jackknife
+    :math:`(K+1) \nabla L - \sum_k \nabla L_{-k}` gives it back, with :math:`L_{-k}` the estimate without proposal
+    ``k``. Through the base's parameters at a fixed draw the mean of the gradient is zero with any proposal.
 
     Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
 

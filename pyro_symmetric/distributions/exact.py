@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, LowRankMultivariateNormal, MultivariateNormal, Normal
+from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric import arguments
 from pyro_symmetric.distributions.estimators import SinkhornImportance
@@ -148,8 +148,6 @@ def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elem
 
 # Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
 TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
-# Weights whose density costs next to nothing beside the matching of their units, so that more elements are cheap.
-FEW_NUMBERS = 400
 
 
 def usual_estimator(base: Distribution, action: Action, training: bool = True) -> OrbitEstimator:
@@ -157,21 +155,14 @@ def usual_estimator(base: Distribution, action: Action, training: bool = True) -
 
     :param training: whether it is evaluated once a step; otherwise for a report, which takes more elements.
     """
-    known = not action.nonlinear_sites and (mean_field_moments(base) is not None or isinstance(base, UnitBlocks))
-    normal = isinstance(base, MultivariateNormal | LowRankMultivariateNormal) and not action.nonlinear_sites
-    return _usual(action.group.finite, independent_sets(base, action), known, known or normal, training)
+    return _usual(action.group.finite, independent_sets(base, action), training)
 
 
 @functools.lru_cache(maxsize=256)
-def _usual(group: Group, independent: tuple[str, ...], known: bool, normal: bool, training: bool) -> OrbitEstimator:
+def _usual(group: Group, independent: tuple[str, ...], training: bool) -> OrbitEstimator:
     summed, enumerated = divided(group, independent)
     numbers = sum(shape.numel() for shape in group.site_shapes.values())
     terms = numbers + sum(one.size * 2.0 ** (one.size - 1) for one in summed.units.values())
     listed = math.exp(min(enumerated.log_order(), 700.0))
-    if listed <= LISTED * (1 + 1e-9) and listed * terms <= (TERMS if training else TERMS_TO_REPORT):
-        return ExactOrbit()
-    sites = [[axis.site for axis in group.axes(name)] for name in group.units]
-    tied = any(len(set(own)) < len(own) for own in sites)  # recurrent weights
-    apart = known and len({site for own in sites for site in own}) == sum(map(len, sites))
-    count = 4 if not tied and (apart or (normal and numbers > FEW_NUMBERS)) else 16
-    return SinkhornImportance(count if training else 4 * count)
+    cheap = listed <= LISTED * (1 + 1e-9) and listed * terms <= (TERMS if training else TERMS_TO_REPORT)
+    return ExactOrbit() if cheap else SinkhornImportance(4 if training else 16)

@@ -24,6 +24,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ class Known:
     assumed: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class UnitDensities:
     """The matrices ``A`` of every set of units for some draws under one base.
 
@@ -139,22 +140,16 @@ class UnitDensities:
     scale: Weights
     blocks: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    @functools.cached_property
-    def seats(self) -> dict[str, tuple[Seat, ...]]:
-        """The sets that have something to move."""
-        return seats_of(self.group, frozenset(self.draws))
-
-    @functools.cached_property
-    def like(self) -> Tensor:
-        """The draws of one site, which tell ``N``, the precision and the device."""
-        return next(iter(self.draws.values()))
+    def __post_init__(self) -> None:
+        self.seats, self.like = seats_of(self.group, frozenset(self.draws)), next(iter(self.draws.values()))
+        self._matrices: dict[str, Pairs] = {}
 
     @property
     def log_order(self) -> float:
         """The logarithm of the number of permutations and signs that move something."""
         moved = [self.group[name] for name in self.seats]
-        orders = (one.copies * math.lgamma(one.size + 1) * ("permute" in one.moves) for one in moved)
-        return sum(orders) + sum(one.count * math.log(2) for one in moved if "flip" in one.moves)
+        permutations = sum(one.copies * math.lgamma(one.size + 1) for one in moved if "permute" in one.moves)
+        return permutations + sum(one.count * math.log(2) for one in moved if "flip" in one.moves)
 
     def shared(self, names: Iterable[str]) -> set[str]:
         """The sites of some sets that others move, too."""
@@ -197,7 +192,7 @@ class UnitDensities:
         return self._of(name, [seat for seat in self.seats[name] if seat.lone], Known(self.draws), places)
 
     def _of(self, name: str, seats: Sequence[Seat], known: Known, places: Tensor | None = None) -> Pairs:
-        """What some axes tell: in the precision of the draws, and again in float64 where that isn't enough."""
+        """The share of some axes: in the precision of the draws, and again in float64 where that isn't enough."""
         count = self.group[name].count if places is None else len(places)
         products = count * sum(known.sites[seat.axis.site].numel() for seat in seats)
         if self.like.dtype == torch.float64 or products <= FEW_PRODUCTS:
@@ -262,12 +257,8 @@ class UnitDensities:
             found = found + Pairs((both[0] + both[-1]) / 2, (both[0] - both[-1]) / 2)
         return found
 
-    @functools.cached_property
-    def _matrices(self) -> dict[str, Pairs]:
-        return {}
-
     def _matched(self, name: str, known: Known) -> Tensor:
-        """What matchings inside each pair of outer units are worth, ``(L, N, copies, copies)``."""
+        """The worth of matchings inside each pair of outer units, ``(L, N, copies, copies)``."""
         pairs = blocks_of(self.of(name, known).total, self.group[name].copies)
         permuted = "permute" in self.group[name].moves and pairs.shape[-1] > 1
         return soft_permanent(pairs) if permuted else pairs.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -300,7 +291,7 @@ class UnitDensities:
         return "flip" in self.group[name].moves and axis.exponent % 2 == 1
 
     def expectations(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """What to expect of each set before any is drawn; those found so far sharpen the next."""
+        """Expectations of each set before any is drawn; those found so far sharpen the next."""
         expected: dict[str, tuple[Tensor, Tensor]] = {}
         for name in self.seats if self.shared(self.seats) else ():
             one, found = self.group[name], self.of(name, Known(self.draws, frozenset(), expected))
@@ -345,7 +336,7 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
     known = Known(units.draws, frozenset(), units.expectations())
     permutations: Weights = {}
     signs: Weights = {}
-    options = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
+    options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
     log_tau, element = like.new_zeros(shape, dtype=torch.float64), Element(group, **options)
     for number, name in enumerate(units.seats):
         one, pairs = group[name], units.of(name, known)

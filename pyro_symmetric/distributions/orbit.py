@@ -130,7 +130,7 @@ def units_of(
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:
-    """What the group moves of flat vectors, by site in its view: coordinates, or constrained values where elements move
+    """Flat vectors -> what the group moves, by site in its view: coordinates, or constrained values where elements move
     those; of a simplex their centred logarithms, which are closer to normal."""
     values = action.layout.unflatten(flat)
     for site in action.nonlinear_sites:

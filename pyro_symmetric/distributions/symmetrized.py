@@ -48,11 +48,9 @@ class Symmetrized(TorchDistribution):
     network's predictions) is distributed as under :math:`\bar q`, reparametrised gradients flow, and the draws are what
     the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
 
-    ``log_prob`` is the estimator's answer, which for a bound is random and evaluated once for each draw by
-    :class:`~pyro.infer.Trace_ELBO`. An ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the
-    model is invariant under the group: then only are draws of the base as good as those of :math:`\bar q`. This class
-    sees no model, so check yours by ``ps.verify_model(group, model, *args)``;
-    :class:`~pyro_symmetric.guides.AutoSymmetrized` and :func:`~pyro_symmetric.guides.evidence` do so.
+    ``log_prob`` is the estimator's answer, which for a bound is random. An ELBO made of it never exceeds that of
+    :math:`\bar q` in expectation, **if** the model is invariant under the group: check yours by
+    ``ps.verify_model(group, model, *args)``, as :class:`~pyro_symmetric.guides.AutoSymmetrized` does.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
@@ -66,12 +64,8 @@ class Symmetrized(TorchDistribution):
         permutations and signs.
     :param estimator: of :math:`\log \bar q`; by default exact where that is cheap, else
         :class:`~pyro_symmetric.distributions.SinkhornImportance`.
-    :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the base's own parameters
-        (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out, :math:`\mathbb E_q\,
-        \partial_\theta \log \bar q_\theta(w)`, is zero for ``ExactOrbit``: averaged over :math:`w \sim q` it is the
-        same as over :math:`\bar q`, whose score it is. It is zero for ``InfoNCE`` too, as its terms are
-        exchangeable, so that gradients of its bound stay unbiased, and for ``SinkhornImportance``, whose proposals are
-        held fixed. Gaussian bases only.
+    :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the parameters of a
+        Gaussian base (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out has mean zero.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)

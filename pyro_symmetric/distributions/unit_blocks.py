@@ -30,7 +30,6 @@ class UnitBlocks(TorchDistribution):
     :param scale: standard deviations of the positions that aren't listed, in rising order, ``(D - listed,)``; it may be
         left out if all are listed.
     :ivar rest: these positions, LongTensor.
-    :raises ValueError: naming the argument whose shape or positions don't fit.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
@@ -48,34 +47,21 @@ class UnitBlocks(TorchDistribution):
     ):
         self.loc = loc
         self.positions, self.scale_trils = tuple(positions), tuple(scale_trils)
+        self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
         self.scale = loc.new_ones(0) if scale is None else scale
         listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
         free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
-        self.rest = free.index_fill(0, self._checked(listed), False).nonzero()[:, 0]
-        if self.scale.shape != self.rest.shape:
+        self.rest = free.index_fill(0, listed, False).nonzero()[:, 0]
+        listable = len(listed.unique()) == len(listed) and not bool((listed < 0).any())
+        fitting = listable and all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)
+        if self.scale.shape != self.rest.shape or not fitting:
             raise ValueError(
-                f"scale has shape {tuple(self.scale.shape)}; positions leave {len(self.rest)} of {len(loc)} numbers "
-                f"out, so it must be ({len(self.rest)},)"
+                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale has a number for every other "
+                f"position; found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} and {len(self.scale)}"
             )
         # Where each number of the vector stands among the blocks one after the other, and the rest.
         self._order = torch.cat([listed, self.rest]).argsort()
         super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
-
-    def _checked(self, listed: Tensor) -> Tensor:
-        if self.loc.dim() != 1:
-            raise ValueError(f"loc has shape {tuple(self.loc.shape)}; it must be (D,)")
-        if len(self.positions) != len(self.scale_trils):
-            raise ValueError(f"there are {len(self.positions)} positions and {len(self.scale_trils)} scale_trils")
-        for index, tril in zip(self.positions, self.scale_trils, strict=True):
-            if index.dim() != 2 or tril.shape != (*index.shape, index.shape[-1]):
-                raise ValueError(
-                    f"positions and scale_trils of a set have shapes {tuple(index.shape)} and {tuple(tril.shape)}; "
-                    "they must be (n, d) and (n, d, d)"
-                )
-        counts = torch.bincount(listed.clamp(min=0), minlength=len(self.loc))
-        if len(counts) > len(self.loc) or bool((counts > 1).any()) or bool((listed < 0).any()):
-            raise ValueError(f"positions must lie in 0 .. {len(self.loc) - 1}, and no two be the same")
-        return listed
 
     def __repr__(self) -> str:
         blocks = ", ".join(f"{n} x {d}" for n, d in (tuple(index.shape) for index in self.positions))
@@ -83,7 +69,7 @@ class UnitBlocks(TorchDistribution):
 
     def expand(self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None) -> UnitBlocks:
         new = self._get_checked_instance(UnitBlocks, _instance)
-        for name in ("loc", "positions", "scale_trils", "scale", "rest", "_order"):
+        for name in ("loc", "positions", "scale_trils", "_sets", "scale", "rest", "_order"):
             setattr(new, name, getattr(self, name))
         super(UnitBlocks, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
@@ -102,7 +88,7 @@ class UnitBlocks(TorchDistribution):
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
         centred = (value - self.loc).reshape(-1, len(self.loc))
         total = -0.5 * (centred[:, self.rest] / self.scale).square().sum(-1) - self.scale.log().sum()
-        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+        for index, tril in self._sets:
             # All draws are columns of one system for each unit: nothing is copied for the batch.
             white = torch.linalg.solve_triangular(tril, centred[:, index].permute(1, 2, 0), upper=False)
             total = total - 0.5 * white.square().sum((0, 1)) - tril.diagonal(dim1=-2, dim2=-1).log().sum()
@@ -113,7 +99,7 @@ class UnitBlocks(TorchDistribution):
         """Reparametrised draws, ``sample_shape + batch_shape + (D,)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
         parts = []
-        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+        for index, tril in self._sets:
             noise = torch.randn(*index.shape, shape.numel(), dtype=tril.dtype, device=tril.device)
             parts.append((tril @ noise).flatten(0, 1).mT)
         noise = torch.randn(shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device)
@@ -148,7 +134,7 @@ class UnitBlocks(TorchDistribution):
         found = torch.zeros(*units.shape, units.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
         alone = torch.zeros_like(self.loc).index_copy(0, self.rest, self.scale.square())
         found = found + torch.diag_embed(alone[units])
-        for index, tril in zip(self.positions, self.scale_trils, strict=True):
+        for index, tril in self._sets:
             block = self.loc.new_full((len(self.loc),), len(index), dtype=torch.long)
             block[index] = torch.arange(len(index), device=index.device).unsqueeze(-1)
             column = torch.zeros_like(block)

@@ -90,7 +90,7 @@ class AutoSymmetrized(WeightsGuide):
         super().__init__(model, start)
         self._given = (model, start)
         self.base = _base(base, model, start, base_arguments)
-        self.estimator = estimator
+        self.estimator: Any = estimator  # until set-up None, if it is left to the base
         self.sticking_the_landing = sticking_the_landing
         self._action: Action | None = None
 

@@ -197,21 +197,6 @@ def test_a_guide_that_is_the_prior_of_a_positive_site_is_worth_nothing_by_the_me
     assert TraceMeanField_ELBO(num_particles=3).loss(prior, guide) == pytest.approx(0.0, abs=1e-5)
 
 
-def test_tied_units_are_trained_with_more_elements_whatever_their_number() -> None:
-    """Weights from state to state belong to two units each; matching them one by one misses a part of the gradient."""
-    for width in (24, 40):
-        shapes = {"into": torch.Size([width, 2]), "state": torch.Size([width, width])}
-        tied = ps.Group.declare({"into": ("k", None), "state": ("k", "k")}, shapes)
-        apart = ps.Group.declare({"into": ("k", None), "state": ("k", None)}, shapes)
-
-        def model(shapes: Any = shapes) -> None:
-            for name, shape in shapes.items():
-                pyro.sample(name, dist.Normal(torch.zeros(shape), 1.0).to_event(2))
-
-        assert ps.AutoSymmetrized(model, apart).estimator == ps.SinkhornImportance(4)
-        assert ps.AutoSymmetrized(model, tied).estimator == ps.SinkhornImportance(16)
-
-
 def test_a_guide_whose_law_has_no_rsample_is_refused_as_its_training_would_lack_the_score() -> None:
     class Modes(AutoContinuous):
         def get_posterior(self, *args, **kwargs):
