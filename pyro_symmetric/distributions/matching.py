@@ -296,7 +296,7 @@ class UnitDensities:
         for name in self.seats if self.shared(self.seats) else ():
             one, found = self.group[name], self.of(name, Known(self.draws, frozenset(), expected))
             inner = blocks_of(found.total, one.copies)
-            still, copies = (torch.eye(n).to(inner) for n in (one.size, one.copies))
+            still, copies = (torch.eye(n, dtype=inner.dtype, device=inner.device) for n in (one.size, one.copies))
             mix = doubly_stochastic(inner, 6) if "permute" in one.moves else still.expand_as(inner)
             sign = torch.ones_like(found.even) if found.odd is None else found.odd.tanh()
             whole, signed = (
