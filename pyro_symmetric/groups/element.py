@@ -293,7 +293,8 @@ class Element:
                 logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
                 numbers.append((axis.exponent * logs).exp())
             for own in numbers:
-                full = full * lay_out(own.flatten(len(self.batch_shape)), axis.index, 1.0, length)
+                flat = own.flatten(len(self.batch_shape))
+                full = full * (flat if axis.fills(length) else lay_out(flat, axis.index, 1.0, length))
         return full
 
     def axis_shift(self, site: str, dim: int) -> Tensor:

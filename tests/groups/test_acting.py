@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pyro
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.models import BayesianModel
 
 BUFFERS = ("1.running_mean", "1.running_var")
 
@@ -85,39 +81,6 @@ def test_holding_keeps_what_leaves_the_statistics_as_they_are():
         torch.testing.assert_close(symmetry.act(kept.sample(), net)(x), net(x), rtol=1e-6, atol=1e-6)
     fresh[1].running_mean[0] = 1.0  # one unit apart: all are left out, and the one that lies at 1 can't be flipped
     assert new.holding(fresh).permutations.factors == {"3": 4}
-
-
-def test_guides_of_fresh_batch_normalisation_are_symmetrised_and_those_of_trained_are_refused():
-    x, y = torch.randn(7, 3), torch.randn(7)
-
-    def network(trained):
-        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
-        if trained:
-            net(1.0 + 2.0 * torch.randn(50, 3))
-        return net.eval()
-
-    net = network(trained=False)
-    symmetry, model = find_symmetry(net, x), BayesianModel(net, 1.0, GaussianLikelihood(0.5))
-    for group in (symmetry.finite, symmetry.holding(net).finite):
-        pyro.clear_param_store()
-        guide = ps.AutoSymmetrized(model, group, estimator=ps.ExactOrbit()).setup(x, y)
-        weights = guide.sample_posterior((4,), orbit=True)
-        moved = group.without_buffers().sample((4,))(weights)
-        torch.testing.assert_close(
-            guide.get_posterior().log_prob(_flat(guide, moved)), guide.get_posterior().log_prob(_flat(guide, weights))
-        )
-    trained = network(trained=True)
-    with pytest.raises(ValueError, match="running statistics"):
-        ps.AutoSymmetrized(BayesianModel(trained, 1.0, "gaussian"), symmetry.finite).setup(x, y)
-    plain = AutoNormal(model)
-    plain(x, y)
-    with pytest.raises(ValueError, match=r"the guide holds no running statistics .*holding"):
-        ps.push_forward(plain, symmetry.sample())
-    ps.push_forward(plain, symmetry.holding(net).permutations.sample())
-
-
-def _flat(guide, weights):
-    return torch.cat([weights[name].flatten(1) for name, _ in guide.prototype_trace.iter_stochastic_nodes()], 1)
 
 
 def test_comparisons_and_measures_of_weights_take_those_without_statistics():

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from pyro_symmetric.groups import Axis, Group, Units
 
 from .cases import (
-    ALL,
     GROUPS,
-    KINDS,
     alike,
     attend,
     attention,
@@ -148,19 +146,6 @@ def test_elements_satisfy_the_group_axioms_and_act_as_a_group(name, seed, batch)
     assert close(identity(weights), weights, 1e-15)
 
 
-@pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize(("one", "other"), list(itertools.product(KINDS, KINDS)))
-def test_elements_of_two_restrictions_make_one_of_the_whole(name, one, other):
-    group = GROUPS[name]()
-    p, r = (group.restricted(kind).sample((3,), dtype=torch.float64) for kind in (one, other))
-    weights = weights_of(group, 3)
-    assert close((p @ r)(weights), p(r(weights)), 1e-11)
-    whole = group.sample((3,), dtype=torch.float64)
-    assert close((whole @ p)(weights), whole(p(weights)), 1e-10)
-    assert close((p @ whole)(weights), p(whole(weights)), 1e-10)
-    assert (p @ whole).group is group
-
-
 def test_every_element_is_its_permutation_times_its_multiplier_times_its_shift():
     for make in GROUPS.values():
         group = make()
@@ -202,26 +187,6 @@ def test_elements_index_and_expand_their_batch(name):
     assert not g.equal(g.select(0))
     if group.units:
         assert not g.equal(g.inverse()) or group.log_order() < 1
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_elements_change_their_precision_but_not_their_permutations(name):
-    g = GROUPS[name]().sample((2,), dtype=torch.float32)
-    wide = g.to(dtype=torch.float64)
-    assert all(v.dtype == torch.float64 for part in (wide.signs, wide.log_scales, wide.shifts) for v in part.values())
-    assert all(v.dtype == torch.long for v in wide.permutations.values())
-    assert wide.to("cpu").to(dtype=torch.float32).equal(g)
-
-
-def test_index_and_multiplier_along_an_axis_say_what_the_action_does():
-    group = wreath(2, 2, 3, ALL)
-    g, weights = group.sample((4,), dtype=torch.float64), weights_of(group)
-    index, factor = g.axis_index("out", 1), g.axis_multiplier("out", 1, torch.float64)
-    expected = (weights["out"] * factor.unsqueeze(-2)).gather(-1, index.unsqueeze(-2).expand(4, 3, 12))
-    torch.testing.assert_close(g(weights)["out"], expected)
-    assert torch.equal(g.unit_index("value rows"), index)
-    assert torch.equal(g.axis_index("out", 0), torch.arange(3).expand(4, 3))
-    assert torch.equal(g.axis_multiplier("out", 0), torch.ones(4, 3))
 
 
 @pytest.mark.cuda

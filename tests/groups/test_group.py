@@ -20,7 +20,6 @@ from pyro_symmetric.groups.places import rows
 from .cases import (
     ALL,
     GROUPS,
-    KINDS,
     alike,
     apart,
     attention,
@@ -191,26 +190,6 @@ def test_which_sites_are_weights_and_which_are_biases():
 # parts of a group -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("moves", [m for r in (1, 2, 3) for m in itertools.combinations(KINDS, r)], ids="+".join)
-def test_a_restriction_acts_as_the_elements_of_the_whole_without_the_other_moves(name, moves):
-    group = GROUPS[name]()
-    part = group.restricted(*moves)
-    assert part is group.restricted(*reversed(moves))
-    assert part.moves == group.moves & set(moves)
-    assert part.whole is group
-    weights, g = weights_of(group), group.sample((4,), dtype=torch.float64)
-    own = {"permute": "permutations", "flip": "signs", "scale": "log_scales", "shift": "shifts"}
-    given = {own[move]: getattr(g, own[move]) for move in moves if move in group.moves}
-    permutations = given.pop("permutations", None)
-    mine, theirs = (one.element(permutations, **given) for one in (part, group))
-    assert close(part.identity((4,))(weights), group.identity((4,))(weights))
-    if given or permutations:
-        assert close(mine(weights), theirs(weights))
-    for k in range(4 if given or permutations else 0):
-        assert close({s: v[k] for s, v in mine(weights).items()}, by_loops(mine.select(k), weights))
-
-
 def test_restrictions_keep_what_they_need_and_no_more():
     group = attention()
     scalings = group.scalings
@@ -272,23 +251,6 @@ def test_units_that_do_not_move_themselves_still_carry_what_lies_inside_them():
     assert group.without(["groups", "heads"])["key rows"].parent is None
 
 
-@pytest.mark.parametrize("name", GROUPS)
-def test_sites_that_are_left_out_are_unknown_and_the_rest_moves_as_before(name):
-    group = GROUPS[name]()
-    for site in group.site_shapes:
-        part = group.leaving([site])
-        assert site not in part.site_shapes
-        assert site not in part.sites
-        assert all(part.axes(one) or part.children(one) for one in part.units)
-        if not part.units:
-            continue
-        g, weights = part.sample((3,), dtype=torch.float64), weights_of(group)
-        moved = g({s: v for s, v in weights.items() if s != site})
-        whole = numbers_without(g, "", group)(weights)
-        assert close(moved, {s: whole[s] for s in moved})
-    assert group.leaving(["nowhere"]) is group
-
-
 def test_sites_get_other_names():
     group = grouped()
     other = group.renamed(lambda site: f"net.{site}")
@@ -327,17 +289,6 @@ def test_groups_survive_json_and_pickle(name):
     assert group != 3
 
 
-def test_groups_that_differ_in_one_number_are_different(mlp):
-    assert mlp([2, 3, 2]).group != mlp([2, 3, 3]).group
-    assert mlp([2, 3, 2]).group == mlp([2, 3, 2]).group
-    assert mlp([2, 3, 2]).group != mlp([2, 3, 2], "tanh").group
-    first = layers()
-    for change in ({"exponent": 2}, {"buffer": True}, {"epsilon": 0.1}, {"index": torch.tensor([[1, 0, 2]])}):
-        one = first["first"]
-        other = replace(one, axes=(*one.axes[:1], replace(one.axes[1], **change), *one.axes[2:]))
-        assert Group([other, first["second"], first["shift"]], first.site_shapes) != first
-
-
 # what is no group -----------------------------------------------------------------------------------------------------
 
 SHAPES = {"w": (6,), "v": (6, 6), "u": (4,)}
@@ -348,12 +299,6 @@ WHOLE = plain(6)
 
 def row(**changes) -> Units:
     return replace(Units("row", 3, (Axis("w", 0, WHOLE),), "head", 2), **changes)
-
-
-def test_the_good_groups_that_the_bad_ones_change_are_taken():
-    Group([HEAD, row()], SHAPES)
-    Group([HEAD, row(axes=(Axis("w", 0, PLACE.flip(1).reshape(1, -1)),))], SHAPES)
-    Group([units("a", 6, [("w", 0, 0), ("v", 0, 0)], {"permute"}), units("b", 6, [("v", 1, 0)], {"permute"})], SHAPES)
 
 
 NESTED: dict[str, Callable[[], list[Units]]] = {
@@ -424,24 +369,6 @@ def test_moves_that_commute_on_the_same_positions_are_a_group():
 
 
 # places ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_rows_of_units_move_as_the_units_do(name):
-    """Along an axis in which nothing inside the units moves: row u of the moved weights is row p(u)."""
-    group = GROUPS[name]().permutations
-    for own in group.names("permute"):
-        part = group.without([other for other in group.units if other != own])
-        g, weights = part.sample((4,)), weights_of(group, 4)
-        moved = part.viewed(g(weights))
-        for axis in part.axes(own):
-            dims = len(part.view_shapes[axis.site])
-            if len({a.dim for a in part.axes(own) if a.site == axis.site}) > 1:
-                continue
-            before, after = (rows(w[axis.site], axis, dims) for w in (part.viewed(weights), moved))
-            assert before.shape[:2] == (4, group[own].count)
-            index = g.unit_index(own).unsqueeze(-1).expand_as(before)
-            assert torch.equal(after, before.gather(1, index))
 
 
 def test_copies_without_a_parent_move_independently():

@@ -10,13 +10,6 @@ from pyro_symmetric.groups import Axis, Group, Units
 from .cases import plain
 
 
-def test_an_axis_is_filled_by_one_unit_for_each_position():
-    assert Axis("w", 0, plain(3)).fills(3)
-    assert not Axis("w", 0, plain(3)).fills(4)
-    assert not Axis("w", 0, plain(4).flip(1)).fills(4)
-    assert not Axis("w", 0, torch.arange(4).view(2, 2)).fills(4)
-
-
 @pytest.mark.parametrize(
     "axis",
     [
