@@ -107,7 +107,10 @@ def minimal_mass(
         return replace(found, weights=as_given(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
-    counted = _counted(weights, whole, sites)
+    counted = [site for site in whole.weight_sites if site in weights]
+    if sites is not None:
+        counted = arguments.listed("sites", sites, str, "sites")
+        require_sites({site: value for site, value in weights.items() if site in whole.site_shapes}, counted)
     flat = {site: weights[site].reshape(shape.numel(), *group.view_shapes[site]) for site in counted}
     size = max(1, CHUNK_ENTRIES // max(1, sum(math.prod(value.shape[1:]) for value in flat.values())))
     parts = [
@@ -124,17 +127,6 @@ def minimal_mass(
     log_scales, held = (by_units(value, group, shape) for value in (u, pinned))
     scaled = group.element(log_scales=log_scales).expand(shape)(weights)
     return MinimalMass(mass.reshape(shape), given.reshape(shape), log_scales, scaled, held, imbalance.reshape(shape))
-
-
-def _counted(weights: Mapping[str, Tensor], group: Group, sites: Iterable[str] | None) -> list[str]:
-    """The sites whose squared norm is the mass."""
-    if sites is None:
-        return [site for site in group.weight_sites if site in weights]
-    counted = arguments.listed("sites", sites, str, "sites")
-    if unknown := [site for site in counted if site not in group.site_shapes]:
-        raise ValueError(f"sites {unknown} are unknown; the known sites are {sorted(group.site_shapes)}")
-    require_sites(weights, counted)
-    return counted
 
 
 def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
