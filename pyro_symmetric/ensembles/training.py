@@ -42,7 +42,7 @@ from pyro_symmetric.ensembles.members import (
     network_loss,
     stacked_buffers,
 )
-from pyro_symmetric.mcmc.density.data_checks import require_data
+from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights

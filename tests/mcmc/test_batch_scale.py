@@ -55,8 +55,8 @@ def drawing_plate(scale: float):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (in_plate(BATCH), "'y' is scaled by 1 .*'data' has size 4.*5 times too little"),
-        (in_plate(2 * ROWS), "must count 5 times, but the site 'y' is scaled by 10 .*size 40.*2 times too much"),
+        (in_plate(BATCH), "'y' is scaled by 1: .*5 times too little"),
+        (in_plate(2 * ROWS), "must count 5 times, but the site 'y' is scaled by 10: .*2 times too much"),
         (in_plate(ROWS, scale=5.0), "'y' is scaled by 25: .*5 times too much"),
         (joint(1.0), "'y' is scaled by 1: .*5 times too little"),
         (joint(2.5), "'y' is scaled by 2.5: .*2 times too little"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc.density.data_checks import require_data
+from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.models import BayesianModel
 
@@ -26,7 +26,7 @@ def regression(outputs):
         (classifier(), X.tolist(), LABELS, TypeError, "x is a list"),
         (classifier(), X, 3, TypeError, "y is 3"),
         (classifier(), X, LABELS[:5], ValueError, "x has 6 rows but y has 5"),
-        (classifier(), X[:0], LABELS[:0], ValueError, "x has no rows"),
+        (classifier(), X[:0], LABELS[:0], ValueError, "x has 0 rows"),
         (classifier(), X[:, :2], LABELS, ValueError, r"x doesn't fit.*\(6, 2\).*'0.weight', is a tensor \(3, 4\)"),
         (classifier(), X.double(), LABELS, ValueError, r"pass inputs.to\(torch.float32\)"),
         (BayesianModel(nn.Linear(4, 1)), X, LABELS % 2, ValueError, "one output.*at least 2"),

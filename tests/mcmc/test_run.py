@@ -150,7 +150,7 @@ def test_numpys_numbers_are_taken_for_what_they_are(tmp_path):
     assert torch.equal(posterior.samples["a"], again.samples["a"])
 
 
-@pytest.mark.parametrize(("kernel", "message"), [(3, "is 3; it must be"), (HMC, "is the class HMC; pass an instance")])
+@pytest.mark.parametrize(("kernel", "message"), [(3, "is 3; it must be"), (HMC, "is .*no class")])
 def test_what_is_neither_a_kernel_nor_a_model_is_named(kernel, message):
     with pytest.raises(TypeError, match=f"model {message}"):
         sample(kernel)
@@ -239,10 +239,10 @@ def only_parameters(y):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (only_observed, r"only_observed\(y\) has no latent site .*observed: 'y'"),
-        (only_parameters, "pyro.param 'mean'; what is to be sampled needs a prior"),
-        (AutoNormal(only_observed), r"a guide \(AutoNormal\); pass the model itself"),
-        (nn.Linear, "the class Linear; pass an instance"),
+        (only_observed, r"only_observed\(y\) has no latent site"),
+        (only_parameters, "no latent site"),
+        (AutoNormal(only_observed), "no class, guide or kernel"),
+        (nn.Linear, "no class, guide or kernel"),
     ],
 )
 def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
@@ -253,7 +253,7 @@ def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 @pytest.mark.parametrize(
-    ("kind", "engine"), [(HMC, "auto"), (AdaptiveHMC, "auto"), (SGHMC, "auto"), (NUTS, "auto"), (NUTS, "torch")]
+    ("kind", "engine"), [(HMC, "auto"), (AdaptiveHMC, "auto"), (SGHMC, "auto"), (NUTS, "auto"), (NUTS, "eager")]
 )
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
     torch.manual_seed(0)
@@ -340,7 +340,7 @@ def test_options_that_there_are_none_of_say_what_to_write():
         sample(HMC(lambda y: pyro.sample("a", dist.Normal(0.0, 1.0))), y=torch.zeros(3))
     with pytest.raises(TypeError, match="Pyro's warmup_steps is num_warmup here"):
         sample(HMC(lambda: pyro.sample("a", dist.Normal(0.0, 1.0))), warmup_steps=3)
-    with pytest.raises(TypeError, match=r"a kernel of Pyro's \(NUTS\)"):
+    with pytest.raises(TypeError, match="no class, guide or kernel"):
         sample(pyro.infer.NUTS(lambda: None))
 
 

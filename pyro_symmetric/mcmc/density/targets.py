@@ -18,7 +18,7 @@ from torch.distributions import Distribution, Normal
 from pyro_symmetric._process import running_pyro
 from pyro_symmetric.calls import over_weights, unmappable
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.mcmc.density.data_checks import require_data
+from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 
@@ -29,29 +29,18 @@ ROWS = "rows"  # the name of mini-batches that are cut from the arguments, rathe
 class Target(Protocol):
     """The contract."""
 
-    sites: Mapping[str, Distribution]
-    """Latent site -> a distribution with its support and shapes, in the order of the layout."""
-
-    row_counts: dict[str, tuple[int, int]]
-    """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
-
-    num_rows: int
-    """The number of observations in the likelihood, about: the scale of the potential's curvature. 0 without any."""
-
-    computed: Mapping[str, torch.Size]
-    """Deterministic sites, and their shapes."""
-
-    one_by_one: str
-    """Why chains are evaluated one after another; empty if they are all at once."""
-
-    with_stand_ins: bool
-    """True if parts of Pyro that can't be mapped over chains are replaced meanwhile."""
-
-    def compute(self, weights: Weights) -> Weights:
-        """Values of :attr:`computed`, of batch shape ``(C,)`` as the weights."""
+    sites: Mapping[str, Distribution]  # latent site -> its distribution, in the order of the layout
+    row_counts: dict[str, tuple[int, int]]  # mini-batches: name -> (rows there are, rows in a batch); empty without
+    num_rows: int  # observations in the likelihood, about: the scale of the potential's curvature
+    computed: Mapping[str, torch.Size]  # deterministic sites, and their shapes
+    one_by_one: str  # why chains are evaluated one after another; empty if they are all at once
+    with_stand_ins: bool  # whether parts of Pyro that can't be mapped over chains are replaced meanwhile
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
         """Log-density ``(C,)`` of constrained weights of batch shape ``(C,)``, on mini-batches ``(C, B)`` if given."""
+
+    def compute(self, weights: Weights) -> Weights:
+        """Values of :attr:`computed`, likewise."""
 
     def prior_weights(self, num_chains: int) -> Weights:
         """Draws from the prior, of batch shape ``(C,)``."""

@@ -35,7 +35,7 @@ from pyro_symmetric.calls import (
 )
 from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.layout import transform_of
-from pyro_symmetric.mcmc.density.batch_scale import warn_of_batch_scale, warn_of_plate_scale
+from pyro_symmetric.mcmc.density.data import warn_of_batch_scale, warn_of_plate_scale
 from pyro_symmetric.mcmc.density.mappable import mappable
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows, Target, require_batch_size, unchecked
 from pyro_symmetric.models import BayesianModel
@@ -324,21 +324,14 @@ def _observed_sites(trace: poutine.Trace) -> list[Any]:
 
 def _nothing_to_sample(model: Any, trace: poutine.Trace) -> str:
     """Why a model that ran has no latent site, and what to do about it."""
-    found = f"{name_of(model)} has no latent site (a pyro.sample without obs=), so there is nothing to sample"
-    if isinstance(model, nn.Module):
-        return (
-            f"{found}. A network by itself has weights without priors; make a model of it: {WRAP}, or give a "
-            "PyroModule's parameters priors by PyroSample"
-        )
     if discrete := [site["name"] for site in _latent(trace)]:
         return (
-            f"{name_of(model)} has discrete latent sites only ({', '.join(map(repr, discrete))}), which are summed "
-            "out, so there is nothing to sample"
+            f"{name_of(model)} has discrete latent sites only ({', '.join(map(repr, discrete))}), which are summed out"
         )
-    if parameters := [name for name, site in trace.nodes.items() if site["type"] == "param"]:
-        return f"{found}. It has pyro.param {', '.join(map(repr, parameters))}; what is to be sampled needs a prior"
-    observed = [site["name"] for site in _observed_sites(trace)]
-    return f"{found}. All its sites are observed: {', '.join(map(repr, observed))}" if observed else found
+    found = f"{name_of(model)} has no latent site (a pyro.sample without obs=), so there is nothing to sample"
+    if not isinstance(model, nn.Module):
+        return found
+    return f"{found}. Of a network make a model: {WRAP}, or give a PyroModule's parameters priors by PyroSample"
 
 
 def _subsampled_plates(trace: poutine.Trace, given_changes: bool) -> dict[str, tuple[int, int]]:
@@ -405,12 +398,5 @@ def target_of(
 
 def require_model(model: Any) -> None:
     """:raises TypeError: if it can't be one."""
-    if isinstance(model, type):
-        raise TypeError(f"model is the class {model.__name__}; pass an instance of it")
-    if isinstance(model, AutoGuide):
-        raise TypeError(f"model is a guide ({type(model).__name__}); pass the model itself, and initial=guide")
-    if isinstance(model, MCMCKernel):
-        kind = type(model).__name__
-        raise TypeError(f"model is a kernel of Pyro's ({kind}); pass one of ours, as in sample(ps.NUTS(model), *args)")
-    if not callable(model):
-        raise TypeError(f"model is {described(model)}; it must be a Pyro model, that is, callable")
+    if not callable(model) or isinstance(model, type | AutoGuide | MCMCKernel):
+        raise TypeError(f"model is {described(model)}; it must be a Pyro model: callable, no class, guide or kernel")
