@@ -69,6 +69,7 @@ class Result:
         shown = self.table[list(self.shown)] if self.shown else self.table
         more = [f"... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
         rows = shown.head(MOST_LINES).rename(columns=lambda name: name.replace("_", " "))
+        rows = rows.rename_axis(index=None, columns=self.axis)
         return "\n".join([self._head(), rows.to_string(float_format="{:.3g}".format), *more])
 
     def _overall(self) -> dict[str, Any]:

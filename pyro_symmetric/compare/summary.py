@@ -65,7 +65,7 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
     if (share := uncertain_share(posterior.samples, group)) > RARE:
         yield (
             f"labels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds under "
-            "3 : 1), so means and deviations of single units depend on how they were labelled"
+            "3 : 1), so means and standard deviations of single units depend on their labels"
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)

@@ -111,22 +111,6 @@ def test_stuck_and_slow_chains_are_named():
     assert "chains 1, 5 slow" in diagnose(slow)["moving"].words
 
 
-def test_zeros_of_a_triangle_are_no_stuck_chains():
-    # Most of the first 16 entries of a triangle of 10 rows are zeros.
-    result = diagnose(Posterior({"L": torch.randn(CHAINS, DRAWS, 10, 10).tril()}, rows="chains"))
-    assert result["moving"].status == "pass"
-
-
-def test_draws_that_are_not_finite_are_named():
-    posterior = Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains")
-    posterior.samples["w"][1, :5, :2] = torch.nan
-    posterior.statistics["lp"][0, 3] = torch.nan
-    finding = diagnose(posterior)["finite"]
-    assert finding.status == "fail"
-    assert f"site 'w' in 5 of {CHAINS * DRAWS:,} draws (chain 1)" in finding.words
-    assert f"of log density in 1 of {CHAINS * DRAWS:,} draws (chain 0)" in finding.words
-
-
 def test_chains_far_apart_fail_and_the_site_is_named():
     posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, rows="chains")
     posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]
@@ -237,10 +221,3 @@ def test_temperatures_are_compared_with_one_within_their_error(name):
     lost = 1 + 0.1 * torch.randn(CHAINS, DRAWS)
     lost[2, 5] = torch.nan
     assert diagnose(sound(**{name: lost}))[title].status == "pass"
-
-
-def test_an_unknown_finding_is_named():
-    with pytest.raises(KeyError, match="no check 'speed'"):
-        diagnose(sound())["speed"]
-    with pytest.raises(ValueError, match="num_draws is 0"):
-        diagnose(sound(), num_draws=0)

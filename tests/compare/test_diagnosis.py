@@ -196,13 +196,6 @@ def test_draws_that_are_not_finite_are_named_and_never_agree(value):
     json.dumps(result.to_dict())
 
 
-def test_predictions_that_are_not_finite_are_named():
-    predictions = torch.randn(CHAINS, DRAWS, 2)
-    predictions[0, :10, 1] = torch.inf
-    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS)}, rows="chains"), predictions=predictions)
-    assert "values of predictions in 10 of 2,000 draws (chain 0)" in repr(result)
-
-
 @pytest.mark.stochastic
 def test_entries_that_never_change_are_left_out_and_told():
     triangle = torch.randn(CHAINS, DRAWS, 3, 3).tril()
@@ -298,13 +291,6 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     assert result["acceptance"].value == pytest.approx(0.8)
     assert "1.00% of the draws diverged, should be 0" in result["divergences"].words
     assert "E-BFMI of the worst chain 0.0" in repr(result)
-
-
-def test_it_prints_plots_and_goes_to_json(model, x, symmetry, tmp_path):
-    result = diagnose(Posterior(one_mode(), rows="chains").thin(20), symmetry, model=model, x=x)
-    assert len(repr(result)) < len(result.full()) / 2
-    json.dumps(result.to_dict())
-    result.plot().savefig(tmp_path / "figure.png")
 
 
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:

@@ -278,13 +278,3 @@ def test_a_group_without_units_to_exchange_has_nothing_to_test():
     assert "nothing to test" in result.verdict
     json.dumps(result.to_dict(), allow_nan=False)
     assert repr(result)
-
-
-def test_result_is_readable_and_plain():
-    group = mlp_group()
-    result = invariance_tests(one_copy(group, 50), group)
-    plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert plain["verdict"] == result.verdict
-    assert sum(plain["parts"]["hidden"]["index_counts"][0]) == 50
-    assert "\n" not in result.verdict
-    assert "hidden" in repr(result)

@@ -64,13 +64,3 @@ def test_options_are_those_of_alignment_and_the_interval_is_the_tables(capsys):
     assert "25.0%" in shown
     with pytest.raises(TypeError, match="costs"):
         ps.summary(posterior, GROUP, costs="l2")
-
-
-def test_without_a_symmetry_the_summary_is_that_of_the_draws_as_they_are(capsys):
-    posterior = Posterior(GROUP.sample((2, 50))(mixture(2, 50)), rows="chains")
-    ps.summary(posterior, prob=0.5)
-    shown = capsys.readouterr().out
-    posterior.summary(0.5)
-    assert shown == capsys.readouterr().out
-    with pytest.raises(TypeError, match="symmetry"):
-        ps.summary(posterior, cost="l2")

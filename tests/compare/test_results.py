@@ -1,0 +1,60 @@
+"""Results are shown in a few lines, go to JSON and are drawn; those of equal seeds are equal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pyro_symmetric as ps
+from pyro_symmetric.compare import functional_collapse
+
+GROUP = ps.Group.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
+P, Q = ({"0.w": torch.randn(count, 4, 2), "1.w": torch.randn(count)} for count in (10, 12))
+PROBABILITIES = torch.rand(4, 9, 3).softmax(-1)
+RESULTS: dict[str, Callable[[], Any]] = {
+    "mmd": lambda: ps.mmd(P, Q),
+    "mmd_test": lambda: ps.mmd_test(P, Q, num_permutations=49),
+    "marginal_wasserstein": lambda: ps.marginal_wasserstein(P, Q),
+    "invariance_tests": lambda: ps.invariance_tests(P, GROUP),
+    "total_variation": lambda: ps.total_variation(PROBABILITIES, PROBABILITIES.flip(1)),
+    "diagnose": lambda: ps.diagnose({"0.w": P["0.w"].reshape(2, 5, 4, 2)}, GROUP),
+    "classification": lambda: ps.scores.classification(PROBABILITIES, torch.arange(9) % 3, PROBABILITIES.flip(0)),
+    "regression": lambda: ps.scores.regression(PROBABILITIES, 0.3, torch.zeros(9, 3)),
+    "functional_collapse": lambda: functional_collapse(PROBABILITIES, PROBABILITIES.flip(1)),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_goes_to_json_and_is_shown_and_drawn(name: str, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        result = RESULTS[name]()
+        found.append(json.dumps(result.to_dict(), allow_nan=False))
+    assert found[0] == found[1]
+    assert 1 < len(repr(result).splitlines()) < 20
+    if hasattr(type(result), "plot"):
+        result.plot().savefig(tmp_path / "figure.png")
+
+
+def test_of_very_many_parts_the_first_are_shown() -> None:
+    many = torch.full((500, 2), 0.5)
+    assert len(repr(ps.total_variation(many, many)).splitlines()) < 70
+
+
+def test_an_earlier_results_kernels_are_used_again() -> None:
+    first = ps.mmd(P, Q)
+    assert ps.mmd(P, Q, bandwidths=first).to_dict() == first.to_dict()
+    again = ps.mmd(P, P, bandwidths=first).of("0")
+    assert again["bandwidth"].tolist() == first.of("0")["bandwidth"].tolist()
+    with pytest.raises(ValueError, match="of mmd, of the layers"):
+        ps.mmd({"1.w": P["1.w"]}, {"1.w": Q["1.w"]}, bandwidths=first)
+
+
+def test_distances_that_overflow_are_refused() -> None:
+    huge = {"w": torch.full((3, 2), 3e38) * torch.tensor([[1.0], [-1.0], [1.0]])}
+    with pytest.raises(ValueError, match="overflow"):
+        ps.mmd(huge, huge)
