@@ -136,8 +136,8 @@ def diagnose(
     predictions: Tensor | None = None,
     num_draws: int = 256,
 ) -> Diagnosis:
-    """Judge whether draws can be trusted. Printed, it is a verdict and the checks that didn't pass; ``print(d.full())``
-    shows all of them, and the tables that they rest on.
+    """Judge whether draws can be trusted: a word, and the checks that didn't pass. ``print(d.full())`` shows all,
+    and the tables that they rest on. What each check is, and where its limits lie: :doc:`/explanation/chains`.
 
     >>> draws = torch.randn(4, 200, 3)  # of four chains
     >>> ps.diagnose({"w": draws}).ok
@@ -146,30 +146,7 @@ def diagnose(
     >>> diagnosis.ok, diagnosis["weights"].status
     (False, 'fail')
 
-    Of independent rows (an ensemble, draws of a guide) it is told how many they are, and whether they are finite. The
-    checks of chains, of which a posterior gets those that it has the numbers for:
-
-    * ``finite``: no draw is NaN or infinite, nor its log density. If one is, nothing else is looked at.
-    * ``copies``, a failure: chains that equal others draw for draw. If there are any, nothing else is looked at.
-    * ``moving``: every chain moves, and spreads as widely as the others.
-    * ``weights``, ``modulo symmetry``, ``predictions``, ``log density``: whether the chains agree there: the R-hat that
-      one entry in a hundred exceeds (of fewer, the largest), of the worst site. Above 1.02 it is a warning, above 1.05
-      a failure. If something else decides, disagreement is no more than a warning: weights may sit in copies of one
-      mode, and modes may predict alike. One chain is compared with itself, half by half. Entries that never change are
-      left out; of sites of more than 2²⁸ numbers some entries are looked at, evenly spaced ones.
-    * ``effective draws``: the worst bulk or tail effective sample size of what decides. 400 are enough for means,
-      standard deviations and this diagnosis to be trusted; below that it warns, below 50 it fails.
-    * ``starts``: a warning if all chains of a run started at one point, as none of them may know of other modes.
-    * ``acceptance``, ``divergences``, ``energy error``, ``tree depth``, ``energy`` (the fraction E-BFMI): the sampler's
-      own numbers.
-    * ``kinetic temperature``: mean squared momentum, 1 if a stochastic-gradient sampler's steps are small enough.
-    * ``temperature`` and ``virial``: how widely draws spread, in units of how widely they should: 1 under every
-      posterior. ``virial`` is the sampler's own average over its mini-batches, ``temperature`` is computed here from
-      all data.
-    * ``mini-batch scale``: mini-batches count their likelihood ``N / B`` times.
-
     A symmetry takes memory for a copy of all draws, and time to align them: some seconds for 4,000 draws of 50 units.
-    ``posterior.thin(k)`` takes less.
 
     :param posterior: a ``Posterior``, with the sampler's statistics, of which ``lp`` stands for the log density; or
         site -> chains ``(chains, draws, *site_shape)``. If it remembers its model and data (as ``sample`` returns it;
@@ -180,7 +157,6 @@ def diagnose(
     :param predictions: instead of ``model`` and ``x``: anything that is a function of the weights alone, ``(chains,
         draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
     :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
-    :raises TypeError: if ``model`` is no ``BayesianModel``, or predictions are complex.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
     posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)

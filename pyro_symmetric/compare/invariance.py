@@ -45,46 +45,27 @@ P_VALUES = ("index_p_value", "marginal_p_value")
 def invariance_tests(
     weights: Draws, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000, thin: bool = True
 ) -> SignificanceTest:
-    """Test whether a posterior's draws are invariant under ``group``.
+    """Test whether a posterior's draws are invariant under ``group``, by Holm's method over both tests of all sets.
 
-    The weights of a unit are those of the sites along whose first axis it lies: for linear and convolutional layers its
-    incoming weights and its bias, for normalisation its scale and shift. Units that lie along no first axis are tested
-    on all their sites. Units of several blocks (gates, flattened pixels) are compared block by block. If they lie along
-    a second axis of the site too (recurrent weights), unit ``i``'s weight from unit ``i + k`` is compared with unit
-    ``j``'s from ``j + k`` (modulo ``n``): only those must be distributed alike. Units of different copies are not
-    compared: if their parents may change places, the parents' own tests see to that.
-
-    Holm's method over both tests of all sets of units keeps the probability of any false rejection under ``level``.
-    Of a posterior's chains as many draws are used, evenly spaced, as
-    :func:`~pyro_symmetric.compare.independent_draws` counts; of independent rows all.
-
-    The result's numbers, for each set of units:
-
-    * ``p_value``: the smaller of its two tests', adjusted by Holm for all tests of all sets.
-    * ``index_p_value``, ``index_adjusted``: that of the index, as it is and adjusted; ``index_statistic``, Pearson's
-      (of several copies the largest), ``index_method``, ``"chi-square"`` or ``"simulated multinomial"`` (expected
-      counts under 5), and ``index_counts``, in how many draws each unit of each copy held the largest weight (NaN
-      beyond the number of copies and units).
-    * ``marginal_p_value``, ``marginal_adjusted``: that of the marginals, which is the smallest of ``marginal_tests``
-      Kolmogorov-Smirnov tests (pairs of units of one copy, times positions) by Holm. ``marginal_rejected`` says how
-      many of them Holm's method rejects at the level, ``marginal_largest`` how large the statistic is at most,
-      ``marginal_smallest_possible`` the smallest p-value that so few draws can give at all.
-    * ``size``, the number of units of one copy, and ``sites``, whose weights were looked at.
+    The weights of a unit are those of the sites along whose first axis it lies (of a layer its incoming weights and its
+    bias); units that lie along no first axis are tested on all their sites. Of recurrent weights, unit ``i``'s weight
+    from unit ``i + k`` is compared with unit ``j``'s from ``j + k``. The result's numbers, for each set of units:
+    ``index_counts``, in how many draws each unit of each copy held the largest weight, ``index_statistic``,
+    ``index_method`` and ``index_p_value``; of the Kolmogorov-Smirnov tests of pairs of units their number, smallest
+    p-value, rejections, largest statistic and smallest possible p-value (``marginal_tests`` ...); both adjusted.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> draws = torch.randn(200, 3, 2)
-    >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
-    False
     >>> draws[:, 0] += 2.0  # the first unit differs from the others
     >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
     True
 
-    :param weights: a ``Posterior``, or site -> independent samples ``(S,) + site_shape``.
+    :param weights: a ``Posterior``, or site -> independent samples ``(S,) + site_shape``. Of chains as many draws are
+        used, evenly spaced, as :func:`~pyro_symmetric.compare.independent_draws` counts.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
-    :param max_tests: Kolmogorov-Smirnov tests of one set of units. If pairs of units times positions are more, a fixed
-        pseudo-random part of the positions (and of the pairs, if needed) is tested.
-    :param thin: ``False`` takes all draws of chains as independent, as the paper does; the p-values are then too small.
+    :param max_tests: Kolmogorov-Smirnov tests of one set of units; of more a fixed pseudo-random part is made.
+    :param thin: ``False`` takes all draws of chains as independent, as the paper does; p-values are then too small.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
     arguments.fraction("level", level)

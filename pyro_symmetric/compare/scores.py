@@ -46,14 +46,13 @@ def classification(
     * ``brier``: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
     * ``ece``, ``adaptive_ece``: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo
       et al. 2017), and of equal count (Nixon et al. 2019).
-    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"`` and, of members, ``"mutual_information"`` -> mean, in nats.
+    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"``, and ``"mutual_information"`` of members -> mean, in nats.
     * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"`` -> see :func:`detect`; empty
       without inputs from elsewhere.
     * ``calibration``: the reliability curve: ``edges`` of the bins, and of each its mean ``confidence``, ``accuracy``
       (both NaN if it is empty) and ``count``.
 
-    A probability of 0 for the label counts as the smallest positive normal number of the dtype in the NLL (87 nats in
-    float32), so that underflow of a softmax doesn't make it infinite.
+    A label's probability of 0, by underflow of a softmax, counts as the smallest normal number of the dtype in the NLL.
 
     :param probabilities: ``(S, N, C)`` of S members, or ``(N, C)``.
     :param labels: ``(N,)``, integers in 0 .. C - 1.
