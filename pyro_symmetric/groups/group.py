@@ -60,7 +60,6 @@ class Group:
 
     :param units: the units; their order, outer ones before what lies inside them, is the order of all that visits them.
     :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
-    :param spans: further axes ``(site, dim, span)`` to flatten in the view.
     :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
     :ivar view_shapes: shapes of the sites in the view.
     :ivar carried: names of the units that some permutation moves, their own or one outside.
@@ -73,7 +72,6 @@ class Group:
         self,
         units: Iterable[Units],
         site_shapes: Mapping[str, torch.Size],
-        spans: Iterable[tuple[str, int, int]] = (),
         of_network: bool = False,
     ):
         shapes = shapes_of(site_shapes, "site_shapes")
@@ -81,7 +79,7 @@ class Group:
         for one in listed:
             for axis in one.axes:
                 check_axis(one.name, axis, shapes)
-        self._begin(listed, shapes, spans, arguments.flag("of_network", of_network))
+        self._begin(listed, shapes, (), arguments.flag("of_network", of_network))
         check_group(self)
 
     def _begin(
@@ -95,8 +93,8 @@ class Group:
         self.site_shapes, self.of_network, self.whole = dict(shapes), of_network, whole or self
         self.units = _outer_first(units)
         every = [axis for one in self.units.values() for axis in one.axes]
-        self.spans = frozenset(spans) | {(axis.site, axis.dim, axis.span) for axis in every if axis.span > 1}
-        self._runs = {site: _runs(len(shape), site, self.spans) for site, shape in self.site_shapes.items()}
+        self._spans = frozenset(spans) | {(axis.site, axis.dim, axis.span) for axis in every if axis.span > 1}
+        self._runs = {site: _runs(len(shape), site, self._spans) for site, shape in self.site_shapes.items()}
         self.view_shapes = {
             site: torch.Size(math.prod(shape[slice(*run)]) for run in self._runs[site])
             for site, shape in self.site_shapes.items()
@@ -313,7 +311,7 @@ class Group:
     def _part(self, units: Iterable[Units], whole: Group | None = None, sites: Collection[str] | None = None) -> Group:
         """A group of parts of this one, which has been checked, in the same view."""
         shapes = {site: shape for site, shape in self.site_shapes.items() if sites is None or site in sites}
-        spans = (span for span in self.spans if span[0] in shapes)
+        spans = (span for span in self._spans if span[0] in shapes)
         return Group.__new__(Group)._begin(units, shapes, spans, self.of_network, whole)
 
     def restricted(self, *moves: str) -> Group:
@@ -412,7 +410,7 @@ class Group:
             raise ValueError("rename gives two sites the same name")
         shapes = {new[site]: shape for site, shape in self.site_shapes.items()}
         units = [replace(u, axes=tuple(replace(a, site=new[a.site]) for a in u.axes)) for u in self.units.values()]
-        spans = ((new[site], dim, span) for site, dim, span in self.spans)
+        spans = ((new[site], dim, span) for site, dim, span in self._spans)
         return Group.__new__(Group)._begin(units, shapes, spans, self.of_network)
 
     # its elements ---------------------------------------------------------------------------------------------------
@@ -533,7 +531,7 @@ class Group:
         """The inverse of :meth:`to_dict`."""
         arguments.entries("data", data, ("site_shapes", "units", "of_network"))
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
-        return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, (), data["of_network"])
+        return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, data["of_network"])
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,23 +55,6 @@ def _permute_rows(value: Tensor, dim: int, batch: int, index: Tensor) -> Tensor:
     source = (index.reshape(-1, index.shape[-1]) + starts).reshape(-1)
     permuted = whole.flatten(0, batch).index_select(0, source).reshape(whole.shape)
     return permuted.movedim(batch, batch + dim).contiguous()
-
-
-def lift(parts: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
-    """Permutations of units as one of the positions of an axis, ``batch + (length,)``.
-
-    :param parts: images of units, ``batch + (count,)``, with the positions ``(blocks, count)`` where they lie; those of
-        different parts don't overlap.
-    """
-    shapes = {images.shape[:-1] for images, _ in parts}
-    batch = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
-    full = torch.arange(length, device=parts[0][0].device).expand(*batch, length).clone()
-    for images, index in parts:
-        index = index.to(images.device)
-        images = images.unsqueeze(-2).expand(*batch, *index.shape)
-        came = index.expand(images.shape).gather(-1, images)  # where the new occupant of each position comes from
-        full.scatter_(-1, index.reshape(-1).expand(*batch, -1), came.flatten(-2))
-    return full
 
 
 def lay_out(numbers: Tensor, index: Tensor, filler: float, length: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -187,6 +188,23 @@ def test_flattened_channels_are_weighed_over_all_their_pixels():
     weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
     inside, outside = weights["conv"].flatten(1).norm(dim=1), weights["head"].unflatten(1, (3, 4)).norm(dim=(0, 2))
     assert float(minimal_mass(weights, group).mass) == pytest.approx(float(2 * (inside * outside).sum()), rel=1e-12)
+
+
+def test_evened_scales_are_those_that_scipy_finds():
+    """The least sum of ``x - log x``, of exponents whose signs alone give no minimum of ``x``."""
+    shapes = {"x": (4, 3), "y": (3, 2)}
+    group = group_of({"a": [("x", 0, 1)], "b": [("x", 1, 2), ("y", 0, 1)], "c": [("y", 1, -1)]}, shapes)
+    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
+    weights["x"][0, 0] = 0.0
+
+    def logs(u: np.ndarray) -> np.ndarray:
+        a, b, c = u[:4, None], u[4:7], u[7:]
+        parts = (weights["x"].numpy(), a + 2 * b), (weights["y"].numpy(), b[:, None] - c)
+        return np.concatenate([np.log(w[w != 0] ** 2) + 2 * np.broadcast_to(e, w.shape)[w != 0] for w, e in parts])
+
+    best = minimize(lambda u: (np.exp(logs(u)) - logs(u)).sum(), np.zeros(9), method="BFGS", options={"gtol": 1e-9})
+    found = evened(group, {site: value[None] for site, value in weights.items()}, torch.ones(1, 9, dtype=torch.bool))
+    np.testing.assert_allclose(logs(found[0].numpy()), logs(best.x), atol=1e-6)
 
 
 # units without a best scale -----------------------------------------------------------------------------------------
