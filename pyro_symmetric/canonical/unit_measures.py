@@ -179,8 +179,8 @@ def meeting(group: Group, axis: Axis, besides: Iterable[str]) -> set[str]:
 def _plan(group: Group, move: Multiplying) -> tuple[_Step, ...]:
     """All units, each as soon as its incoming weights are settled, those along another axis being done.
 
-    If there are none: one set with settled outgoing weights, or settled biases; of several that whose sites come first
-    by name, whatever the order in which units and sites were defined. What is left at the end is a circle.
+    If there are none: one set with settled outgoing weights, or (of signs) biases; of several that whose sites come
+    first by name, whatever the order in which units and sites were defined. What is left at the end is a circle.
     """
     plan: list[_Step] = []
     pending = sorted(group.names(move), key=lambda name: sorted((a.site, a.dim) for a in group.axes(name)))
@@ -188,7 +188,8 @@ def _plan(group: Group, move: Multiplying) -> tuple[_Step, ...]:
         done = {name for step in plan for name in step.names}
         steps = [_step(group, move, name, done) for name in pending]
         ready = [step for rank, step in steps if rank == 0]
-        ready = ready or [step for wanted in (1, 2) for rank, step in steps if rank == wanted][:1]
+        others = (1, 2) if move == "flip" else (1,)  # biases may be zero, and scales in circles can do without
+        ready = ready or [step for wanted in others for rank, step in steps if rank == wanted][:1]
         plan += ready or [_Step(tuple(pending))]
         pending = [name for name in pending if not any(name in step.names for step in plan)]
     return tuple(plan)

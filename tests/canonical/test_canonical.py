@@ -251,6 +251,31 @@ def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     assert_canonical(group, weights, form, key, rule)
 
 
+@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_statistics_that_have_a_scale_of_their_own_have_canonical_forms(rule, bias):
+    """Batch normalisation: its weight may grow with its variance, and with what leaves it; biases are zero at first."""
+    n, m = torch.arange(4)[None], torch.arange(3)[None]
+    where = {
+        "before": [("0.weight", 0, 1), ("0.bias", 0, 1), ("1.running_mean", 0, 1), ("1.running_var", 0, 2)],
+        "own": [("1.weight", 0, 1), ("1.running_var", 0, 2)],
+        "after": [("1.weight", 0, 1), ("1.bias", 0, 1), ("3.weight", 1, -1)],
+        "next": [("3.weight", 0, 1), ("3.bias", 0, 1), ("5.weight", 1, -1)],
+    }
+    shapes = {"0.weight": (4, 2), "3.weight": (3, 4), "3.bias": (3,), "5.weight": (2, 3), "5.bias": (2,)}
+    shapes |= dict.fromkeys(("0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"), (4,))
+    units = []
+    for name, axes in where.items():
+        index = m if name == "next" else n
+        own = [Axis(s, d, index, e, "running" in s, 1e-5 if "var" in s else None) for s, d, e in axes]
+        units.append(Units(name, index.shape[1], tuple(own), moves={"scale"}))
+    group = Group(units, shapes)
+    weights = {site: torch.randn(8, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+    weights = {s: v.exp() if "var" in s else bias * v if "bias" in s else v for s, v in weights.items()}
+    form = canonicalize(weights, group, scalings=rule)
+    assert_canonical(group, weights, form, rule=rule)
+
+
 def grouped_network() -> tuple[nn.Module, dict, Group]:
     """Two groups of five channels, each behind one channel: groups move as wholes, channels within them."""
     net = nn.Sequential(
