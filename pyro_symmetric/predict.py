@@ -11,7 +11,6 @@ for is kept. Targets are drawn after the map, chunk by chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -151,44 +150,35 @@ def _run(
 ) -> Any:
     for name, count in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
         arguments.whole(name, count, 1, none="a number that suits")
-    draws = _draws(posterior, predictor.site_shapes, num_samples)
-    draws_at_once, rows_at_once = _chunks(draws, predictor, draw_chunk, row_chunk)
-    rows = _ranges(predictor.num_rows, rows_at_once) if predictor.num_rows is not None else [slice(None)]
-    result = _Collected(draws, predictor.num_rows, average)
-    bar = tqdm(total=len(draws), desc="predictions", disable=not progress, delay=1.0)
-    for part in _ranges(len(draws), draws_at_once):
-        weights = draws.part(part, predictor)
-        for some_rows in rows:
-            result.add(predictor(weights, some_rows), part, some_rows)
+    draws, batch = _draws(posterior, predictor.site_shapes, num_samples)
+    count, place = batch.numel(), next(iter(draws.values())).device
+    draws_at_once, rows_at_once = _chunks(place, predictor, draw_chunk, row_chunk)
+    num_rows = predictor.num_rows
+    rows = [slice(None)] if num_rows is None else _ranges(num_rows, rows_at_once)
+    totals, spec = list[Tensor](), None
+    bar = tqdm(total=count, desc="predictions", disable=not progress, delay=1.0)
+    for part in _ranges(count, draws_at_once):
+        own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
+        for some in rows:
+            leaves, spec = tree_flatten(predictor(own, some))
+            if not totals:
+                shapes = [leaf.shape[1:] if num_rows is None else (num_rows, *leaf.shape[2:]) for leaf in leaves]
+                totals = [
+                    torch.zeros(shape, dtype=torch.float64, device=place)
+                    if average
+                    else torch.empty((count, *shape), dtype=leaf.dtype, device=place)
+                    for shape, leaf in zip(shapes, leaves, strict=True)
+                ]
+            for total, leaf in zip(totals, leaves, strict=True):
+                if average:
+                    (total if num_rows is None else total[some]).add_(leaf.sum(0, dtype=total.dtype).to(place))
+                else:
+                    total[part if num_rows is None else (part, some)] = leaf.to(place)
         bar.update(part.stop - part.start)
     bar.close()
-    return result.finish()
-
-
-@dataclass(frozen=True, eq=False)
-class _Selection:
-    """Weights, which of them to take (in the order of their flattened batch), and the batch shape of the result."""
-
-    weights: Weights
-    batch: torch.Size
-    index: Tensor
-    result_batch: torch.Size
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.weights.values())).device
-
-    def part(self, part: slice, predictor: Predictor) -> Weights:
-        """A copy of some of them, where and as the predictor wants them; the others stay where they are (in a file)."""
-        where = torch.unravel_index(self.index[part], self.batch) if self.batch else ()
-        taken = {
-            site: value[tuple(i.to(value.device) for i in where)] if where else value[None]
-            for site, value in self.weights.items()
-        }
-        return {site: value.to(device=predictor.device, dtype=predictor.dtype) for site, value in taken.items()}
+    if spec is None:
+        raise ValueError("the posterior holds no draws, or there are no rows; there is nothing to predict")
+    return tree_unflatten([t / count if average else t.reshape(*batch, *t.shape[1:]) for t in totals], spec)
 
 
 def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
@@ -207,69 +197,36 @@ def _device_of(posterior: Any) -> torch.device | str | None:
     return posterior.origin_device if isinstance(posterior, Chains) else None
 
 
-def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> _Selection:
+def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> tuple[Weights, torch.Size]:
+    """The draws that are asked for, of batch shape ``(S,)``, and the batch shape of the result."""
     if isinstance(posterior, Sampler):
         posterior, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     weights = posterior.samples if isinstance(posterior, Chains) else posterior
     require_sites(weights, shapes)
-    weights = {site: weights[site].detach() for site in shapes}
-    batch = batch_shape(weights, shapes)
-    count = batch.numel()
-    flat = torch.Size([count]) if isinstance(posterior, Chains) else batch
+    batch = batch_shape({site: weights[site] for site in shapes}, shapes)
+    draws = {site: weights[site].detach().reshape(-1, *shape) for site, shape in shapes.items()}
+    result = torch.Size([batch.numel()]) if isinstance(posterior, Chains) else batch
     if num_samples is None:
-        return _Selection(weights, batch, torch.arange(count, device="cpu"), flat)
-    if len(flat) != 1 or num_samples > count:
+        return draws, result
+    if len(result) != 1 or num_samples > batch.numel():
         raise ValueError(
             f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
             "evenly spaced, along one batch axis"
         )
-    return _Selection(weights, batch, evenly_spaced(count, num_samples), torch.Size([num_samples]))
-
-
-class _Collected:
-    """The predictions as they come: laid in their places, or averaged."""
-
-    def __init__(self, draws: _Selection, num_rows: int | None, average: bool):
-        self.draws, self.num_rows, self.average = draws, num_rows, average
-        self.leaves: list[Tensor] = []
-        self.spec: Any = None
-
-    def add(self, values: Any, part: slice, rows: slice) -> None:
-        leaves, spec = tree_flatten(values)
-        if self.spec is None:
-            self.spec = spec
-            self.leaves = [self._empty(leaf) for leaf in leaves]
-        for total, leaf in zip(self.leaves, leaves, strict=True):
-            if self.average:
-                (total if self.num_rows is None else total[rows]).add_(leaf.sum(0, dtype=total.dtype).to(total.device))
-            else:
-                place = (part,) if self.num_rows is None else (part, rows)
-                total[place] = leaf.to(total.device)
-
-    def _empty(self, leaf: Tensor) -> Tensor:
-        shape = leaf.shape[1:] if self.num_rows is None else torch.Size([self.num_rows, *leaf.shape[2:]])
-        if self.average:
-            return torch.zeros(shape, dtype=torch.float64, device=self.draws.device)
-        return torch.empty((len(self.draws), *shape), dtype=leaf.dtype, device=self.draws.device)
-
-    def finish(self) -> Any:
-        if self.spec is None:
-            raise ValueError("the posterior holds no draws, or there are no rows; there is nothing to predict")
-        if self.average:
-            finished = [total / len(self.draws) for total in self.leaves]
-        else:
-            finished = [total.reshape(*self.draws.result_batch, *total.shape[1:]) for total in self.leaves]
-        return tree_unflatten(finished, self.spec)
+    index = evenly_spaced(batch.numel(), num_samples)
+    return {site: value[index.to(value.device)] for site, value in draws.items()}, torch.Size([num_samples])
 
 
 def _ranges(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _chunks(draws: _Selection, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None) -> tuple[int, int]:
+def _chunks(
+    place: torch.device, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None
+) -> tuple[int, int]:
     """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
     rows = max(1, predictor.num_rows or 1)
-    entries = _CPU_ENTRIES if (predictor.device or draws.device).type == "cpu" else _DEVICE_ENTRIES
+    entries = _CPU_ENTRIES if (predictor.device or place).type == "cpu" else _DEVICE_ENTRIES
     weights = sum(shape.numel() for shape in predictor.site_shapes.values())
     if draw_chunk is None:
         fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (predictor.row_entries * rows)))

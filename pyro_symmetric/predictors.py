@@ -21,7 +21,6 @@ from pyro_symmetric.calls import (
     described,
     described_call,
     explaining,
-    input_problem,
     is_deterministic,
     is_enumerated,
     over_weights,
@@ -36,20 +35,11 @@ from pyro_symmetric.weights import Shapes, Weights
 class Predictor(Protocol):
     """Predictions of a batch of weights ``(S,)``, as a tensor or a tree of tensors that begin with ``S``."""
 
-    site_shapes: Shapes
-    """The sites that it needs."""
-
-    num_rows: int | None
-    """The number of rows of its inputs; ``None`` if rows can't be taken apart."""
-
-    row_entries: int
-    """The numbers that a row of one draw meets on the way, about; without rows, those of a draw."""
-
-    device: torch.device | None
-    """The device that it wants the weights on; ``None`` takes them as they are."""
-
-    dtype: torch.dtype | None
-    """In which precision, likewise."""
+    site_shapes: Shapes  # of the sites that it needs
+    num_rows: int | None  # of its inputs; None if rows can't be taken apart
+    row_entries: int  # numbers that a row of one draw meets on the way, about; without rows, those of a draw
+    device: torch.device | None  # that it wants the weights on; None takes them as they are
+    dtype: torch.dtype | None  # likewise
 
     def __call__(self, weights: Weights, rows: slice) -> Any: ...
 
@@ -74,27 +64,24 @@ class NetworkPredictor:
         if isinstance(model, BayesianModel) and len(args) + len(kwargs) != wanted:
             wants = "the inputs and the targets" if wanted == 2 else "the inputs only, no targets"
             raise TypeError(f"a BayesianModel takes {wants} here; found {described_call(args, kwargs)}")
-        self.model, self.kind = model, kind
         if not isinstance(model, BayesianModel):
             if kind != "outputs":
                 raise ValueError(
                     f"kind is {kind!r}, but a bare {type(model).__name__} has no likelihood; use kind='outputs', or "
                     "pass the BayesianModel"
                 )
-            self.model = copy.deepcopy(model).eval()
-        net = model.net if isinstance(model, BayesianModel) else self.model
+            model = copy.deepcopy(model).eval()
+        self.model, self.kind = model, kind
+        net = model.net if isinstance(model, BayesianModel) else model
         parameters = dict(net.named_parameters())
         if any(value.requires_grad for value in parameters.values()):  # a posterior may lack those that are frozen
             parameters = {name: value for name, value in parameters.items() if value.requires_grad or name in given}
-        self.latents = (
-            [] if not isinstance(model, BayesianModel) else [s for s in model.site_shapes if s not in parameters]
-        )
-        needs_latents = kind in ("samples", "log_likelihood")
-        self.site_shapes: Shapes = {name: value.shape for name, value in parameters.items()}
-        if needs_latents and isinstance(model, BayesianModel):
-            self.site_shapes = model.site_shapes
+        shapes = model.site_shapes if isinstance(model, BayesianModel) else {}
+        self.latents = [site for site in shapes if site not in parameters]
+        if kind not in ("samples", "log_likelihood"):
+            shapes = {name: value.shape for name, value in parameters.items()}
         held = {name: value.shape for name, value in net.named_buffers() if name in given}
-        self.site_shapes = {**self.site_shapes, **held}
+        self.site_shapes: Shapes = {**shapes, **held}
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
@@ -110,16 +97,7 @@ class NetworkPredictor:
 
         args = tuple(cut(value) for value in self.args)
         kwargs = {name: cut(value) for name, value in self.kwargs.items()}
-        try:
-            values = self._predicted(weights, args, kwargs)
-        except Exception as error:  # the network's own words are about batches of weights that the caller never saw
-            if isinstance(self.model, BayesianModel):
-                problem = input_problem(self.model.net, args[:1])
-            else:
-                problem = input_problem(self.model, args, kwargs)
-            if not problem:
-                raise
-            raise ValueError(problem) from error
+        values = self._predicted(weights, args, kwargs)
         if any(leaf.shape[1:2] != args[0].shape[:1] for leaf in tree_leaves(values)):
             shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
             raise ValueError(
