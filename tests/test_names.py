@@ -1,6 +1,5 @@
 """Misspelt names are answered by the nearest right one, public signatures are real, and objects say what they are."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,41 +56,3 @@ def test_a_table_of_priors_takes_no_arguments() -> None:
 
 
 # Arguments that are another callable's: the model's, a net's, a guide's base, an alignment's.
-PASSED_ON = {
-    "args",
-    "kwargs",
-    "inputs",
-    "example_inputs",
-    "operators",
-    "base_arguments",
-    "alignment",
-    "options",
-}
-
-
-@pytest.mark.parametrize("name", [name for name in ps.__all__ if callable(getattr(ps, name))])
-def test_the_signature_of_a_public_name_names_its_arguments(name: str) -> None:
-    value = getattr(ps, name)
-    if isinstance(value, type) and issubclass(value, Exception):
-        return
-    parameters = inspect.signature(value).parameters.values()
-    parameters = [p for p in parameters if p.annotation != "Never"]  # which is there to be refused in words
-    unnamed = {p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    assert unnamed <= PASSED_ON
-    if {"args", "kwargs"} & unnamed:  # a model's, which is among the arguments
-        assert any(word in p.name for p in parameters for word in ("model", "priors", "guide")), name
-
-
-def test_objects_say_what_they_are_in_words() -> None:
-    group = ps.Group.declare({"w": ("k", None)}, {"w": torch.zeros(3, 2)}, moves=("permute", "flip"))
-    units = group.units["k"]
-    state = ps.mcmc.State(*(torch.zeros(shape) for shape in ((4, 3), (4, 3), (4,), (4, 3))), None, torch.Generator())
-    table = ps.alignment.TableCost(GROUP, {"k": torch.zeros(2, 3, 3)})
-    for value, words in (
-        (units, "Units('k', 3, permute, flip; w[0]^1)"),
-        (units.axes[0], "Axis(w[0]^1, 3 positions)"),
-        (table, "TableCost(2 sources, units of k)"),
-        (ps.alignment.ActivationCost(NET, torch.zeros(2, 2)), "ActivationCost(Linear)"),
-        (state, "State(4 chains of 3 numbers, torch.float32)"),
-    ):
-        assert repr(value) == words
