@@ -319,15 +319,13 @@ def _numbers(statistics: ChainStatistics) -> tuple[str, ...]:
 
 
 def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
-    """The temperature of the draws, and the scale of mini-batches; nothing if the posterior doesn't know its model."""
+    """The temperature of the draws; nothing if the posterior doesn't know its model."""
     if not posterior.is_attached:
         return
     origin = posterior.model, posterior._args, posterior._kwargs
-    dtype = next(iter(posterior.samples.values())).dtype
-    options: dict[str, Any] = {"device": posterior.origin_device, "dtype": dtype, "chain_chunk": CHUNK}
-    options["subsampled"] = True
-    with without_warnings(UserWarning):  # of a mini-batch's scale: that is looked at here
-        full = Density(*origin, **options)
+    options: dict[str, Any] = {"device": posterior.origin_device, "chain_chunk": CHUNK, "subsampled": True}
+    with without_warnings(UserWarning):  # of a mini-batch's scale, of which the run told
+        full = Density(*origin, dtype=next(iter(posterior.samples.values())).dtype, **options)
     if full.row_counts:
         return  # the model draws its own mini-batches, which Pyro's plates scale themselves
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
@@ -343,28 +341,6 @@ def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: 
             found.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
     grave = [check for check in found if check.status in ("warn", "fail")]
     yield max(grave, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=found[0])
-    if (batch_size := getattr(posterior.kernel, "batch_size", None)) is not None:
-        with without_warnings(UserWarning):
-            parts = Density(*origin, batch_size=batch_size, **options)
-        if parts.row_counts:
-            yield _batch_scale(full, parts, z[:8, -1])
-
-
-@torch.no_grad()
-def _batch_scale(full: Density, parts: Density, z: Tensor) -> Check:
-    """Mean energy over the mini-batches of one pass through the data, which is that of all data if each counts its
-    likelihood ``N / B`` times; in an order of its own for each of a few chains' last draws."""
-    ((name, (total, size)),) = parts.row_counts.items()
-    orders = torch.rand(len(z), total, device=z.device).argsort(-1)
-    batches = orders.split(size, dim=1)[: min(64, total // size)]
-    by_batch = torch.stack([parts.energy(z, {name: rows}).double() for rows in batches])
-    whole = full.energy(z).double()
-    gap, scale = float((by_batch.mean(0) - whole).mean()), float(whole.abs().mean())
-    spread = float(by_batch.std(0).mean()) if len(batches) > 1 else scale
-    limit = 5 * spread / math.sqrt(by_batch.numel()) + 0.01 * scale
-    words = f"mini-batches of {size} of {total} rows have an energy {gap:+.4g} nats off that of all data ({scale:.4g})"
-    advice = f": the likelihood should count N / B times; use pyro.plate(name, {total}, subsample=...)"
-    return Check("mini-batch scale", *(("pass", words) if abs(gap) <= limit else ("fail", words + advice)), gap)
 
 
 # arguments ----------------------------------------------------------------------------------------------------------

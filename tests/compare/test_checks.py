@@ -1,41 +1,22 @@
 """The checks: sound draws pass, each fault is found and named."""
 
 import json
-from dataclasses import dataclass
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import nn
 
 from pyro_symmetric.compare.diagnosis import diagnose
-from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc.sampling import sampler_failures
-from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
 
 CHAINS, DRAWS, ROWS = 8, 250, 60
 
 
-@dataclass
-class Sampler:
-    """The parts of a kernel that the checks read."""
-
-    model: Any
-    batch_size: int | None = None
-
-
 def conjugate(x, y):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", ROWS, subsample=torch.arange(len(x))):
-        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-
-def unscaled(x, y):
-    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
 
 
@@ -57,10 +38,10 @@ def sound(**statistics) -> Posterior:
 
 
 def test_exact_draws_of_a_conjugate_model_pass(data):
-    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(conjugate, batch_size=10), *data)
+    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(conjugate, *data)
     result = diagnose(posterior)
     assert [check.name for check in result.checks] == [
-        *("finite", "moving", "weights", "effective draws", "temperature", "mini-batch scale")
+        *("finite", "moving", "weights", "effective draws", "temperature")
     ]
     assert result.ok, result
     assert diagnose(posterior).ok
@@ -78,26 +59,6 @@ def test_the_temperature_is_that_of_the_draws(data, spread, expected):
     assert finding.value == pytest.approx(expected, abs=0.5)  # 2,000 draws: a standard error of about 0.1
     assert finding.status == "fail"
     assert ("too widely" if spread > 1 else "too little") in finding.words
-
-
-def test_a_likelihood_that_forgets_the_mini_batchs_scale_fails(data):
-    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(Sampler(unscaled, batch_size=10), *data)
-    finding = diagnose(posterior)["mini-batch scale"]
-    assert finding.status == "fail"
-    assert "N / B times" in finding.words
-    # The mini-batches' energy lacks five sixths of the likelihood's, on average over a pass.
-    draws = posterior.samples["w"]
-    last = draws[:, -1]
-    likelihood = dist.Normal(last @ data[0].T, 1.0).log_prob(data[1]).sum(-1)
-    assert finding.value == pytest.approx(float(5 / 6 * likelihood.mean()), rel=0.02)
-
-
-def test_a_bayesian_model_counts_its_mini_batches_rightly():
-    model = BayesianModel(nn.Linear(2, 1), likelihood=GaussianLikelihood(1.0))
-    x, y = torch.randn(ROWS, 2), torch.randn(ROWS, 1)
-    weights = {name: 0.1 * torch.randn(CHAINS, 20, *shape) for name, shape in model.site_shapes.items()}
-    result = diagnose(Posterior(weights, rows="chains").attach(Sampler(model, batch_size=20), x, y))
-    assert result["mini-batch scale"].status == "pass"
 
 
 def test_stuck_and_slow_chains_are_named():
