@@ -22,7 +22,6 @@ import functools
 import hashlib
 import inspect
 import json
-import platform
 import sys
 import sysconfig
 import types
@@ -39,10 +38,7 @@ from pyro_symmetric.storage import raw_bytes
 
 HASH_BYTES = 16
 PROTOCOL = 4  # of pickle
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}  # of numbers that were computed in these dtypes, relative
-COARSE = 1e-2  # in others
 LIBRARIES = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)}
-ELSEWHERE = 100.0  # times as much where other threads, processors or versions round otherwise
 
 
 def _own_version() -> str:
@@ -60,19 +56,6 @@ def as_json(**parts: Any) -> dict[str, Any]:
     return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
 
 
-def surroundings(device: torch.device | None = None) -> dict[str, Any]:
-    """Surroundings on which the arithmetic of a computation depends: ``versions``, and what decides the ``rounding`` of
-    sums, the GPU's name included if the computation runs on one."""
-    rounding: dict[str, Any] = {
-        "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-    }
-    if device is not None and device.type == "cuda":
-        rounding["gpu"] = torch.cuda.get_device_name(device)
-    return {"versions": VERSIONS, "rounding": rounding}
-
-
 def differences(found: Any, now: Any, name: str = "") -> list[str]:
     """The differences between two fingerprints, in words.
 
@@ -87,16 +70,6 @@ def differences(found: Any, now: Any, name: str = "") -> list[str]:
     if found == now:
         return []
     return [f"{name}: their hash is another" if _is_hash(now) else f"{name}: {found!r} there, {now!r} here"]
-
-
-def agree(found: Any, now: Any, tolerance: float) -> bool:
-    """True if as many numbers agree to a relative tolerance; if one isn't finite, the other mustn't be either."""
-    a, b = (torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (found, now))
-    if a.shape != b.shape:
-        return False
-    finite = a.isfinite()
-    near = (a - b).abs() <= tolerance * a.abs().clamp(min=1.0)
-    return bool(((finite == b.isfinite()) & (near | ~finite)).all())
 
 
 def digest(value: Any) -> str:

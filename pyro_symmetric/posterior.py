@@ -6,15 +6,13 @@ and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so
 ``Predictive(model, posterior.get_samples())`` and, while it remembers the model that it was drawn from
 (:meth:`~Posterior.attach`), in ArviZ's ``from_pyro``.
 
-The store is one ``.safetensors`` file (no pickle): tensors ``samples/<site>`` and ``statistics/<name>``, and in the
-header's metadata the format's name, its version, a JSON text and a checksum of it all.
+On disk it is a Zarr group, see :mod:`~pyro_symmetric.store`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,8 +23,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arviz_export import to_arviz
 from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
-from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.store import joint_metadata, read_folder
+from pyro_symmetric.storage import PathLike, StoreError, load_json
+from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 
 Rows = Literal["chains", "independent"]
 
-KIND = "posterior"
-VERSION = 1
 ROWS: tuple[Rows, ...] = get_args(Rows)
 FORMS = {"wide": wide_frame, "long": long_frame}
 HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
@@ -142,7 +138,7 @@ class Posterior:
                 if found != wanted:
                     raise ValueError(f"parts[{number}] has {name} {found}, but parts[0] has {wanted}; they must agree")
         samples, statistics = (beside([getattr(part, kind) for part in parts]) for kind in ("samples", "statistics"))
-        metadata = joint_metadata([part.metadata for part in parts], [part.num_chains for part in parts])
+        metadata = _joint([part.metadata for part in parts], [part.num_chains for part in parts])
         return cls(samples, statistics, metadata, rows=parts[0].rows, origin=parts[0].origin)
 
     # where it comes from --------------------------------------------------------------------------------------------
@@ -388,47 +384,56 @@ class Posterior:
     # the store ------------------------------------------------------------------------------------------------------
 
     def save(self, path: PathLike) -> None:
-        """Write everything to one ``.safetensors`` file.
+        """Write everything to a folder, a Zarr group that ``xarray.open_datatree(path, engine="zarr")`` opens.
 
-        The file appears whole or not at all: it is written beside its place, synced and then moved there, so what was
-        at ``path`` survives any failure.
+        The folder appears whole or not at all: it is written beside its place, synced and then moved there. Another
+        saved posterior there is replaced.
 
-        :raises OSError: if it can't be written (full disk, missing or read-only folder).
+        :raises OSError: if it can't be written (full disk, missing or read-only folder), or if there is something else.
         :raises ValueError: if the metadata can't be written as JSON.
         """
-        tensors = {f"samples/{site}": value for site, value in self.samples.items()}
-        tensors |= {f"statistics/{name}": value for name, value in self.statistics.items()}
-        held = {"sites": list(self.samples), "statistics": list(self.statistics)}
-        header = {**held, "metadata": self.metadata, "rows": self.rows}
-        save_tensors(path, KIND, VERSION, tensors, header)
+        save_store(path, Contents(self.samples, self.statistics, {**self.metadata, "rows": self.rows}))
 
     @classmethod
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
         """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
 
-        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Only those of tasks are
-        copied side by side; tasks that haven't finished are left out, unless none has.
+        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Of a run in tasks, those of
+        the tasks that have finished stand side by side; if none has, as far as all of them have come.
 
-        :param verify: read everything once and compare it with its checksums, at some 4 GB a second if the disk
-            gives so many. ``False``: open at once, and read draws when they are touched, right or damaged.
-        :raises OSError: if there is no such file or folder or it can't be read.
-        :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version of
-            the format.
+        :param verify: read everything once and compare it with its checksums, at some gigabytes a second.  ``False``:
+            open at once, and read draws when they are touched, right or damaged.
+        :raises OSError: if there is no such folder or it can't be read.
+        :raises StoreError: if it is truncated, differs from its checksum, or is of a newer version of the format.
         """
         folder = arguments.path("path", path)
+        if (folder / TASKS).exists():
+            noted = load_json(folder / TASKS, "list of tasks")
+            parts = [
+                cls.load(task, verify=verify) for task in sorted(folder.glob("task-*")) if (task / CHECKPOINT).exists()
+            ]
+            parts = [part for part in parts if not part.metadata.get("interrupted")] or parts
+            fewest = min((part.num_samples for part in parts), default=0)
+            joint = cls.concat([part.select(draws=slice(fewest)) for part in parts])
+            whole = joint.num_chains == noted.pop("num_chains", None) and not joint.metadata["interrupted"]
+            return replace(joint, metadata={**joint.metadata, **noted, "interrupted": not whole})
+        samples, statistics, metadata = read_store(folder, verify=verify)
         try:
-            if folder.is_dir():
-                contents = read_folder(folder, verify=verify)
-                return cls(*contents, rows=contents.metadata.get("rows", "chains"))
-            return cls._of_file(folder, verify)
-        except StoreError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # a header that nothing of ours has written
+            return cls(samples, statistics, metadata, rows=metadata.pop("rows", "chains"))
+        except (TypeError, ValueError) as error:  # a checkpoint that nothing of ours has written
             raise StoreError(f"{path} is damaged: {error!r}") from error
 
-    @classmethod
-    def _of_file(cls, path: Path, verify: bool) -> Posterior:
-        tensors, header = load_tensors(path, KIND, VERSION, verify=verify)
-        samples = {site: tensors[f"samples/{site}"] for site in header["sites"]}
-        statistics = {name: tensors[f"statistics/{name}"] for name in header["statistics"]}
-        return cls(samples, statistics, header["metadata"], rows=header["rows"])
+
+def _joint(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
+    """The metadata of several runs together: what they agree in, ``seconds`` of all, and the rest by ``parts``."""
+    summed = ("seconds", "interrupted")
+    same = {n: v for n, v in every[0].items() if n not in summed and all(own.get(n) == v for own in every)}
+    parts = [
+        {"chains": k, **{n: v for n, v in own.items() if n not in same}} for k, own in zip(chains, every, strict=True)
+    ]
+    joint = {**same, "parts": parts}
+    if all(isinstance(own.get("seconds"), dict) for own in every):
+        joint["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}
+    if any("interrupted" in own for own in every):
+        joint["interrupted"] = any(own.get("interrupted", False) for own in every)
+    return joint

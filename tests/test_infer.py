@@ -113,45 +113,7 @@ def test_warm_up_is_as_long_as_sampling_unless_it_is_given():
     assert (MCMC(NUTS(conjugate), 7).warmup_steps, MCMC(NUTS(conjugate), 7, 0).warmup_steps) == (7, 0)
 
 
-# where chains start -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_chains", [1, 3])
-def test_initial_params_are_unconstrained(num_chains):
-    batch = () if num_chains == 1 else (num_chains,)
-    start = {"scale": torch.randn(*batch, 3), "shift": torch.randn(batch)}
-    mcmc = quiet(HMC(positive, **STILL), 1, 0, start, num_chains)
-    mcmc.run()
-    found = mcmc.get_samples(group_by_chain=True)
-    torch.testing.assert_close(found["scale"].reshape(*batch, 3), start["scale"].exp(), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found["shift"].reshape(batch), start["shift"], atol=1e-4, rtol=1e-4)
-
-
-def test_starts_that_do_not_fit_are_refused():
-    for start in ({"scale": torch.zeros(3)}, {"scale": torch.zeros(2), "shift": torch.zeros(())}):
-        mcmc = quiet(NUTS(positive), 1, 1, start)
-        with pytest.raises(ValueError, match="initial"):
-            mcmc.run()
-    with pytest.raises(ValueError, match="initial_params"):
-        quiet(NUTS(positive), 1, 1, {"shift": torch.zeros(3)}, num_chains=2).run()
-
-
 # what is made of the draws ------------------------------------------------------------------------------------------
-
-
-def test_the_hook_sees_every_iteration_of_every_chain_unconstrained():
-    seen = []
-    kernel = NUTS(positive)
-    mcmc = quiet(kernel, 3, 2, num_chains=2, hook_fn=lambda *call: seen.append(call))
-    mcmc.run()
-    stages = [("Warmup", 0), ("Warmup", 1), ("Sample", 0), ("Sample", 1), ("Sample", 2)]
-    assert [call[2:] for call in seen] == [stage for stage in stages for _ in range(2)]
-    assert all(call[0] is kernel for call in seen)
-    draws = mcmc.get_samples(group_by_chain=True)
-    for number, (_, values, stage, i) in enumerate(seen):
-        if stage == "Sample":
-            torch.testing.assert_close(values["scale"], draws["scale"][number % 2, i].log())
-            torch.testing.assert_close(values["shift"], draws["shift"][number % 2, i])
 
 
 def test_a_hook_of_sample_sees_all_chains_and_takes_no_tasks():
@@ -162,19 +124,6 @@ def test_a_hook_of_sample_sees_all_chains_and_takes_no_tasks():
     assert torch.equal(torch.stack([seen[i]["scale"] for i in (2, 3, 4)], 1), posterior.samples["scale"])
     with pytest.raises(ValueError, match="hook"):
         ps.sample(ps.NUTS(positive), hook=seen.__setitem__, chains_per_task=2, **options)
-
-
-def test_only_the_sites_that_are_asked_for_are_kept(capsys):
-    mcmc = quiet(NUTS(positive), 5, 2, save_params=["shift"])
-    posterior = mcmc.run()
-    assert set(mcmc.get_samples()) == {"shift"}
-    assert set(posterior.samples) == {"shift", "scale"}
-    assert set(mcmc.diagnostics()) == {"shift", "divergences", "acceptance rate"}
-    mcmc.summary()
-    assert "shift" in (printed := capsys.readouterr().out)
-    assert "scale" not in printed
-    with pytest.raises(ValueError, match="save_params"):
-        quiet(NUTS(positive), 5, 2, save_params=["shaft"]).run()
 
 
 def test_diagnostics_have_pyros_form():
@@ -193,13 +142,6 @@ def test_diagnostics_have_pyros_form():
 def test_draws_before_a_run_are_refused():
     with pytest.raises(RuntimeError, match="run"):
         quiet(NUTS(positive), 5).get_samples()
-
-
-def test_it_is_shown_by_its_kernel_and_what_it_holds():
-    mcmc = quiet(NUTS(positive, full_mass=True), 5, 5, num_chains=2)
-    assert repr(mcmc) == f"MCMC({ps.NUTS(positive, mass='dense', target_accept=0.8)!r}, 2 chains, not run yet)"
-    held = mcmc.run()
-    assert repr(mcmc).endswith(f"2 chains, holding {str(held).splitlines()[0]})")
 
 
 def test_who_passes_it_for_its_posterior_is_told_so():
@@ -248,29 +190,7 @@ def test_all_arguments_of_run_are_the_models():
     assert set(seen) == {("data", 5, 3)}
 
 
-@pytest.mark.parametrize("option", ["num_chains", "seed", "initial_params", "device", "store"])
-def test_a_models_open_arguments_swallow_no_option(option):
-    def model(y, **more):
-        pyro.sample("mean", dist.Normal(0.0, 1.0))
-
-    with pytest.raises(TypeError, match=option):
-        quiet(NUTS(model), 1, 1).run(torch.zeros(2), **{option: 3})
-    quiet(NUTS(functools.partial(model, **{option: 3})), 1, 1).run(torch.zeros(2), weight=2.0)  # said on purpose
-
-
-class Forward(pyro.nn.PyroModule):
-    def forward(self, y, seed=0, **more):
-        pyro.sample("mean", dist.Normal(float(seed), 1.0))
-
-
-def test_a_modules_arguments_are_those_of_its_forward():
-    quiet(NUTS(Forward()), 1, 1).run(torch.zeros(2), seed=5)
-    with pytest.raises(TypeError, match="num_samples"):
-        quiet(NUTS(Forward()), 1, 1).run(torch.zeros(2), num_samples=5)
-
-
 @pytest.mark.filterwarnings("error")
 def test_arguments_that_have_nothing_to_say_are_taken():
     NUTS(conjugate, max_plate_nesting=1, jit_compile=True, ignore_jit_warnings=True, use_multinomial_sampling=True)
     HMC(conjugate, full_mass=False, jit_options={}, ignore_jit_warnings=True)
-    MCMC(NUTS(conjugate), 1, disable_validation=None, mp_context="spawn")

@@ -1,7 +1,6 @@
 """Samplers of many chains at once, for any Pyro model with continuous latent sites."""
 
 from pyro_symmetric.mcmc.density.density import Density, log_joint
-from pyro_symmetric.mcmc.identity import OtherRun
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.hmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
@@ -10,6 +9,7 @@ from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
 from pyro_symmetric.mcmc.kernels.sgld import SGLD
+from pyro_symmetric.mcmc.resume import OtherRun
 from pyro_symmetric.mcmc.sampling import sample
 
 __all__ = [

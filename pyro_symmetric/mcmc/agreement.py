@@ -16,6 +16,7 @@ from the mean of its own chain a half is half as far away, squared, which is und
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +24,47 @@ from torch import Tensor
 
 from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.diagnostics import R_HAT
-from pyro_symmetric.mcmc.curves import Thinned
 
 LIMIT = R_HAT[1]
 LARGEST = 999.0  # what is said of chains that don't move at all
 DRAWS = 512  # that are kept of each chain, at most
 NUMBERS = 2**22  # that are kept in all, about: beyond it fewer draws, then fewer chains, then fewer coordinates
 FEWEST_DRAWS, FEWEST_CHAINS, MOST_CHAINS, MOST_COORDINATES = 64, 16, 128, 4096
+
+
+class Thinned:
+    """Every ``stride``-th of a run's iterations, one vector each.
+
+    Whenever there are ``most``, every second one is dropped and the stride doubles. So what is kept depends on the
+    iterations alone, not on where the run was broken or how many were first asked for.
+
+    :param most: an even number.
+    """
+
+    def __init__(self, most: int):
+        self._most, self.stride, self.kept = most, 1, list[Tensor]()
+
+    def note(self, iteration: int, vector: Callable[[], Tensor]) -> None:
+        """Keep an iteration's vector, if it is its turn; it takes the place of all that came from there on."""
+        if iteration % self.stride:
+            return
+        del self.kept[iteration // self.stride :]
+        if len(self.kept) == self._most:
+            self.kept, self.stride = self.kept[::2], 2 * self.stride
+        self.kept.append(vector())
+
+    def until(self, iterations: int) -> list[Tensor]:
+        """The vectors of the first iterations."""
+        return self.kept[: -(-iterations // self.stride)]
+
+    def to_dict(self, iterations: int) -> dict[str, Any]:
+        """The part of the first iterations that a checkpoint keeps."""
+        return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Take up what :meth:`to_dict` gave."""
+        self.stride = found["stride"]
+        self.kept = [] if found["kept"] is None else list(found["kept"].unbind())
 
 
 class Agreement(Thinned):

@@ -1,6 +1,6 @@
 """One run: chains that start or resume, the loop that moves them, and a recorder that takes their draws.
 
-What a run needs to resume is one value, :class:`Boundary`, which is replaced between two iterations and never changed.
+What a run needs to resume is one value, :class:`RunState`, which is replaced between two iterations and never changed.
 So wherever an interruption falls, the last boundary is whole: state, generator and draws belong together.
 """
 
@@ -21,13 +21,12 @@ from tqdm import tqdm
 
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
-from pyro_symmetric.mcmc.curves import Curves
-from pyro_symmetric.mcmc.identity import OTHER_MODEL, OtherRun, Passed, identify, require_same, tolerance_of
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, required
+from pyro_symmetric.mcmc.resume import OTHER_MODEL, OtherRun, agree, energies, identify, require_same
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import Blocks, Checkpoint, Contents, FolderRecorder, MemoryRecorder
+from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, Recorder
 from pyro_symmetric.weights import Weights
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
@@ -52,7 +51,7 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Boundary:
+class RunState:
     """A run between two iterations.
 
     :param iteration: how many are done.
@@ -73,15 +72,12 @@ class Boundary:
 class Run:
     """One kernel's chains, from where they are to where the settings end."""
 
-    def __init__(self, settings: Settings, recorder: MemoryRecorder | FolderRecorder):
+    def __init__(self, settings: Settings, recorder: Recorder):
         self.settings, self.recorder = settings, recorder
         self._clock = time.perf_counter()
         self._seconds = {"warmup": 0.0, "sampling": 0.0}
-        self._blocks = Blocks(recorder)
-        self._curves = Curves()
-        self._passed: Passed | None = None
         self._agreement: Agreement | None = None
-        self.at: Boundary
+        self.at: RunState
         if isinstance(recorder, FolderRecorder):
             self._begin_in_folder(recorder)
         else:
@@ -120,7 +116,7 @@ class Run:
 
     def metadata(self) -> dict[str, Any]:
         """The course of the run so far."""
-        settings, density, done = self.settings, self.density, self.at.iteration
+        settings, density = self.settings, self.density
         return {
             "kernel": type(settings.kernel).__name__,
             "settings": settings.kernel.settings(),
@@ -139,7 +135,6 @@ class Run:
             "engine_reason": density.engine_reason,
             "seconds": dict(self._seconds),
             "interrupted": self.at.draws < settings.num_samples,
-            "trace": self._curves.curves(done),
         }
 
     # small steps ----------------------------------------------------------------------------------------------------
@@ -151,7 +146,6 @@ class Run:
             self.seed = drawn_seed() if settings.seed is None else settings.seed
             self.density = settings.density()
             recorder.fingerprint = identify(settings, self.density, self.seed)
-            self._passed = Passed(self.density, settings.num_chains)
             self._start()
             unpacked(packed(self.at, {}), settings.kernel)  # so that a state that can't be kept is told now
             self._commit()
@@ -160,16 +154,15 @@ class Run:
             raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
         try:
             self.seed, density = int(last.fingerprint["seed"]), last.fingerprint["density"]
-            chain_chunk, engine = density.get("chain_chunk"), density.get("engine")
+            chain_chunk, engine = density["chain_chunk"], density["engine"]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the fingerprint in {settings.store} is damaged: {error!r}") from error
         # As it was: a longer run might choose another engine, which rounds differently.
         self.density = settings.density(chain_chunk, engine if settings.engine == "auto" else None)
         recorder.fingerprint = identify(settings, self.density, self.seed)
         require_same(settings, last.fingerprint, recorder.fingerprint)
-        self._passed = Passed(self.density, settings.num_chains)
         self._one_start = bool(last.metadata.get("one_start"))
-        if not self._resume(last, tolerance_of(last.fingerprint, recorder.fingerprint)):
+        if not self._resume(last):
             raise OtherRun.of(settings.store, [OTHER_MODEL])
 
     def _start(self) -> None:
@@ -182,9 +175,8 @@ class Run:
         state = settings.kernel.init(self.density, z, lengths[-1], generator)
         self._arrive(0, required(state, z, settings.kernel, "init"), lengths[-1])
 
-    def _resume(self, last: Checkpoint, tolerance: float) -> bool:
-        """Take up a checkpoint; whether the model is the run's, by its density where the chains have been."""
-        assert self._passed is not None
+    def _resume(self, last: Checkpoint) -> bool:
+        """Take up a checkpoint; whether the model is the run's, by its density where the chains stand."""
         shape = (self.settings.num_chains, self.density.dim)
         try:
             at, more = unpacked(last.state, self.settings.kernel)
@@ -197,9 +189,8 @@ class Run:
             if more["agreement"] is not None and at.iteration < at.num_warmup:
                 self._agreement = Agreement(at.state.z)
                 self._agreement.restore(more["agreement"])
-            self._curves.restore(more["trace"])
             self._seconds = {phase: float(more["seconds"][phase]) for phase in self._seconds}
-            same = self._passed.restore(more["passed"], at.state.z, tolerance)
+            same = agree(more["energies"], energies(self.density, at.state.z), self.density.dtype)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise StoreError(f"the stored state of {self.settings.store} is damaged: {error!r}") from error
         self.at = at
@@ -219,17 +210,13 @@ class Run:
     def _moved(self) -> State:
         """One iteration."""
         at, kernel = self.at, self.settings.kernel
-        state = required(kernel.step(self.density, at.state), at.state.z, kernel, "step")
-        self._curves.record(at.iteration, state.energy, state.statistics)
-        return state
+        return required(kernel.step(self.density, at.state), at.state.z, kernel, "step")
 
     def _draw(self) -> None:
         at = self.at
         state = self._moved()
         if (at.iteration + 1 - at.num_warmup) % self.settings.thinning == 0:
-            samples, statistics = self.density.draws(state.z), state.statistics
-            one = [{name: value[:, None] for name, value in values.items()} for values in (samples, statistics)]
-            self._blocks.append(at.draws, *one)
+            self.recorder.append(at.draws, self.density.draws(state.z), state.statistics)
         self._arrive(at.iteration + 1, state, at.num_warmup, at.r_hat)
 
     def _warm_up(self) -> None:
@@ -247,34 +234,31 @@ class Run:
 
     def _arrive(self, iteration: int, state: State, num_warmup: int, r_hat: float | None = None) -> None:
         generator = None
-        if self._passed is not None:
+        if isinstance(self.recorder, FolderRecorder):
             generator = state.generator.get_state()
-            self._passed.note(iteration, state.z)
         draws = max(iteration - num_warmup, 0) // self.settings.thinning
-        self.at = Boundary(iteration, state, generator, draws, num_warmup, r_hat)
+        self.at = RunState(iteration, state, generator, draws, num_warmup, r_hat)
         if iteration >= num_warmup:
             self._agreement = None
 
     def _commit(self) -> None:
-        self._blocks.commit(self.at.draws, self.metadata, self._packed)
+        self.recorder.commit(self.at.draws, self.metadata, self._packed)
 
     def _packed(self) -> memoryview:
-        assert self._passed is not None
         at = self.at
-        passed = self._passed.to_dict(at.iteration, at.state.z)
-        trace = self._curves.to_dict(at.iteration)
         agreement = None if self._agreement is None else self._agreement.to_dict(at.iteration)
-        more = {"passed": passed, "trace": trace, "agreement": agreement, "seconds": dict(self._seconds)}
+        found = energies(self.density, at.state.z)
+        more = {"energies": found, "agreement": agreement, "seconds": dict(self._seconds)}
         return packed(at, more)
 
     def _postfix(self) -> str:
-        found, diverged = self.at.state.statistics, self._blocks.diverged
+        found, diverged = self.at.state.statistics, self.recorder.diverged
         shown = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
         parts = [text.format(float(found[name].double().mean())) for name, text in shown.items() if name in found]
         return ", ".join([*parts, *([f"diverged {diverged}"] if diverged else [])])
 
 
-def packed(at: Boundary, more: dict[str, Any]) -> memoryview:
+def packed(at: RunState, more: dict[str, Any]) -> memoryview:
     """A boundary, and what else a run resumes from, as bytes that can be written without another copy.
 
     :raises TypeError: if the kernel's state holds what can't be stored.
@@ -288,7 +272,7 @@ def packed(at: Boundary, more: dict[str, Any]) -> memoryview:
     return buffer.getbuffer()
 
 
-def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[Boundary, dict[str, Any]]:
+def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[RunState, dict[str, Any]]:
     """The boundary that :func:`packed` was given: of tensors, plain values and the kernel's own dataclasses only.
 
     :raises TypeError: if there is anything else.
@@ -304,15 +288,15 @@ def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[Boundary, dic
     state = replace(found["state"], generator=generator)
     r_hat = found["r_hat"] if found["r_hat"] is None else float(found["r_hat"])
     iteration, draws, num_warmup = (int(found[name]) for name in ("iteration", "draws", "num_warmup"))
-    return Boundary(iteration, state, found["generator"], draws, num_warmup, r_hat), found
+    return RunState(iteration, state, found["generator"], draws, num_warmup, r_hat), found
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _recorder(settings: Settings) -> AbstractContextManager[MemoryRecorder | FolderRecorder]:
+def _recorder(settings: Settings) -> AbstractContextManager[Recorder]:
     if settings.store is None:
-        return nullcontext(MemoryRecorder(settings.num_samples))
+        return nullcontext(Recorder(settings.num_samples))
     if not settings.store.exists():
         settings.require_resumable(False)  # before a folder is made
     return FolderRecorder(settings.store, settings.num_samples)
@@ -326,7 +310,7 @@ def _parts_of_states(kernel: Kernel) -> list[Any]:
     return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
 
 
-def _how_to_resume(settings: Settings, at: Boundary) -> tuple[str, ...]:
+def _how_to_resume(settings: Settings, at: RunState) -> tuple[str, ...]:
     if settings.store is None:
         return ()
     return (

@@ -82,6 +82,7 @@ class Folder:
         stride = max(1, len(fit.losses) // CURVE_POINTS)
         own = {name: getattr(fit, name) for name in KEPT} | {"losses": fit.losses[::stride], "loss_stride": stride}
         made = {"method": method.title, "budget": method.budget, "seconds": finished.seconds, "study": self.mark}
+        shutil.rmtree(self.store(fit.label), ignore_errors=True)  # another study's, or damaged
         replace(fit.posterior, metadata={**fit.posterior.metadata, **own, **made}).save(self.store(fit.label))
 
     def load(self, method: Method, say: Callable[[str], None]) -> dict[str, Finished]:
@@ -94,7 +95,7 @@ class Folder:
             try:
                 posterior = Posterior.load(path)
                 found[label] = Finished.of(posterior)
-            except (StoreError, KeyError) as error:
+            except (StoreError, KeyError, FileNotFoundError) as error:
                 say(f"{path} is damaged and will be made anew: {error}")
                 return {}
             there = [posterior.metadata.get(name) for name in ("study", "method", "label", "budget")]
@@ -107,8 +108,8 @@ class Folder:
         return found
 
     def store(self, label: str) -> Path:
-        """The file of the draws of a fit."""
-        return self.path / SAMPLES / f"{label.replace(' ', '-')}.safetensors"
+        """The folder of the draws of a fit."""
+        return self.path / SAMPLES / label.replace(" ", "-")
 
     def scratch(self, method: Method) -> Path:
         """The folder in which a method keeps what it has before it is finished, on this budget."""

@@ -136,7 +136,6 @@ def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kind)
     asked = sample(kind(normal), seed=0, num_warmup=found.metadata["num_warmup"], **RUN)
     assert asked.metadata["warmup_r_hat"] is None
     assert_same(found, asked)
-    assert found.metadata["trace"] == asked.metadata["trace"]
     json.dumps(found.metadata, allow_nan=False)
 
 

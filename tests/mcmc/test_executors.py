@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 
@@ -15,7 +14,6 @@ from torch import nn
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.storage import save_json
 
 QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
@@ -35,7 +33,6 @@ def assert_same_draws(found: Posterior, expected: Posterior) -> None:
         assert list(have) == list(want)
         for name, value in want.items():
             assert torch.equal(have[name], value), name
-    assert found.metadata["trace"] == expected.metadata["trace"]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +155,7 @@ def test_a_store_of_tasks_is_read_as_one_and_goes_on(expected, tmp_path):
         ({"chains_per_task": 3}, "chains_per_task: 2 there, 3 here"),
         ({"num_chains": 6}, "num_chains: 5 there, 6 here"),
         ({"seed": 4}, "seed: 3 there, 4 here"),
-        ({"chains_per_task": None}, "a draw store of tasks"),
+        ({"chains_per_task": None}, "is no draw store but holds task"),
         ({"num_warmup": 6}, "num_warmup: 5 there, 6 here"),
         ({"resume": False}, "is a draw store already"),
     ],
@@ -170,45 +167,11 @@ def test_another_runs_tasks_are_refused(change, message, expected, tmp_path):
     assert_same_draws(Posterior.load(tmp_path / "s"), expected)
 
 
-def test_a_change_is_told_before_tasks_that_have_not_begun_mix_two_runs(tmp_path):
-    sample(HMC(model, num_steps=2), Y, store=tmp_path / "s", **QUICK)
-    shutil.rmtree(tmp_path / "s" / "task-0002")
-
-    def wider(y):
-        mean = pyro.sample("mean", dist.Normal(0.0, 2.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    for kernel, y, message in (
-        (HMC(model, num_steps=3), Y, "settings.num_steps: 2 there, 3 here"),
-        (HMC(model, num_steps=2), Y + 1, "data: their hash"),
-        (HMC(wider, num_steps=2), Y, r"the model \(its density"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sample(kernel, y, store=tmp_path / "s", **QUICK)
-    assert not (tmp_path / "s" / "task-0002").exists()
-
-
 def test_folders_of_other_things_are_refused(tmp_path):
     (tmp_path / "lock").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no draw store but holds lock"):
+    with pytest.raises(FileExistsError, match="is no draw store of tasks but holds lock"):
         sample(KERNEL, X, Y, store=tmp_path, **QUICK)
     assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("lock", "mine")]
-    sample(KERNEL, X, Y, store=tmp_path / "s", **{**QUICK, "chains_per_task": None})
-    with pytest.raises(FileExistsError, match="wasn't cut into tasks"):
-        sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is damaged"), ('{"version": 99, "num_tasks": 1, "fingerprint": {}}', "newer pyro_")]
-)
-def test_a_damaged_or_newer_list_of_tasks_is_told(text, message, tmp_path):
-    (tmp_path / "tasks.json").write_text(text)
-    if text != "{":
-        save_json(tmp_path / "tasks.json", json.loads(text), "list of tasks")  # with its checksum
-    for use in (Posterior.load, lambda path: sample(KERNEL, X, Y, store=path, **QUICK)):
-        with pytest.raises(ValueError, match=message):
-            use(tmp_path)
 
 
 @pytest.mark.parametrize("at", [3, 12])

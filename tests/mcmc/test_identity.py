@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -16,9 +17,9 @@ import torch
 from torch import nn
 
 from pyro_symmetric.fingerprint import digest
-from pyro_symmetric.mcmc import HMC, SGHMC, identity, sample
+from pyro_symmetric.mcmc import HMC, SGHMC, resume, sample
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.identity import OtherRun, Passed
+from pyro_symmetric.mcmc.resume import OTHER_CODE, OTHER_MODEL, OtherRun
 from pyro_symmetric.models import BayesianModel
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
@@ -31,6 +32,13 @@ def with_penalty(strength: float, beyond: float = 2.0):
     def model():
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 3.0).to_event(1))
         pyro.factor("penalty", -strength * (w.abs() - beyond).clamp(min=0).sum(-1))
+
+    return model
+
+
+def of_width(width: float):
+    def model():
+        pyro.sample("w", dist.Normal(torch.zeros(3), width).to_event(1))
 
     return model
 
@@ -69,24 +77,23 @@ PAIRS = {
 
 @pytest.mark.filterwarnings("ignore:the chains disagree")  # so few draws do
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("resume", ["auto", True])
-def test_another_model_is_refused_and_the_same_goes_on(name, resume, tmp_path):
+def test_another_model_is_refused_by_its_code_and_the_same_goes_on(name, tmp_path):
     kernel, settings, first, other = PAIRS[name]
-    sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
-    with pytest.raises(OtherRun, match=r"the model .its density"):
-        sample(kernel(other, **settings), store=tmp_path / "s", resume=resume, **{**QUICK, "num_samples": 50})
-    assert sample(kernel(first, **settings), store=tmp_path / "s", **{**QUICK, "num_samples": 50}).num_samples == 50
+    options = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
+    sample(kernel(first, **settings), **{**options, "num_samples": 40})
+    with pytest.raises(OtherRun, match=re.escape(OTHER_CODE)):
+        sample(kernel(other, **settings), **options)
+    assert sample(kernel(first, **settings), **options).num_samples == 50
 
 
-@pytest.mark.parametrize("name", list(PAIRS)[:3])
-def test_another_model_is_known_by_the_runs_own_draws_alone(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "_energies_at_fixed_points", lambda *arguments: [0.0])
-    monkeypatch.setattr(identity, "digest_of_code", lambda model: "")
-    kernel, settings, first, other = PAIRS[name]
-    sample(kernel(first, **settings), store=tmp_path / "s", **QUICK)
+@pytest.mark.parametrize("resuming", ["auto", True])
+def test_another_model_is_known_by_the_energies_where_its_chains_stand(resuming, tmp_path, monkeypatch):
+    monkeypatch.setattr(resume, "digest_of_code", lambda model: "")
+    options = {**QUICK, "store": tmp_path / "s"}
+    sample(HMC(of_width(3.0), num_steps=3), **options)
     before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
-    with pytest.raises(OtherRun, match=r"it was left as it is.*the model .its density"):
-        sample(kernel(other, **settings), store=tmp_path / "s", **QUICK)
+    with pytest.raises(OtherRun, match=re.escape(f"it was left as it is. What differs: {OTHER_MODEL}")):
+        sample(HMC(of_width(3.1), num_steps=3), resume=resuming, **options)
     changed = [file.name for file, content in before.items() if file.read_bytes() != content]
     assert set(changed) <= {".pyro_symmetric.lock"}
 
@@ -143,40 +150,8 @@ def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_
 
 def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors_another():
     models = [BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)]
-    first, second, other = (identity.digest_of_code(identity._without_weights(model)) for model in models)
+    first, second, other = (resume.digest_of_code(resume._without_weights(model)) for model in models)
     assert first == second != other
-
-
-def test_another_model_is_refused_by_tasks_before_any_goes_on(tmp_path):
-    kernel, settings, first, other = PAIRS["a penalty"]
-    options = {**QUICK, "store": tmp_path / "s", "chains_per_task": 2}
-    sample(kernel(first, **settings), **options)
-    with pytest.raises(OtherRun, match=r"the model .its density"):
-        sample(kernel(other, **settings), **options)
-
-
-def test_places_that_a_run_has_passed_are_spread_over_it_and_few():
-    density = Density(with_penalty(1.0))
-    passed = Passed(density, 3)
-    for iteration in range(1000):
-        passed.note(iteration, torch.full((3, 3), iteration / 100))
-        if iteration % 300 == 0:
-            passed.to_dict(iteration, torch.zeros(3, 3))  # commits on the way change nothing
-    last = torch.full((3, 3), 0.5)
-    kept = passed.to_dict(999, last)
-    states, energies = kept["kept"][:, :-1], kept["kept"][:, -1]
-    assert 32 <= len(states) <= 64
-    assert states[0, 0] == 0
-    assert states[-1, 0] > 9
-    assert states[:, 0].diff().max() <= 0.33
-    expected = 0.5 * (states / 3).square().sum(-1) + (states.abs() - 2).clamp(min=0).sum(-1)
-    constant = 3 * math.log(3 * math.sqrt(2 * math.pi))
-    assert torch.allclose(energies, expected + constant, atol=1e-4)
-    # Only an earlier state, or only a last one, shows the change: penalties beyond all others of them.
-    for strength, at_last, agree in ((1.0, 0.5, True), (1.1, 0.5, False)):
-        again = Passed(Density(with_penalty(strength)), 3)
-        assert again.restore(kept, torch.full((3, 3), at_last), 1e-5) is agree
-    assert not Passed(density, 3).restore(kept, torch.tensor([[0.5] * 3, [0.5] * 3, [0.5, 0.5, 0.6]]), 1e-5)
 
 
 def test_energies_that_cannot_be_computed_are_infinite():

@@ -75,9 +75,6 @@ def test_metadata_is_json_and_tells_how_the_draws_were_made(kernel):
     assert metadata["settings"]["step_size"] == kernel.step_size
     assert (metadata["seed"], metadata["num_warmup"], metadata["dtype"]) == (1, 10, "float32")
     assert metadata["seconds"]["warmup"] > 0
-    assert len(metadata["trace"]["energy"]) == len(metadata["trace"]["iteration"]) == 16
-    final = -posterior.statistics["lp"][:, -1].mean().item()
-    assert metadata["trace"]["energy"][-1] == pytest.approx(final, rel=1e-5)
 
 
 def test_statistics_belong_to_the_draws_they_stand_beside():
@@ -107,7 +104,6 @@ def test_ctrl_c_while_sampling_returns_what_is_there(monkeypatch):
     whole = sample(HMC(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
     assert torch.equal(posterior.samples["a"], whole.samples["a"][:, :3])
     assert posterior.metadata["interrupted"]
-    assert len(posterior.metadata["trace"]["energy"]) == 13
 
 
 def test_ctrl_c_in_warm_up_ends_the_program():
@@ -163,7 +159,7 @@ def test_what_is_neither_a_kernel_nor_a_model_is_named(kernel, message):
         ({"dtype": torch.long}, ValueError, "dtype is torch.int64; it must be torch.float32 or torch.float64"),
         ({"resume": True}, ValueError, "resume is True, but store is not given"),
         ({"resume": "maybe"}, ValueError, "resume is 'maybe'"),
-        ({"executor": 4}, TypeError, "executor is a int; it must be a concurrent.futures.Executor"),
+        ({"executor": 4}, TypeError, "executor is 4; it must be a concurrent.futures.Executor"),
         ({"chain_chunk": 0}, ValueError, "chain_chunk is 0"),
         ({"initial": {"a": torch.zeros(3, 2)}}, ValueError, "lacks the sites"),
         ({"initial": {"a": torch.zeros(4, 2), "b": torch.ones(4)}}, ValueError, r"must be \(3,\), one for each chain"),

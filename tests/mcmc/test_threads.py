@@ -90,7 +90,7 @@ def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
 
 def test_tasks_that_a_store_refuses_have_touched_no_generator(tmp_path):
     before = torch.get_rng_state()
-    with FolderRecorder(tmp_path / "s", 1), pytest.raises(BlockingIOError):
+    with FolderRecorder(tmp_path / "s", 1), pytest.raises(FileExistsError):
         RUNS[0](store=tmp_path / "s", chains_per_task=1, seed=None)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -1,8 +1,10 @@
 """The study end to end on tiny budgets: what it writes, what it reuses, what it refuses."""
 
+import functools
 import json
 import random
 import re
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -141,10 +143,10 @@ def test_the_report_opens_with_what_was_found_and_ends_with_the_command(finished
 
 
 def test_draws_lie_in_the_store_with_what_made_them(finished: Any) -> None:
-    posterior = ps.Posterior.load(finished.out / "samples" / "hmc.safetensors")
+    posterior = ps.Posterior.load(finished.out / "samples" / "hmc")
     assert (posterior.num_chains, posterior.num_samples) == (4, 10)
     assert posterior.metadata["budget"]["num_steps"] == 3
-    assert (finished.out / "samples" / "unaligned-midpoint.safetensors").exists()
+    assert (finished.out / "samples" / "unaligned-midpoint").exists()
 
 
 def test_canonical_draws_compute_the_same_function(finished: Any) -> None:
@@ -181,8 +183,8 @@ def test_the_seed_reproduces_and_another_seed_differs(tmp_path: Path) -> None:
 
 def test_a_damaged_method_is_made_anew(tmp_path: Path) -> None:
     run(tmp_path, methods=("mean-field",))
-    stored = tmp_path / "samples" / "mean-field.safetensors"
-    stored.write_bytes(stored.read_bytes()[:1000])
+    stored = tmp_path / "samples" / "mean-field"
+    (stored / "checkpoint.safetensors").write_bytes((stored / "checkpoint.safetensors").read_bytes()[:1000])
     _, said = run(tmp_path, methods=("mean-field",))
     assert any("damaged" in line for line in said)
     assert ps.Posterior.load(stored).num_samples == 24
@@ -193,14 +195,21 @@ def test_samples_that_hold_other_draws_than_were_written_are_made_anew(tmp_path:
     first, _ = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
     run(tmp_path / "b", methods=("mean-field", "symmetrized"), seed=5)
     expected = first.draws["mean-field"].raw["0.weight"].clone()
-    stored = tmp_path / "a/samples/mean-field.safetensors"
-    flipped = bytearray(stored.read_bytes())
-    flipped[-5] ^= 4
-    others = [
-        (tmp_path / f"{name}.safetensors").read_bytes() for name in ("a/samples/symmetrized", "b/samples/mean-field")
-    ]
-    for content, told in ((bytes(flipped), "damaged"), (others[0], "of another"), (others[1], "of another")):
-        stored.write_bytes(content)
+    stored = tmp_path / "a/samples/mean-field"
+
+    def flip() -> None:
+        file = stored / "posterior/0.weight/c/0/0/0/0"
+        flipped = bytearray(file.read_bytes())
+        flipped[-5] ^= 4
+        file.write_bytes(flipped)
+
+    def replace(name: str) -> None:
+        shutil.rmtree(stored)
+        shutil.copytree(tmp_path / name, stored)
+
+    others = [functools.partial(replace, name) for name in ("a/samples/symmetrized", "b/samples/mean-field")]
+    for damage, told in ((flip, "damaged"), (others[0], "of another"), (others[1], "of another")):
+        damage()
         again, said = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
         assert any(f"{stored} is" in line and told in line for line in said)
         assert sum(line.startswith("Fitting") for line in said) == 1
@@ -213,7 +222,7 @@ def test_changed_settings_are_refused_with_the_difference(tmp_path: Path) -> Non
         run(tmp_path, methods=("mean-field",), prior_scale=2.0)
 
 
-THEIRS = {"report.html": "mine", "results.json": "[1]", "samples/hmc.safetensors": "mine", "unfinished/thesis": "mine"}
+THEIRS = {"report.html": "mine", "results.json": "[1]", "samples/hmc": "mine", "unfinished/thesis": "mine"}
 
 
 @pytest.mark.parametrize("name", [*THEIRS, "settings.json"])

@@ -54,7 +54,7 @@ class _Chains(Method):
         )
         if posterior.metadata.get("interrupted"):
             raise KeyboardInterrupt  # a shorter run than was asked for is not a finished method
-        followed = [float(energy) for energy in posterior.metadata["trace"]["energy"]]
+        followed = (-posterior.statistics["lp"]).mean(0).tolist()
         yield Fit(self.name, posterior, followed, "mean potential energy (nats)")
 
 
