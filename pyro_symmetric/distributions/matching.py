@@ -34,7 +34,6 @@ from pyro_symmetric.distributions.permanent import doubly_stochastic, draw_match
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import rows
-from pyro_symmetric.groups.tensors import along_axis, lay_out
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.weights import Weights
 
@@ -114,13 +113,11 @@ class Known:
     :param drawn: the names of these sets.
     :param expected: name -> probabilities that a place receives a unit, and the same times the unit's expected sign,
         ``(1, N, count, count)``; of sets still to come.
-    :param assumed: signs that all units of a set are taken to have.
     """
 
     sites: Weights
     drawn: frozenset[str] = frozenset()
     expected: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    assumed: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -252,9 +249,8 @@ class UnitDensities:
         if seats := [seat for seat in self.seats[name] if not seat.lone]:
             found = found + self._of(name, seats, known)
         for child in (child for child in self.group.children(name) if child in self.seats):
-            signs = (1.0, -1.0) if found.odd is not None else (0.0,)
-            both = [self._matched(child, replace(known, assumed={**known.assumed, name: sign})) for sign in signs]
-            found = found + Pairs((both[0] + both[-1]) / 2, (both[0] - both[-1]) / 2)
+            worth = self._matched(child, known)
+            found = found + Pairs(worth, torch.zeros_like(worth))
         return found
 
     def _matched(self, name: str, known: Known) -> Tensor:
@@ -271,9 +267,7 @@ class UnitDensities:
             square, missing = value.square(), False
             for outer, own in members[axis.dim]:
                 if outer in self.group.ancestors(name) and outer not in known.drawn and self._flips(outer, own):
-                    sign = value.new_full((own.index.shape[1],), known.assumed.get(outer, 0.0))
-                    sign = lay_out(sign, own.index, 1.0, value.shape[own.dim + 2])
-                    value = value * along_axis(sign, own.dim, value.dim() - 2)
+                    value = value.index_fill(own.dim + 2, own.index.flatten().to(value.device), 0.0)  # of either sign
             for dim in members.keys() - {axis.dim}:
                 names = [u for u, _ in members[dim] if u not in known.drawn]
                 held = [(u, s) for u in names for s in self.seats[u] if (s.axis.site, s.axis.dim) == (axis.site, dim)]

@@ -7,9 +7,8 @@ from typing import Any
 import pyro.distributions as dist
 import pytest
 import torch
-from torch import Tensor
 
-from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance, UnitBlocks, usual_estimator
+from pyro_symmetric.distributions import ExactOrbit, SinkhornImportance, UnitBlocks
 from pyro_symmetric.groups import Action, Group
 
 from .groups import (
@@ -65,29 +64,6 @@ def unit_blocks(group: Group, inputs: int, separation: float = 0.5) -> UnitBlock
     tril = (torch.eye(inputs + 2, dtype=torch.float64) + 0.7 * noise.tril(-1)) * 0.6
     loc = separation * torch.randn(action.dim, dtype=torch.float64, generator=generator)
     return UnitBlocks(loc.requires_grad_(), [units], [tril.requires_grad_()])
-
-
-class Bent(dist.transforms.Transform):
-    """``x + sin(x) / 2``, entry by entry: a flow."""
-
-    domain = codomain = dist.constraints.independent(dist.constraints.real, 1)
-    bijective = True
-
-    def _call(self, x: Tensor) -> Tensor:
-        return x + x.sin() / 2
-
-    def _inverse(self, y: Tensor) -> Tensor:
-        x = y
-        for _ in range(12):
-            x = x - (x + x.sin() / 2 - y) / (1 + x.cos() / 2)
-        return x
-
-    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        return (1 + x.cos() / 2).log().sum(-1)
-
-
-def flow(dim: int) -> Any:
-    return dist.TransformedDistribution(full_rank(dim), [Bent()])
 
 
 # values ------------------------------------------------------------------------------------------------------------
@@ -148,8 +124,6 @@ def test_draws_that_are_not_finite_are_matched_anyhow() -> None:
     assert not bool(found[1].isfinite())
 
 
-# gradients ----------------------------------------------------------------------------------------------------------
-
 SUPPORTS = {
     "locs": dist.constraints.real,
     "scales": dist.constraints.positive,
@@ -159,39 +133,6 @@ SUPPORTS = {
 
 def components(count: int) -> Group:
     return Group.declare(dict.fromkeys(SUPPORTS, ("component",)), dict.fromkeys(SUPPORTS, torch.Size([count])))
-
-
-COMPONENTS = components(3)
-
-
-def mean_field(dim: int) -> Any:
-    loc = torch.randn(dim, dtype=torch.float64, requires_grad=True)
-    return dist.Normal(loc, torch.full((dim,), 0.7, dtype=torch.float64)).to_event(1)
-
-
-@pytest.mark.parametrize(
-    ("group", "family"),
-    [
-        (one_layer(5), mean_field),
-        (one_layer(5), low_rank),
-        (one_layer(6, inputs=1), full_rank),
-        (one_layer(4), flow),
-        (one_layer(3, moves=BOTH), mean_field),
-        (signed("one layer"), full_rank),
-        (two_layers(4, 3), mean_field),
-        (two_layers(4, 3), low_rank),
-        (COMPONENTS, mean_field),
-    ],
-)
-def test_the_default_s_gradient_is_that_of_enumeration(group: Group, family: Callable[[int], Any]) -> None:
-    action = Action(group, SUPPORTS if group is COMPONENTS else list(group.site_shapes))
-    torch.manual_seed(0)
-    q = family(action.dim)
-    w = q.rsample((2,))
-    values = [usual_estimator(q, action).log_prob(q, action, w), by_enumeration(q, action, w)]
-    gradients = [torch.autograd.grad(v.sum(), w, retain_graph=True)[0] for v in values]
-    torch.testing.assert_close(values[0], values[1])
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 @pytest.mark.stochastic

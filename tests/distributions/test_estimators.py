@@ -63,12 +63,6 @@ def test_exact_orbit_reaches_widths_that_cannot_be_enumerated() -> None:
     torch.testing.assert_close(ExactOrbit().log_prob(q, action, w), q.log_prob(w) - math.lgamma(15))
 
 
-def test_exact_orbit_names_what_is_too_large() -> None:
-    action = action_of(one_layer(30))
-    with pytest.raises(ValueError, match=r"exp\(74\.7\).*SinkhornImportance"):
-        ExactOrbit().log_prob(base(action.dim, 1.0), action, torch.zeros(action.dim, dtype=torch.float64))
-
-
 # SinkhornImportance -------------------------------------------------------------------------------------------------
 
 
@@ -98,17 +92,6 @@ def test_one_hidden_layer_is_met_within_a_tenth_of_a_nat(width: int, separation:
     w = q.sample((300,))
     gap = SinkhornImportance(16).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
     assert abs(float(gap.mean())) < 0.1
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("k", [1, 4])
-def test_few_proposals_give_an_upper_bound_too(k: int) -> None:
-    """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
-    action = action_of(two_layers(4, 3))
-    q = base(action.dim, 0.3)
-    w = q.sample((4000,))
-    gap = SinkhornImportance(k).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
-    assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
 
 
 @pytest.mark.stochastic
@@ -276,12 +259,6 @@ def test_shapes_and_dtypes_follow_the_base(batch: tuple[int, ...], sample: tuple
         value = symmetrized.log_prob(symmetrized.rsample(sample))
         assert value.shape == (*sample, *batch)
         assert value.dtype == dtype
-
-
-@pytest.mark.parametrize("k", [0, -1, 1.5, True])
-def test_a_number_of_proposals_that_is_none_is_refused(k: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="K is"):
-        SinkhornImportance(k)
 
 
 # signs --------------------------------------------------------------------------------------------------------------

@@ -44,16 +44,6 @@ def test_exact_orbit_equals_enumeration_by_loops() -> None:
     torch.testing.assert_close(symmetrized.log_prob(w), torch.stack([enumerated(q, one) for one in w]))
 
 
-def test_exact_orbit_is_constant_on_orbits_and_the_base_is_not() -> None:
-    q = base()
-    action = Action(TWO_LAYERS, SITES)
-    symmetrized = Symmetrized(q, action, ExactOrbit())
-    w = q.sample((7,))
-    moved = action(w, TWO_LAYERS.sample((7,)))
-    torch.testing.assert_close(symmetrized.log_prob(moved), symmetrized.log_prob(w))
-    assert not torch.allclose(q.log_prob(moved), q.log_prob(w))
-
-
 @pytest.mark.stochastic
 def test_exact_orbit_integrates_to_one() -> None:
     """Importance sampling with a wide proposal; the check fails by chance in less than 1 of 10^6 runs (5 sigma)."""
@@ -88,12 +78,6 @@ def test_infonce_falls_towards_the_exact_value_with_k() -> None:
     gaps = [float((Symmetrized(q, action, InfoNCE(k)).log_prob(w) - exact).mean()) for k in (0, 3, 63)]
     assert gaps[0] > gaps[1] > gaps[2]
     assert abs(gaps[2]) < 0.1 * gaps[0]
-
-
-def test_no_term_beside_the_identity_is_the_base_density() -> None:
-    q = base()
-    w = q.sample((3,))
-    assert torch.equal(Symmetrized(q, Action(TWO_LAYERS, SITES), InfoNCE(0)).log_prob(w), q.log_prob(w))
 
 
 @pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(6)])
@@ -191,19 +175,6 @@ def test_no_value_falls_below_its_own_term_even_at_a_simplex_corner_in_float32()
     wide = dist.Normal(torch.full((2,), 6.0, dtype=torch.float64), 3.0).to_event(1)
     double = Symmetrized(wide, action, ExactOrbit()).log_prob(u.double())
     torch.testing.assert_close(single.double(), double, atol=2e-2, rtol=1e-3)
-
-
-def test_a_group_too_large_to_enumerate_is_refused_with_advice() -> None:
-    group = Group.declare({"w": ("unit",)}, {"w": torch.Size([24])})
-    q = dist.Normal(torch.zeros(24), 1.0).to_event(1)
-    with pytest.raises(ValueError, match="SinkhornImportance"):
-        Symmetrized(q, Action(group, ["w"]), ExactOrbit()).log_prob(q.sample())
-
-
-@pytest.mark.parametrize("k", [-1, -3, 2.5, True])
-def test_infonce_needs_a_whole_number_of_terms(k: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="K is"):
-        InfoNCE(k)  # type: ignore[arg-type]
 
 
 def test_a_base_of_another_size_is_refused() -> None:
