@@ -128,17 +128,6 @@ def watched(draws: Tensor) -> Tensor:
     return heads
 
 
-def never_changing(draws: Tensor) -> Tensor:
-    """Mask of the quantities that have one value in all draws of all chains, bool ``event_shape``.
-
-    :param draws: ``(chains, draws, *event_shape)``.
-    """
-    if draws.numel() == 0:
-        return torch.ones(draws.shape[2:], dtype=torch.bool, device="cpu")
-    lowest, highest = torch.aminmax(draws.flatten(0, 1), dim=0)
-    return (lowest == highest).cpu()
-
-
 def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
     """The chains that equal an earlier one draw for draw, and move: runs that had the same seed, say.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric.chain_statistics import also_of_one
-from pyro_symmetric.chain_tables import chains_diagnostics
+from pyro_symmetric.diagnostics import chains_diagnostics
 from pyro_symmetric.mcmc import Kernel
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights

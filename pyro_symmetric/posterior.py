@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arviz_export import to_arviz
-from pyro_symmetric.chain_tables import counts, description, diagnostics, entries_table, sites_table
+from pyro_symmetric.diagnostics import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_json
 from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store, save_store
@@ -357,7 +357,7 @@ class Posterior:
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.chain_tables.diagnostics`.
+        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.diagnostics.diagnostics`.
 
         Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
 
