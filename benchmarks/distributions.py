@@ -56,7 +56,7 @@ def model(case: Case, role: str, value: Tensor | None) -> None:
     pyro.sample("y", dist.Normal(_summary(x, case), 1.0), obs=torch.tensor(0.7))
 
 
-def checked(case: Case, role: str, engine: str = "torch") -> Row:
+def checked(case: Case, role: str, engine: str = "eager") -> Row:
     """Compare energies and gradients of a distribution in one role with plain PyTorch."""
     torch.manual_seed(0)
     value = None
