@@ -27,12 +27,11 @@ from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.overlap import warn_of_overlap
 from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.canonical.unit_measures import largest_sign, norm, removing_element, rounding, spread
+from pyro_symmetric.canonical.unit_measures import entries_of, largest_sign, norm, removing_element, rounding, spread
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import rows
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -134,8 +133,6 @@ def _without_signs(weights: Weights, group: Group) -> Weights:
 
 def _centring(weights: Weights, group: Group) -> Element:
     """The shift after which the entries of each shifted unit (biases in front of a softmax) have mean zero."""
-    shape, found = group.batch_shape(weights), {}
-    for name in group.names("shift"):
-        parts = [rows(group.view(a.site, weights[a.site]), a, len(group.view_shapes[a.site])) for a in group.axes(name)]
-        found[name] = -torch.cat(parts, -1).mean(-1).reshape(*shape, *group[name].shape)
-    return group.element(shifts=found)
+    shape, viewed = group.batch_shape(weights), group.viewed(weights)
+    means = {name: entries_of(group, viewed, group.axes(name)).mean(-1) for name in group.names("shift")}
+    return group.element(shifts={name: -v.reshape(*shape, *group[name].shape) for name, v in means.items()})
