@@ -33,7 +33,6 @@ def _nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files and rules of an example end with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
-    monkeypatch.setattr(registry, "SLICED", set(registry.SLICED))
 
 
 @pytest.mark.cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.labels import Array
+from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.cells import Cells
+from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.selection import named
-from pyro_symmetric.discovery.structure import Structure
+from pyro_symmetric.groups import Units
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class AxisExplanation:
     :param permuted: how many of its positions are permuted.
     :param units: the units that lie there.
     :param reasons: why the others stay: the operator that pinned them, and its module.
+    :param chain: how this axis comes to that: the axes that tie it to the first one along which its units lie, or to
+        what pins it, each with the operator that does.
     """
 
     site: str
@@ -34,6 +38,7 @@ class AxisExplanation:
     permuted: int
     units: tuple[str, ...]
     reasons: tuple[str, ...]
+    chain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = f"{self.site}[{self.dim}]"
@@ -42,7 +47,7 @@ class AxisExplanation:
             if self.permuted
             else f"all {self.length} stay"
         )
-        return f"{where}: {how}" + (f"; {'; '.join(self.reasons)}" if self.reasons else "")
+        return "; ".join([f"{where}: {how}", *self.reasons]) + "".join(f"\n    -> {step}" for step in self.chain)
 
 
 class Explanation(tuple[AxisExplanation, ...]):
@@ -83,54 +88,109 @@ class Explanation(tuple[AxisExplanation, ...]):
     @classmethod
     def from_dict(cls, data: list[Mapping[str, Any]]) -> Explanation:
         """From JSON."""
-        tuples = ("units", "reasons")
+        tuples = ("units", "reasons", "chain")
         return cls(AxisExplanation(**{**axis, **{name: tuple(axis[name]) for name in tuples}}) for axis in data)
 
 
-def explain(facts: Facts, structure: Structure, names: Mapping[int, str]) -> Explanation:
+def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation:
     """For every axis of every site: who moves it, or which operator pinned it.
 
-    :param names: cell -> name of its units; cells that ride along with others have none.
+    :param units: cell -> its units; cells that ride along with others have none.
     """
-    first = _first_reasons(facts, structure)
+    first, chains = _first_reasons(flow, cells), _Chains(flow)
     axes = []
-    every = ((leaf.site, *own) for leaf in facts.leaves.values() for own in enumerate(leaf.labels))
-    for site, dim, labels in every:
-        atoms = labels.reshape(-1)
-        cells = structure.cell[structure.unit_class[atoms]]
-        permuted = np.isin(cells, list(structure.cells))
-        movers = {up for cell in np.unique(cells[permuted]).tolist() for up in (cell, *structure.cells[cell].parents)}
-        own = tuple(name for mover, name in names.items() if mover in movers)
-        reasons = _reasons(atoms[~permuted], facts, structure, first)
-        axes.append(AxisExplanation(site, dim, len(permuted), int(permuted.sum()), own, reasons))
+    for leaf in flow.leaves.values():
+        for dim, part in enumerate(leaf.value.parts):
+            atoms = part.atoms if leaf.slices is None or dim != 1 else np.unique(part.atoms)
+            own = cells.cell[cells.unit[atoms]]
+            permuted = np.isin(own, list(cells.cells))
+            movers = {up for cell in np.unique(own[permuted]).tolist() for up in (cell, *cells.cells[cell].parents)}
+            names = [one.name for mover, one in units.items() if mover in movers]
+            numbers, reasons = _reasons(atoms[~permuted], flow, cells, first)
+            if permuted.any():
+                home = units[next(mover for mover in units if mover in movers)].axes[0]
+                target = [flow.leaves[home.site].value.parts[home.dim].atoms]
+            else:
+                target = [flow.refinements[number].one for number in numbers[:1] if number >= 0]
+            chain = chains.between(atoms, target[0]) if target else ()
+            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(permuted.sum()), tuple(names), reasons, chain))
     return Explanation(axes)
 
 
-def _first_reasons(facts: Facts, structure: Structure) -> Array:
-    """For each class: the first refinement that gave it a colour of its own, as its number (-1: none)."""
-    first = np.full(len(structure.colour), -1, dtype=np.int64)
-    for number in range(len(facts.refinements) - 1, -1, -1):
-        refinement = facts.refinements[number]
-        classes = structure.unit_class[refinement.atoms]
-        if len(np.unique(refinement.colours)) > 1 or len(classes) == 1:
-            first[classes] = number
+class _Chains:
+    """Shortest chains of facts between arrays of atoms."""
+
+    def __init__(self, flow: Flow):
+        self.flow = flow
+        self.names = {
+            int(self._blocks(part.atoms)[0]): f"{leaf.site}[{dim}]"
+            for leaf in flow.leaves.values()
+            for dim, part in enumerate(leaf.value.parts)
+            if part.atoms.size
+        }
+        self.near: dict[
+            int, dict[int, int]
+        ] = {}  # block of atoms -> those that it is tied to, and the fact that says so
+        for one, other, number in (*flow.unions, *flow.relations):
+            for a, b in {*zip(self._blocks(one), self._blocks(other), strict=True)}:
+                self.near.setdefault(a, {}).setdefault(b, number)
+                self.near.setdefault(b, {}).setdefault(a, number)
+        self.trees: dict[int, dict[int, int]] = {}
+
+    def _blocks(self, atoms: Array) -> list[int]:
+        """The arrays in which some of these atoms were new."""
+        some = atoms.reshape(-1)[:: max(1, atoms.size // 16)]
+        return (np.searchsorted(self.flow.starts, some, side="right") - 1).tolist()
+
+    def between(self, atoms: Array, target: Array) -> tuple[str, ...]:
+        """The axes on the way, each with the operator that ties it to the one before."""
+        if not atoms.size or not target.size:
+            return ()
+        start, end = self._blocks(atoms)[0], self._blocks(target)[0]
+        towards, steps = self._tree(end), list[str]()
+        while start != end and start in towards:
+            following = towards[start]
+            origin = self.flow.origins[self.near[start][following]]
+            steps.append(f"{self.names[following]} by {origin}" if following in self.names else origin)
+            start = following
+        return tuple(steps)
+
+    def _tree(self, end: int) -> dict[int, int]:
+        """Block of atoms -> the next on its way to one of them."""
+        if end not in self.trees:
+            tree, waiting = {end: end}, deque([end])
+            while waiting:
+                block = waiting.popleft()
+                for other in self.near.get(block, ()):
+                    if other not in tree:
+                        tree[other] = block
+                        waiting.append(other)
+            self.trees[end] = tree
+        return self.trees[end]
+
+
+def _first_reasons(flow: Flow, cells: Cells) -> Array:
+    """For each class: the first refinement that gave it a colour of its own (-1: none)."""
+    first = np.full(len(cells.colour), -1, dtype=np.int64)
+    for number in range(len(flow.refinements) - 1, -1, -1):
+        atoms, colours, _ = flow.refinements[number]
+        if len(atoms) == 1 or (colours != colours[:1]).any():
+            first[cells.unit[atoms]] = number
     return first
 
 
-def _reasons(atoms: Array, facts: Facts, structure: Structure, first: Array) -> tuple[str, ...]:
-    """Why these positions stay, the most frequent reasons first."""
-    if not len(atoms):
-        return ()
-    classes = structure.unit_class[atoms]
+def _reasons(atoms: Array, flow: Flow, cells: Cells, first: Array) -> tuple[list[int], tuple[str, ...]]:
+    """Why these positions stay, the most frequent reasons first: the refinements, and words."""
+    classes = cells.unit[atoms]
     numbers, counts = np.unique(first[classes], return_counts=True)
     found: dict[str, int] = {}
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         if number >= 0:
-            why = facts.refinements[number].why
+            why = flow.origins[flow.refinements[number].number]
             why = f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
-        elif structure.individualised[classes[first[classes] == number]].any():
+        elif cells.individualised[classes[first[classes] == number]].any():
             why = "its units meet each other in a way that no product of symmetric groups describes"
         else:
             why = "each of its units plays a role of its own"
         found[why] = found.get(why, 0) + count
-    return tuple(sorted(found, key=lambda why: -found[why])[:3])
+    return numbers[counts.argsort()[::-1]].tolist(), tuple(sorted(found, key=lambda why: -found[why])[:3])

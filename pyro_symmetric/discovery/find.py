@@ -1,4 +1,4 @@
-"""Find the weight-space symmetries of a network: trace it, carry labels through every operator, solve, verify.
+"""Find the weight-space symmetries of a network: trace it, let axes flow through every operator, solve, verify.
 
 The network is traced by ``torch.export`` on an example input. Every entry of every parameter axis starts as a unit of
 its own; one rule for each operator (:mod:`pyro_symmetric.discovery.rules`) ties units that must move together, pins
@@ -25,16 +25,19 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.discovery.assembly import permuted_units
-from pyro_symmetric.discovery.attachment import attached
+from pyro_symmetric.discovery.cells import solve
 from pyro_symmetric.discovery.explain import Explanation, explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
-from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.multipliers import multipliers
-from pyro_symmetric.discovery.selection import Names, held_sites, hold
-from pyro_symmetric.discovery.structure import solve
+from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.scaling import structure as scaling_structure
+from pyro_symmetric.discovery.scaling.attachment import attached
+from pyro_symmetric.discovery.scaling.multipliers import multipliers
+from pyro_symmetric.discovery.scaling.trace import MultiplierTrace
+from pyro_symmetric.discovery.scaling.trace import walked as equations_of
+from pyro_symmetric.discovery.selection import Names, held_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
+from pyro_symmetric.discovery.trace import UnknownOperator, walked
+from pyro_symmetric.discovery.units import permuted_units
 from pyro_symmetric.discovery.verify import UnverifiedSymmetry, repaired
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
@@ -112,12 +115,14 @@ def find_symmetry(
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             traces += _traces(traced.train(), inputs, kwargs)
     used = _used(traces)
-    facts, _ = walked(traces)
-    for site, why in held.items():
-        if site in facts.leaves:
-            hold(facts, facts.leaves[site], why)
-    symmetry = Symmetry(*_solved(traced, facts, used, shifted - set(held), set(held)), logits)
-    _report_lost(facts, strict)
+    flow, _ = walked(traces)
+    stay = {site: f"because {site} {why}" for site, why in held.items()}
+    stay |= dict.fromkeys(set(flow.leaves) - used, "because no forward pass uses it")
+    for site, why in stay.items():
+        if site in flow.leaves:
+            flow.pin(flow.leaves[site].value, why)
+    symmetry = Symmetry(*_solved(traced, flow, traces, used, shifted - set(held), set(held)), logits)
+    _report_lost(flow, strict)
     symmetry = replace(symmetry, at_least=any(trace.calls_again() for trace in traces))
     symmetry = symmetry if buffers else symmetry.holding(net)
     return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
@@ -148,12 +153,12 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
     return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
 
 
-def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
+def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[MultiplierTrace]:
     """One forward pass; several if passes may differ by what they draw from NumPy's or Python's generators.
 
     Then a warning says so: no trace shows what other draws would do.
     """
-    trace = Trace(net, inputs, kwargs)
+    trace = MultiplierTrace(net, inputs, kwargs)
     if not trace.returned:
         raise ValueError(
             f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
@@ -166,18 +171,18 @@ def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | N
         UnverifiedSymmetry,
         stacklevel=4,
     )
-    return [trace, *(Trace(net, inputs, kwargs) for _ in range(HOST_DRAWS - 1))]
+    return [trace, *(MultiplierTrace(net, inputs, kwargs) for _ in range(HOST_DRAWS - 1))]
 
 
-def _used(traces: Sequence[Trace]) -> set[str]:
+def _used(traces: Sequence[MultiplierTrace]) -> set[str]:
     return {site for trace in traces for site in trace.used_sites()}
 
 
-def _report_lost(facts: Facts, strict: bool) -> None:
-    if not facts.lost:
+def _report_lost(flow: Flow, strict: bool) -> None:
+    if not flow.lost:
         return
     text = (
-        f"units are left out of the group at {', '.join(sorted(facts.lost))}. "
+        f"units are left out of the group at {', '.join(sorted(flow.lost))}. "
         "help(pyro_symmetric.discovery.register_rule) says how to add a rule"
     )
     if strict:
@@ -186,14 +191,24 @@ def _report_lost(facts: Facts, strict: bool) -> None:
 
 
 def _solved(
-    net: nn.Module, facts: Facts, used: set[str], shifted: set[str], held: set[str]
+    net: nn.Module,
+    flow: Flow,
+    traces: Sequence[MultiplierTrace],
+    used: set[str],
+    shifted: set[str],
+    held: set[str],
 ) -> tuple[Group, Explanation]:
-    for site in list(facts.leaves):
+    cells = solve(flow)
+    units = permuted_units(flow, cells)
+    facts, _ = equations_of(traces)
+    for site, leaf in facts.leaves.items():
+        if site in held:
+            facts.hold(leaf)
         if site not in used:  # nothing is known about what no forward pass has touched
-            for atoms in facts.leaves[site].labels:
+            for atoms in leaf.labels:
                 facts.pin(atoms, "because no forward pass uses it")
-    structure = solve(facts)
-    buffers = {site for site, leaf in facts.leaves.items() if leaf.buffer}
+    structure = scaling_structure.solve(facts)
+    buffers = {site for leaves in (flow.leaves, facts.leaves) for site, leaf in leaves.items() if leaf.buffer}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
     moves: tuple[Move, ...] = ("scale", "flip")
@@ -207,9 +222,7 @@ def _solved(
         for move in moves
     }
     shifts = [_shift(site, shapes[site]) for site in sorted(shifted) if site in shapes]
-    units = permuted_units(facts, structure)
-    names = {cell: one.name for cell, one in units.items()}
-    return attached(list(units.values()), found, shifts, shapes), explain(facts, structure, names)
+    return attached(list(units.values()), found, shifts, shapes), explain(flow, cells, units)
 
 
 def _shift(site: str, shape: torch.Size) -> Units:

@@ -1,4 +1,4 @@
-"""Nesting of cells of interchangeable units inside one another: the second half of :mod:`structure`.
+"""Nesting of cells of interchangeable units inside one another.
 
 A membership says of each unit of one cell which unit of another it is part of. Cells whose units belong together one to
 one are one cell. Owners of owners are owners. Two owners of the same units are compared: either one determines the
@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from pyro_symmetric.discovery.labels import Array, by_appearance, components, distinct_rows, rank_within
+from pyro_symmetric.discovery.arrays import Array, by_appearance, components, distinct_rows, rank_within
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class _Nesting:
         colour = self.given.colour
         _, unit = components(len(colour), child, parent)
         _, together = components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])
-        self.cell = by_appearance(together[colour])[1]
+        self.cell = by_appearance(together[colour])
         rows, where, _ = distinct_rows(self.cell, unit)
         self.place = where - np.searchsorted(self.cell[rows], self.cell)
         numbers, sizes = np.unique(self.cell[rows], return_counts=True)

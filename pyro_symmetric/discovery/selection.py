@@ -1,15 +1,13 @@
-"""The parameters and buffers of a network that may move, and what is left of a symmetry if others stay."""
+"""The parameters and buffers of a network that may move."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import numpy as np
 from torch import nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.facts import Facts, Leaf
 
 Names = str | Iterable[str]
 
@@ -49,17 +47,3 @@ def held_sites(net: nn.Module, first_names: dict[str, str], only: Names | None, 
         held = {site: "isn't among those that may move" for site in first_names.values() if site not in chosen}
     frozen = {first_names[name] for name in named("freeze", freeze, first_names)}
     return held | {site: "is among those that stay" for site in frozen}
-
-
-def hold(facts: Facts, leaf: Leaf, why: str) -> None:
-    """A site stays as it is, whatever its values: its units stay, and the multipliers of its axes cancel out."""
-    why = f"because {leaf.site} {why}"
-    if leaf.slices is not None:
-        for atoms in leaf.labels:
-            facts.pin(atoms, why)
-        return
-    for atoms in leaf.labels:
-        facts.refine(atoms, np.arange(atoms.size), why)
-        facts.balance([(1.0, atoms[1:]), (-1.0, np.broadcast_to(atoms[:1], atoms[1:].shape))])
-    if all(atoms.size for atoms in leaf.labels) and leaf.labels:
-        facts.balance([(1.0, atoms[:1]) for atoms in leaf.labels])

@@ -1,7 +1,8 @@
-"""The graph of a forward pass, and labels carried through it."""
+"""The graph of a forward pass, and axes that flow through it."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,23 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Graph, Node
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import drawn_seed
+from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import exported, site_names
-from pyro_symmetric.discovery.facts import Entangled, Facts
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Part, Value, opaque
-from pyro_symmetric.discovery.nodes import arguments_of, operator_name
-from pyro_symmetric.discovery.operators import applied, index_map, module_of
-from pyro_symmetric.discovery.plan import planned, stacked
-from pyro_symmetric.discovery.rules.random_numbers import RANDOM
-from pyro_symmetric.discovery.rules.registry import rule_for
+from pyro_symmetric.discovery.flow import Flow, Value, opaque
+from pyro_symmetric.discovery.rules.elementwise import NOISE
+from pyro_symmetric.discovery.rules.registry import Call, operator_name, rule_for
 from pyro_symmetric.discovery.rules.spatial import convolution
-from pyro_symmetric.discovery.slices import Slices
-from pyro_symmetric.discovery.statistics import Use, statistics
+from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
 from pyro_symmetric.generators import own_generators, repeated
+
+# Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
+STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
+# Operators of which a matrix that is cut into slices keeps the slices.
+CUTTING = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
+# A matrix with more entries isn't cut: units of slices are found entry by entry.
+CUT_LIMIT = 2**22
 
 
 class UnknownOperator(UserWarning):
@@ -73,55 +78,45 @@ class Trace:
             replace(spec, target=spec.target and spec.target.removeprefix("net.")) for spec in signature.input_specs
         ]
         self._specs = {spec.arg.name: spec for spec in self.specs if hasattr(spec.arg, "name")}
-        flat = torch.utils._pytree.tree_leaves(self.program.graph.output_node().args[0])
-        ends = [n for n, s in zip(flat, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
-        self.returned = [node for node in ends if isinstance(node, torch.fx.Node)]
-        self._lives = _needed(self.program.graph)
         self._sites = site_names(net)
-        self._noise = _noise(self.program.graph)
-        self._constants = (self.program.state_dict, self.program.constants)
+        self._graph = self.program.graph
+        ends = tree_leaves(self._graph.output_node().args[0])
+        ends = [n for n, s in zip(ends, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
+        self.returned = [node for node in ends if isinstance(node, Node)]
 
-    def propagate(self, facts: Facts) -> dict[torch.fx.Node, Any]:
-        """Carry labels through the graph, recording facts; returns the labels of every node's value."""
-        values: dict[torch.fx.Node, Any] = {}
-        labeller = Labeller(facts)
-        for node in self.program.graph.nodes:
-            if node not in self._lives:
+    def propagate(self, flow: Flow) -> dict[Node, Any]:
+        """Let axes flow through the graph; returns what is known of every node's value."""
+        values: dict[Node, Any] = {}
+        needed, noise = _needed(self._graph), _noise(self._graph)
+        for node in self._graph.nodes:
+            if node not in needed:
                 continue
             if node.op in ("placeholder", "get_attr"):
-                values[node] = self._input(node, facts)
+                values[node] = self._input(node, flow)
             elif node.op == "call_function":
-                labeller.where = f"{operator_name(node.target)} in {module_of(node)}{self._circumstances(node)}"
-                values[node] = applied(node, values, labeller, self.returned)
-        labeller.where = "the network's output"
+                flow.where = f"{operator_name(node.target)} in {_module(node)}{self._circumstances(node, noise)}"
+                values[node] = self._applied(node, values, flow)
+        flow.where = "the network's output"
         for node in self.returned:
             if isinstance(values[node], Value):
-                labeller.pin(values[node])
+                flow.pin(values[node])
         return values
 
     def constant(self, target: str | None) -> Any:
         """The value of a buffer or a constant of the graph, by its name in the network."""
-        found = (held.get(name) for name in (f"net.{target}", str(target)) for held in self._constants)
+        every = self.program.state_dict, self.program.constants
+        found = (held.get(name) for name in (f"net.{target}", str(target)) for held in every)
         return next((value for value in found if value is not None), None)
-
-    def statistics(self) -> dict[str, Use | None]:
-        """The buffers that the graph reads: how they are used, if they are statistics of units."""
-        nodes = {n: self._specs[n.name] for n in self.program.graph.nodes if n.name in self._specs and n.users}
-        buffers = {n: str(spec.target) for n, spec in nodes.items() if spec.kind == InputKind.BUFFER}
-        saved = {n: name.rpartition(".")[0] for n, name in buffers.items() if nodes[n].persistent}
-        learned = [n for n, spec in nodes.items() if spec.kind == InputKind.PARAMETER]
-        found = statistics(self.program.graph.nodes, saved, learned)
-        return {self._sites.get(name, name): found.get(n) for n, name in buffers.items()}
 
     def used_sites(self) -> set[str]:
         """The parameters and buffers that the graph reads."""
-        used = [node.name for node in self.program.graph.nodes if node.op == "placeholder" and node.users]
+        used = [node.name for node in self._graph.nodes if node.op == "placeholder" and node.users]
         targets = [self._specs[name].target for name in used if name in self._specs]
         return {self._sites.get(target, target) for target in targets if target}
 
     def calls_again(self) -> bool:
         """True if a module with parameters is called more than once."""
-        stacks = (node.meta.get("nn_module_stack") or {} for node in self.program.graph.nodes)
+        stacks = (node.meta.get("nn_module_stack") or {} for node in self._graph.nodes)
         again = {path.removeprefix("net.") for stack in stacks for key, (path, _) in stack.items() if "@" in key}
         return any(site.startswith(f"{path}.") for path in again for site in self._sites.values())
 
@@ -142,12 +137,15 @@ class Trace:
         if not softmax or node.target is not aten.linear.default or len(node.users) != 1 or len(node.args) < 3:
             return set()
         bias = node.args[2]
-        spec = self._specs.get(bias.name) if isinstance(bias, torch.fx.Node) and len(bias.users) == 1 else None
+        spec = self._specs.get(bias.name) if isinstance(bias, Node) and len(bias.users) == 1 else None
         return {self._sites[spec.target]} if spec is not None and spec.kind == InputKind.PARAMETER else set()
 
-    def _circumstances(self, node: torch.fx.Node) -> str:
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _circumstances(self, node: Node, noise: Mapping[Node, str]) -> str:
         """The values that meet the units there besides, in words that a network's author knows."""
-        name = self._noise.get(node) or next((self._noise[n] for n in node.all_input_nodes if n in self._noise), None)
+        near = [node, *node.all_input_nodes, *(n for own in node.all_input_nodes for n in own.all_input_nodes)]
+        name = next((noise[n] for n in near if n in noise), None)
         if name:
             return f", where each unit meets a random number of its own ({name}): a symmetry in law at most"
         specs = [self._specs[n.name] for n in node.all_input_nodes if n.op == "placeholder" and n.name in self._specs]
@@ -156,90 +154,163 @@ class Trace:
         constant = next((spec.target for spec in specs if spec.kind != InputKind.PARAMETER), None)
         return f" with the constant {constant}" if constant else ""
 
-    def _input(self, node: torch.fx.Node, facts: Facts) -> Any:
+    def _input(self, node: Node, flow: Flow) -> Any:
         value, spec = node.meta.get("val"), self._specs.get(node.name)
         if not isinstance(value, Tensor):
             return value
+        mask = value.dtype == torch.bool
         if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            return replace(opaque(value.shape), mask=value.dtype == torch.bool)
+            return opaque(value.shape, mask=mask)
+        module, _, own = str(spec.target).rpartition(".")
         site = self._sites.get(spec.target, spec.target)
         if spec.kind == InputKind.PARAMETER:
-            return self._parameter(node, site, spec.target, facts)
-        use = facts.statistics.get(site)
-        if use is None or spec.kind != InputKind.BUFFER:
-            known = index_map(self.constant(spec.target))
-            return replace(opaque(value.shape, known), mask=value.dtype == torch.bool)
-        leaf = facts.leaf(site, value.shape, buffer=True)
-        if use == "contracted":  # singular vectors have length one: they keep it
-            for atoms in leaf.labels:
-                facts.still(atoms, sign=False)
-        return leaf.value()
+            home = self.net.get_submodule(module.partition(".parametrizations.")[0])
+            return flow.leaf(site, value.shape, kernel=isinstance(home, _ConvNd), slices=_slices(node)).value
+        statistic = spec.kind == InputKind.BUFFER and spec.persistent and own in STATISTICS
+        if statistic and value.is_floating_point() and value.dim() == 1:
+            return flow.leaf(site, value.shape, buffer=True).value
+        return opaque(value.shape, _index_map(self.constant(spec.target)), mask)
 
-    def _parameter(self, node: torch.fx.Node, site: str, name: str, facts: Facts) -> Value:
-        shape = node.meta["val"].shape
-        module = self.net.get_submodule(name.partition(".parametrizations.")[0].rpartition(".")[0])
-        kernel = isinstance(module, _ConvNd)
-        facts.kernels |= {site} if kernel else set()
-        groups = _kernel_groups(node)
-        slices = _cut_by_groups(shape, groups) if groups > 1 else None if kernel else planned(facts, node, site)
-        leaf = facts.leaf(site, shape, slices=slices)
-        for dim in range(2, len(shape)) if kernel else ():
-            facts.pin(leaf.labels[dim], f"the pixels of a convolution's kernel in {name.rpartition('.')[0]}")
-        own = leaf.slices
-        if own is not None and not own.owned and own.count != groups:  # it is tied to something else: its columns stay
-            facts.pin(leaf.labels[1], f"the other use of {leaf.site} as {name}")
-            return Value(leaf.shape, tuple(Part((dim,), atoms) for dim, atoms in leaf.plain), frozenset({1}))
-        return leaf.value()
+    def _applied(self, node: Node, values: Mapping[Node, Any], flow: Flow) -> Any:
+        """Apply the rule of an operator to what is known of its operands."""
+        args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
+        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+        if node.target is operator.getitem:
+            return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
+        tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        if not tensors:
+            return _number(node, args, flow)
+        name, rule = operator_name(node.target), rule_for(node.target)
+        given = _bound(getattr(node.target, "_schema", None), args, kwargs)
+        if name not in CUTTING and rule is not convolution:
+            given = tree_map(lambda x: flow.whole(x) if isinstance(x, Value) else x, given)
+        call = Call(node.target, given, tuple(tuple(closed(n) for n in t.shape) for t in tensors), self._read(node))
+        open_sizes = any(is_open(n.meta.get("val")) for n in node.all_input_nodes)
+        if open_sizes and _minds_sizes(call):
+            results = [flow.give_up(call.operands, s, "a place or a size depends on data") for s in call.shapes]
+        elif rule is None:
+            results = [flow.give_up(call.operands, s, "there is no rule") for s in call.shapes]
+        else:
+            results = _results(rule(flow, call), call, flow)
+        known = not open_sizes and not any(is_open(n) for t in tensors for n in t.shape)
+        constants = _constants(call, args, kwargs, tensors) if known else [None] * len(tensors)
+        results = [
+            replace(r, constant=r.constant if known and c is None else c, mask=t.dtype == torch.bool)
+            for r, c, t in zip(results, constants, tensors, strict=True)
+        ]
+        return results if isinstance(node.meta["val"], list | tuple) else results[0]
 
-
-Labels = dict[torch.fx.Node, Any]
-
-
-def walked(traces: Sequence[Trace]) -> tuple[Facts, list[Labels]]:
-    """The facts of one forward pass, or of several, and all values' labels.
-
-    If a first walk shows stacks of matrices, a second gives each matrix rows and columns of its own.
-    """
-    plan: dict[str, Slices | None] = {}
-    uses: dict[str, set[Use | None]] = {}
-    for trace in traces:
-        for site, use in trace.statistics().items():
-            uses.setdefault(site, set()).add(use)
-    moving = {site: max(own, key=str) for site, own in uses.items() if None not in own}
-    while True:
-        facts = Facts(plan, moving)
-        try:
-            labels = [trace.propagate(facts) for trace in traces]
-        except Entangled as error:
-            if not any(plan.get(site, True) for site in error.sites):
-                raise RuntimeError(f"labels of {error} got entangled though they have no slices") from error
-            plan |= dict.fromkeys(error.sites)
-            continue
-        found = stacked(facts)
-        if not found:
-            return facts, labels
-        plan |= found
+    def _read(self, node: Node) -> frozenset[int]:
+        """The numbers of the results that something reads, or the network returns (and not only buffers keep)."""
+        items = [user for user in node.users if user.target is operator.getitem]
+        return frozenset(
+            int(item.args[1])  # type: ignore[arg-type]
+            for item in items
+            if item in self.returned or any(user.op != "output" for user in item.users)
+        )
 
 
-def _kernel_groups(node: torch.fx.Node) -> int:
-    """Number of groups of the convolutions that this is the kernel of; 1 if anything else reads it."""
-    found = set()
+def walked(traces: Sequence[Trace]) -> tuple[Flow, list[dict[Node, Any]]]:
+    """Facts that the operators of one forward pass, or of several, state; and what is known of all values."""
+    flow = Flow()
+    return flow, [trace.propagate(flow) for trace in traces]
+
+
+def _module(node: Node) -> str:
+    """The innermost module that the operator was called in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, kind = list(stack.values())[-1] if stack else ("", "")
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
+    kind = kind.rsplit(".", 1)[-1]
+    return f"{path} ({kind})" if path else (kind or "the network")
+
+
+def _bound(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults."""
+    if schema is None:
+        return {"args": list(args), "kwargs": list(kwargs.values())}
+    named = {argument.name: argument.default_value for argument in schema.arguments}
+    return named | dict(zip(named, args, strict=False)) | dict(kwargs)
+
+
+def _results(given: Any, call: Call, flow: Flow) -> list[Value]:
+    """A rule's results; nothing is known of those that it leaves out."""
+    results = [given] if isinstance(given, Value) else list(given or ())
+    if not results or not all(isinstance(value, Value) for value in results):
+        raise TypeError(f"the rule of {flow.where} returned {given!r}; it must return what the flow's methods do")
+    left_out = call.shapes[len(results) :]
+    if left_out and any(number >= len(results) for number in call.read):
+        return [flow.give_up(call.operands, shape, "its statistics are read") for shape in call.shapes]
+    results += map(opaque, left_out)
+    if [tuple(r.shape) for r in results] != list(call.shapes):
+        raise RuntimeError(f"the rule of {flow.where} gave shapes {[r.shape for r in results]}, not {call.shapes}")
+    return results
+
+
+def _index_map(constant: Any) -> Tensor | None:
+    """Index maps are worth remembering; anything else is data."""
+    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
+        return None
+    return constant.detach().cpu() if type(constant) is Tensor else None
+
+
+def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The results themselves, if they are index maps and come from nothing but index maps."""
+    operands, real = call.operands, tensors[0].is_floating_point() or tensors[0].is_complex()
+    if real or not operands or any(value.constant is None for value in operands):
+        return [None] * len(tensors)
+    own = tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
+    return [_index_map(t) for t in tree_leaves(call.target(*own[0], **own[1]))]
+
+
+def _number(node: Node, args: Any, flow: Flow) -> Any:
+    """A number that an operator reads off a tensor, in which nothing moves then; sizes and assertions don't matter."""
+    name = getattr(node.target, "__name__", "")
+    if not name.startswith(("sym_", "_assert")):
+        for value in args:
+            if isinstance(value, Value):
+                flow.pin(value)
+    return closed(node.meta.get("val"))
+
+
+def _minds_sizes(call: Call) -> bool:
+    """True if an operator does more with a size that depends on the data than make a tensor of that size."""
+    if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):
+        return call.value.part_on(call.axis) is not None
+    return call.name not in TAKE_SIZES
+
+
+def _slices(node: Node) -> Array | None:
+    """The slice of each row of a matrix, if they read other inputs each: groups of a kernel, or what is cut apart."""
+    shape = tuple(node.meta["val"].shape)
     for user in node.users:
-        if rule_for(user.target) is not convolution:
-            return 1
-        call = arguments_of(user)
-        if call["weight"] is not node or call["input"] is node or call["bias"] is node:
-            return 1
-        found.add(int(call["groups"]))
-    return found.pop() if len(found) == 1 else 1
+        if rule_for(user.target) is convolution:
+            call = _bound(user.target._schema, user.args, user.kwargs)  # type: ignore[union-attr]
+            grouped = call["weight"] is node and call["groups"] > 1 and shape[1] > 1
+            return np.arange(shape[0]) * call["groups"] // shape[0] if grouped else None
+    if len(shape) != 2 or shape[0] * shape[1] > CUT_LIMIT:
+        return None
+    ends, read = {0}, np.zeros(shape[0], dtype=bool)
+    for user in node.users:
+        name = operator_name(user.target)
+        if name not in CUTTING:
+            return None
+        call = _bound(user.target._schema, user.args, user.kwargs)  # type: ignore[union-attr]
+        if call["dim"] % 2 or call.get("step", 1) != 1:
+            return None
+        start = range(shape[0])[call["start"] : call["end"]].start if name == "slice" else 0
+        for piece in tree_leaves(user.meta["val"]):
+            ends.add(start + piece.shape[0])
+            ends.add(start)
+            read[start : start + piece.shape[0]] = True
+            start += piece.shape[0]
+    if len(ends) < 3 or not read.all():
+        return None
+    return np.searchsorted(sorted(ends), np.arange(shape[0]), side="right") - 1
 
 
-def _cut_by_groups(shape: Sequence[int], groups: int) -> Slices:
-    """A grouped kernel: the rows of each group have columns of their own, of which the rule of convolutions knows."""
-    return Slices(0, np.arange(shape[0]) * groups // shape[0], (1,), owned=False)
-
-
-def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+def _needed(graph: Graph) -> set[Node]:
     """Nodes of results, of new values of buffers, and of inputs; only assertions read all others."""
     needed = {graph.output_node()}
     for node in reversed(graph.nodes):
@@ -248,15 +319,15 @@ def _needed(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return needed
 
 
-def _noise(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
+def _noise(graph: Graph) -> dict[Node, str]:
     """Nodes whose values are random numbers, and nothing else but numbers -> the operator that draws them."""
-    plain: set[torch.fx.Node] = set()
-    noise: dict[torch.fx.Node, str] = {}
+    plain: set[Node] = set()
+    noise: dict[Node, str] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         drawn = next((noise[n] for n in node.all_input_nodes if n in noise), None)
-        if operator_name(node.target) in RANDOM:
+        if operator_name(node.target) in NOISE:
             noise[node] = operator_name(node.target)
         elif all(n in noise or n in plain for n in node.all_input_nodes):
             plain.add(node)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.discovery.attachment import attached
+from pyro_symmetric.discovery.scaling.attachment import attached
 from pyro_symmetric.discovery.verify import verify
 from pyro_symmetric.groups import Axis, Units
 

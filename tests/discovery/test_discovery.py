@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn.utils import parametrizations
 
 from pyro_symmetric.discovery.export import UntraceableError
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.rules import registry
 from pyro_symmetric.discovery.rules.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UnknownOperator
@@ -522,13 +520,13 @@ def test_constant_buffers_are_no_weights_and_pin_what_they_are_added_to() -> Non
 
 
 def test_unknown_operators_pin_and_are_named() -> None:
-    net = Net(lambda s, x: s.b(torch.special.bessel_j0(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    with pytest.warns(UnknownOperator, match="special_bessel_j0"):
+    net = Net(lambda s, x: s.b(torch.linalg.qr(s.a(x)).R), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    with pytest.warns(UnknownOperator, match="linalg_qr"):
         symmetry = find_symmetry(net, columns())
     assert sizes(symmetry) == {}
     pinned = {(axis.site, axis.dim): axis.reasons for axis in symmetry.explain(only="pinned")}
-    assert "special_bessel_j0" in pinned["a.weight", 0][0]
-    with pytest.raises(ValueError, match="special_bessel_j0"):
+    assert "linalg_qr" in pinned["a.weight", 0][0]
+    with pytest.raises(ValueError, match="linalg_qr"):
         find_symmetry(net, columns(), strict=True)
 
 
@@ -561,42 +559,29 @@ def test_operators_without_a_rule_are_taken_apart() -> None:
     assert sizes(find_symmetry(net, images(pixels=4), strict=True)) == {"a": 3}
 
 
-def test_the_example_of_a_rule_works() -> None:
-    (example,) = doctest.DocTestFinder(recurse=False).find(registry, globs={**vars(registry)})
-    runner = doctest.DocTestRunner()
-    assert runner.run(example, clear_globs=False) == (0, 3)  # no failures in three steps
-    net = Net(lambda s, x: s.b(torch.ops.mylib.centred(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    assert sizes(checked(net, columns())) == {"a": 6}
-
-
 def test_a_registered_rule_is_used() -> None:
-    operator = torch.ops.aten.special_bessel_j1
-    net = Net(lambda s, x: s.b(torch.special.bessel_j1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    register_rule(operator)(RULES[torch.ops.aten.gelu])
+    @torch.library.custom_op("tests::centred", mutates_args=())
+    def centred(x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    centred.register_fake(torch.empty_like)
+    net = Net(lambda s, x: s.b(centred(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    with pytest.warns(UnknownOperator):
+        assert sizes(find_symmetry(net, columns())) == {}
+    register_rule("tests::centred")(lambda flow, call: flow.normalise(call["x"], [-1]))
     try:
         assert sizes(checked(net, columns())) == {"a": 6}
     finally:
-        del RULES[operator]
+        del RULES["tests::centred"]
 
 
 @pytest.mark.parametrize("returned", [None, (3, 6)])
 def test_a_rule_that_returns_no_labels_is_named(returned: Any) -> None:
     operator = torch.ops.aten.special_bessel_y1
     net = Net(lambda s, x: s.b(torch.special.bessel_y1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    register_rule(operator)(lambda labeller, call: returned)
+    register_rule(operator)(lambda flow, call: returned)
     try:
         with pytest.raises(TypeError, match="special_bessel_y1"):
-            find_symmetry(net, columns())
-    finally:
-        del RULES[operator]
-
-
-def test_a_rule_that_asks_for_another_argument_is_told_which_there_are() -> None:
-    operator = torch.ops.aten.special_bessel_y1
-    net = Net(lambda s, x: s.b(torch.special.bessel_y1(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    register_rule(operator)(lambda labeller, call: call["input"])
-    try:
-        with pytest.raises(ValueError, match=r"'input'.*'self'"):
             find_symmetry(net, columns())
     finally:
         del RULES[operator]
@@ -645,4 +630,4 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
 
     symmetry = find_symmetry(Weighed(), torch.randn(4, 3))
     assert not symmetry.group.names("flip")
-    assert symmetry.log_order() == pytest.approx(2 * math.log(24) + math.log(2))  # each sum has its own terms
+    assert symmetry.log_order() == pytest.approx(math.log(24) + math.log(2))

@@ -133,8 +133,8 @@ CASES = {
     "diagonal": Case(
         lambda s, h: torch.diagonal(F.relu(h)[:, :, None] * s.w, dim1=0, dim2=2).T, ALL, 6, 0, parts={"w": parameter(4)}
     ),
-    "diagonal of a matrix": Case(  # rows and columns against the next layer; all rows against all columns do nothing
-        lambda s, h: torch.tanh(h) * torch.diagonal(s.w), ALL, 11, 18, parts={"w": parameter(6, 6)}
+    "diagonal of a matrix": Case(  # rows and columns, each against the next layer
+        lambda s, h: torch.tanh(h) * torch.diagonal(s.w), ALL, 12, 18, parts={"w": parameter(6, 6)}
     ),
     "diagonal above the main one": Case(
         lambda s, h: torch.tanh(h) * torch.diagonal(s.w, 1), ALL, 12, 18, parts={"w": parameter(6, 7)}
@@ -144,10 +144,10 @@ CASES = {
         parts={"c": nn.Linear(3, 6)},
     ),
     "einsum of a diagonal": Case(
-        lambda s, h: torch.einsum("bi,ii->bi", torch.tanh(h), s.w), ALL, 11, 18, parts={"w": parameter(6, 6)}
+        lambda s, h: torch.einsum("bi,ii->bi", torch.tanh(h), s.w), ALL, 12, 18, parts={"w": parameter(6, 6)}
     ),
-    "einsum of a diagonal of three axes": Case(  # three scales of each entry; of two axes against each other: none
-        lambda s, h: torch.einsum("bi,iii->bi", torch.tanh(h), s.w), ALL, 16, 24, parts={"w": parameter(6, 6, 6)}
+    "einsum of a diagonal of three axes": Case(  # three scales of each entry
+        lambda s, h: torch.einsum("bi,iii->bi", torch.tanh(h), s.w), ALL, 18, 24, parts={"w": parameter(6, 6, 6)}
     ),
     "diagonal of units": Case(lambda s, h: torch.diagonal(F.relu(h)[:, :4]).expand(4, 4), 2, 6, 0, 4),
     "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 1, 6, 5, {"w": parameter(5, 6)}),

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from pyro_symmetric.discovery.nullspace import Equation, nullspace
+from pyro_symmetric.discovery.scaling.nullspace import Equation, nullspace
 
 
 def random_equations(seed: int, size: int, modulo_two: bool) -> list[Equation]:

@@ -1,10 +1,8 @@
-"""Slices of stacked and fused parameters: experts, heads, streams, each with rows and columns of its own."""
+"""Fused weights, whose slices read streams of their own, and arithmetic on stacked ones."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import types
 from collections.abc import Callable
 
 import pytest
@@ -13,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pyro_symmetric.alignment import align
-from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.slices import narrowed
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
-from pyro_symmetric.groups import Axis
 
 
 def fact(n: int) -> int:
@@ -54,9 +48,6 @@ def checked(net: nn.Module, *inputs: Tensor, order: int) -> Symmetry:
     return symmetry
 
 
-# mixtures of experts --------------------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """A mixture of two-layer experts whose weights are stacked.
 
@@ -88,203 +79,6 @@ class Experts(nn.Module):
             for e in range(len(self.up)):
                 y = y + (F.relu(x @ self.up[e] + self.bias[e]) @ self.down[e]) * gate[:, e : e + 1]
         return self.outputs(x + y)
-
-
-@pytest.mark.parametrize("how", ["einsum", "bmm"])
-def test_experts_are_exchanged_and_each_exchanges_its_own_units(how: str) -> None:
-    symmetry = checked(Experts(how), torch.randn(5, 2), order=fact(4) * fact(3) * fact(3) ** 3)
-    # A scale for each hidden unit, and no other: what is left of each expert's is the router's, behind a softmax.
-    assert sum(symmetry.group[n].count for n in symmetry.group.names("scale")) == 9
-
-
-def test_experts_in_a_loop_exchange_their_own_units() -> None:
-    checked(Experts("loop"), torch.randn(5, 2), order=fact(4) * fact(3) ** 3)
-
-
-def test_the_order_is_that_of_all_permutations_that_leave_the_function_alone() -> None:
-    """All rearrangements of the hidden units of all experts, with all rearrangements of the router's rows."""
-    net = Experts(experts=2, width=1, hidden=2).double()
-    x = 3.0 * torch.randn(50, 2).double()
-    weights = tensors(net)
-    weights["inputs.bias"].zero_()  # no unit is idle on all inputs
-    weights["bias"] = 0.1 * torch.rand(2, 2).double()
-    before = functional_call(net, weights, (x,))
-    count = 0
-    for units in itertools.permutations(range(4)):
-        for rows in ([0, 1], [1, 0]):
-            moved = dict(weights)
-            moved["up"] = weights["up"].transpose(0, 1).reshape(1, 4)[:, units].reshape(1, 2, 2).transpose(0, 1)
-            moved["bias"] = weights["bias"].reshape(4)[list(units)].reshape(2, 2)
-            moved["down"] = weights["down"].reshape(4, 1)[list(units)].reshape(2, 2, 1)
-            moved["router.weight"], moved["router.bias"] = weights["router.weight"][rows], weights["router.bias"][rows]
-            count += bool(torch.allclose(functional_call(net, moved, (x,)), before, rtol=1e-9))
-    assert count == find_symmetry(net, x).permutations.order() == 2 * 2**2
-
-
-class Routed(nn.Module):
-    """Experts that the data choose for each token, the best two of them.
-
-    :param grouped: by one product for all tokens, sorted by their expert; else by looking up each token's weights.
-    """
-
-    def __init__(self, grouped: bool, experts: int = 3, width: int = 4, hidden: int = 3):
-        super().__init__()
-        self.grouped = grouped
-        self.inputs, self.outputs = nn.Linear(2, width), nn.Linear(width, 2)
-        self.router = nn.Linear(width, experts)
-        self.up, self.down = normal(experts, 2 * hidden, width), normal(experts, width, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.inputs(x))
-        weight, chosen = self.router(x).softmax(-1).topk(2)
-        wide = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, x.shape[-1])
-        expert = chosen.reshape(-1)
-        if self.grouped:
-            order = expert.argsort()
-            ends = (expert.unsqueeze(-1) == torch.arange(len(self.up))).sum(0).cumsum(0).to(torch.int32)
-            gate, up = torch.ops.symmetric_test.grouped_mm(wide[order], self.up.mT, ends).chunk(2, -1)
-            y = torch.ops.symmetric_test.grouped_mm(F.silu(gate) * up, self.down.mT, ends)[order.argsort()]
-        else:
-            gate, up = torch.bmm(self.up[expert], wide.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
-            y = torch.bmm(self.down[expert], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
-        return self.outputs(x + (y * weight.reshape(-1, 1)).reshape(len(x), 2, -1).sum(1))
-
-
-@torch.library.custom_op("symmetric_test::grouped_mm", mutates_args=())
-def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    pieces = torch.tensor_split(x, ends[:-1].cpu().long())
-    return torch.cat([piece @ own for piece, own in zip(pieces, weight, strict=True)])
-
-
-@grouped_mm.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@pytest.fixture
-def _grouped_rule() -> None:
-    from pyro_symmetric.discovery.rules.contraction import grouped_mm as rule
-    from pyro_symmetric.discovery.rules.registry import register_rule
-
-    register_rule("symmetric_test::grouped_mm", sliced=True)(rule)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.usefixtures("_grouped_rule")
-def test_experts_that_the_data_choose_exchange_their_own_units(grouped: bool) -> None:
-    """As in Mixtral: gates and products of an expert's units move together.
-
-    Experts that are looked up by number move with the rows of the router. Where tokens are sorted by them they stay.
-    """
-    symmetry = checked(Routed(grouped), torch.randn(5, 2), order=fact(4) * fact(3) ** 3 * (1 if grouped else fact(3)))
-    assert sum(symmetry.group[n].count for n in symmetry.group.names("scale")) == 9  # of products and outputs
-
-
-class Numbers(nn.Module):
-    """Linear experts, two of four for each token, in several ways.
-
-    :param how: what happens to the experts' numbers.
-    """
-
-    def __init__(self, how: str):
-        super().__init__()
-        self.how = how
-        self.inputs, self.router = nn.Linear(2, 3), nn.Linear(3, 4)
-        self.bias, self.experts = nn.Parameter(torch.randn(4) / 10), normal(4, 3, 2)
-        self.last = normal(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = torch.tanh(self.inputs(x))
-        scores = self.router(x).sigmoid()
-        chosen = (scores + self.bias).topk(2, sorted=False)[1] if self.how != "best" else scores.argmax(-1, True)
-        weight = scores.gather(-1, chosen)
-        if self.how in ("one_hot", "best"):
-            mask = F.one_hot(chosen, 4).to(x.dtype)
-            return torch.einsum("tke,tk,edo,td->to", mask, weight, self.experts, x)
-        if self.how == "shifted":
-            chosen = (chosen + 1) % 4
-        flat = chosen.reshape(-1)
-        wide = x.unsqueeze(1).expand(-1, 2, -1).reshape(-1, 1, 3)
-        y = torch.bmm(wide, self.experts[flat]).squeeze(1) + self.last.index_select(0, flat)
-        if self.how == "compared":
-            y = y * (flat > 1).unsqueeze(-1)
-        y = (y.unflatten(0, (-1, 2)) * weight.unsqueeze(-1)).sum(1)
-        return (y, chosen) if self.how == "returned" else y
-
-
-@pytest.mark.parametrize(
-    ("how", "experts"),
-    # Numbers modulo four may be counted from anywhere, pairs of those that are compared alike may exchange: 4 and 4.
-    [("looked up", 24), ("one_hot", 24), ("best", 24), ("shifted", 4), ("compared", 4), ("returned", 1)],
-)
-def test_experts_move_with_their_numbers_unless_these_mean_anything_else(how: str, experts: int) -> None:
-    """The permutations of experts are counted by trying each; beside them there are 6 of the units that all read.
-
-    A group that isn't all permutations of something isn't found.
-    """
-    torch.manual_seed(0)
-    net = Numbers(how).double()
-    x = 3 * torch.randn(500, 2, dtype=torch.float64)
-    symmetry = find_symmetry(net, x, verify=False)
-    assert symmetry.permutations.order() == 6 * (experts if experts == 24 else 1)
-    assert verify(symmetry, net, x)
-    count, before = 0, net(x)
-    weights = {name: value.detach() for name, value in net.named_parameters()}
-    for order in map(list, itertools.permutations(range(4))):
-        moved = {name: v if name.startswith("inputs") else v[order] for name, v in weights.items()}
-        after = functional_call(net, moved, (x,))
-        pairs = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)]
-        count += all(torch.allclose(a.double(), b.double()) for a, b in pairs)
-    assert count == experts
-
-
-class TwoRouters(nn.Module):
-    """Weights of one expert, on what another one has computed."""
-
-    def __init__(self, same: bool):
-        super().__init__()
-        self.same = same
-        self.up, self.down = normal(3, 2, 4), normal(3, 4, 2)
-
-    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        h = torch.relu(torch.bmm(x.unsqueeze(1), self.up[one]))
-        return torch.bmm(h, self.down[one if self.same else other]).squeeze(1)
-
-
-def test_labels_of_one_routers_choice_do_not_meet_those_of_another() -> None:
-    x, one, other = torch.randn(5, 2), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
-    checked(TwoRouters(True), x, one, other, order=fact(4) ** 3)
-    checked(TwoRouters(False), x, one, other, order=fact(4))  # the same order in all experts
-
-
-# heads ----------------------------------------------------------------------------------------------------------------
-
-LAYOUTS = {"hdk": (0, 1, 2), "dhk": (1, 0, 2), "dkh": (1, 2, 0)}
-
-
-class Heads(nn.Module):
-    """Attention by einsum, with weights of each layout (h: heads, d: width, k: size of a head)."""
-
-    def __init__(self, layout: str, heads: int = 3, width: int = 3, size: int = 2):
-        super().__init__()
-        self.layout = layout
-        sizes = {"h": heads, "d": width, "k": size}
-        shape = [sizes[letter] for letter in layout]
-        self.inputs, self.outputs = nn.Linear(2, width), nn.Linear(width, 2)
-        self.q, self.k, self.v, self.o = (normal(*shape) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.inputs(x))
-        q, k, v = (torch.einsum(f"btd,{self.layout}->bhtk", x, w) for w in (self.q, self.k, self.v))
-        scores = torch.einsum("bhtk,bhsk->bhts", q, k).softmax(-1)
-        return self.outputs(x + torch.einsum(f"bhts,bhsk,{self.layout}->btd", scores, v, self.o))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_heads_of_stacked_weights_have_rows_of_their_own(layout: str) -> None:
-    """Heads, and in each of them rows of queries with keys and rows of values; and the stream."""
-    symmetry = checked(Heads(layout), torch.randn(4, 5, 2), order=fact(3) * (2 * 2) ** 3 * fact(3))
-    assert sum(symmetry.group[n].count for n in symmetry.group.names("scale")) == 12
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -432,112 +226,3 @@ def test_any_arithmetic_on_stacked_weights_keeps_the_function(how: str) -> None:
         after = functional_call(net, symmetry.group.sample(dtype=torch.float64)(weights), (x,))
         torch.testing.assert_close(after, before, rtol=1e-8, atol=1e-8)
     assert symmetry.permutations.order() >= fact(3) if how != "mean" else True
-
-
-# what is done with the group ------------------------------------------------------------------------------------------
-
-
-def test_planted_elements_of_a_mixture_are_recovered() -> None:
-    net = Experts(experts=3, width=5, hidden=6).double()
-    symmetry = find_symmetry(net, torch.randn(5, 2).double())
-    torch.manual_seed(0)
-    weights = tensors(net)
-    planted = symmetry.permutations.sample()
-    moved = planted(weights)
-    found = align(moved, weights, symmetry.permutations, progress=False)
-    for site, value in found.element(moved).items():
-        torch.testing.assert_close(value, weights[site])
-
-
-def test_canonical_forms_of_equivalent_mixtures_agree() -> None:
-    net = Experts().double()
-    symmetry = find_symmetry(net, torch.randn(5, 2).double())
-    weights = tensors(net)
-    moved = symmetry.group.sample((10,), dtype=torch.float64)(weights)
-    one, other = canonicalize(weights, symmetry), canonicalize(moved, symmetry)
-    for site, value in other.items():
-        torch.testing.assert_close(value, one[site].expand_as(value))
-
-
-def test_axes_that_units_cross_alike_are_one_axis() -> None:
-    index = torch.arange(24).reshape(2, 3, 4)
-    plain = narrowed(Axis("w", 0, index.movedim(1, -1).reshape(8, 3), span=3), (2, 3, 4))
-    assert (plain.dim, plain.span, plain.index.tolist()) == (1, 1, [[0, 1, 2]])
-    within = Axis("w", 0, index.permute(2, 0, 1).reshape(4, 6), span=3)  # rows of each slice
-    assert narrowed(within, (2, 3, 4)) is within
-    half = Axis("w", 0, index[:1].movedim(1, -1).reshape(4, 3), span=3)  # in the first slice only
-    assert narrowed(half, (2, 3, 4)) is half
-
-
-def test_one_router_may_choose_from_lists_of_two_lengths() -> None:
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router, self.up, self.down = nn.Linear(2, 3), normal(3, 2, 3), normal(4, 3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            which = self.router(x).argmax(-1)
-            hidden = F.relu(torch.einsum("bi,bih->bh", x, self.up[which]))
-            return torch.einsum("bh,bho->bo", hidden, self.down[which])
-
-    # The same exchange in all experts, though each could exchange its own.
-    checked(Chosen(), torch.randn(5, 2), order=fact(3))
-
-
-class Configured(nn.Module):
-    """A mixture of experts that sorts tokens or looks up weights, as its configuration says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Routed(grouped=True)
-        self.config = types.SimpleNamespace(_experts_implementation="grouped_mm")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.net.grouped = self.config._experts_implementation == "grouped_mm"
-        return self.net(x)
-
-
-@pytest.mark.usefixtures("_grouped_rule")
-def test_mixtures_that_can_look_up_their_experts_are_traced_so() -> None:
-    net = Configured()
-    checked(net, torch.randn(5, 2), order=fact(4) * fact(3) ** 3 * fact(3))
-    assert net.config._experts_implementation == "grouped_mm"
-
-
-class GraphAttention(nn.Module):
-    """Attention over the edges of a graph, which vectors of each head weigh, as PyTorch Geometric's GATConv has it."""
-
-    def __init__(self, activation: Callable[[Tensor], Tensor], heads: int = 2, size: int = 3):
-        super().__init__()
-        self.activation, self.heads = activation, heads
-        self.lin = nn.Linear(4, heads * size, bias=False)
-        self.src, self.dst, self.bias = normal(1, heads, size), normal(1, heads, size), normal(heads * size)
-        self.out = nn.Linear(heads * size, 2)
-
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        h = self.lin(x).unflatten(-1, (self.heads, -1))
-        scores = (h * self.src).sum(-1)[None] + (h * self.dst).sum(-1)[:, None]
-        scores = F.leaky_relu(scores, 0.2).masked_fill(~edges[:, :, None], -math.inf).softmax(1)
-        return self.out(self.activation(torch.einsum("ijh,jhc->ihc", scores, h).flatten(1) + self.bias))
-
-
-@pytest.mark.parametrize(("activation", "scales", "flips"), [(F.relu, 6, 0), (torch.tanh, 0, 6)])
-def test_units_of_each_head_of_graph_attention_are_exchanged(
-    activation: Callable[[Tensor], Tensor], scales: int, flips: int
-) -> None:
-    torch.manual_seed(0)
-    net, edges = GraphAttention(activation), (torch.rand(5, 5) < 0.5) | torch.eye(5, dtype=torch.bool)
-    x = torch.randn(5, 4, dtype=torch.float64)
-    symmetry = checked(net, x, edges, order=2 * fact(3) ** 2)
-    assert sum(symmetry.group[name].count for name in symmetry.group.names("scale")) == scales
-    assert sum(symmetry.group[name].count for name in symmetry.group.names("flip")) == flips
-    # Of all orders of the six hidden units just as many leave the outputs alone.
-    weights, kept = tensors(net), 0
-    with torch.no_grad():
-        expected = functional_call(net, weights, (x, edges))
-        for order in itertools.permutations(range(6)):
-            moved = {site: value[list(order)] for site, value in weights.items() if site in ("lin.weight", "bias")}
-            moved |= {site: weights[site].flatten()[list(order)].reshape(1, 2, 3) for site in ("src", "dst")}
-            moved["out.weight"] = weights["out.weight"][:, list(order)]
-            kept += torch.allclose(functional_call(net, {**weights, **moved}, (x, edges)), expected)
-    assert kept == symmetry.permutations.order()

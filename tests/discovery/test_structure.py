@@ -9,34 +9,34 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.discovery.facts import Facts
+from pyro_symmetric.discovery.cells import Cells, solve
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.structure import Structure, solve
+from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.verify import verify
 
 
-def random_facts(rng: np.random.Generator) -> Facts:
+def random_flow(rng: np.random.Generator) -> Flow:
     """Sets of 2 to 12 units, and up to five times that the units of one are members of those of another."""
-    facts = Facts()
-    sets = [facts.fresh((n,)) for n in sorted(rng.choice([2, 3, 4, 6, 8, 12], size=rng.integers(2, 6)))]
+    flow = Flow()
+    sets = [flow.fresh((n,)) for n in sorted(rng.choice([2, 3, 4, 6, 8, 12], size=rng.integers(2, 6)))]
     for atoms in sets:
-        facts.occur(atoms)
+        flow.occur(atoms)
     for _ in range(rng.integers(1, 6)):
         i, j = sorted(rng.choice(len(sets), 2, replace=False))
         upper, lower = sets[i], sets[j]
         each = len(lower) // len(upper)
         if each * len(upper) == len(lower):
             owner = np.repeat(np.arange(len(upper)), each) if rng.random() < 0.5 else np.arange(len(lower)) % len(upper)
-            facts.relate(lower, upper[rng.permutation(owner) if rng.random() < 0.3 else owner])
+            flow.relate(lower, upper[rng.permutation(owner) if rng.random() < 0.3 else owner])
         elif rng.random() < 0.2:
-            facts.relate(lower, upper[rng.integers(0, len(upper), len(lower))])
-    return facts
+            flow.relate(lower, upper[rng.integers(0, len(upper), len(lower))])
+    return flow
 
 
-def related(facts: Facts, structure: Structure) -> set[tuple[int, int, int]]:
+def related(flow: Flow, cells: Cells) -> set[tuple[int, int, int]]:
     """Kind of membership, class of the member, class of the owner."""
-    of = structure.unit_class
-    pairs = [zip(of[child].tolist(), of[parent].tolist(), strict=True) for child, parent, _ in facts.relations]
+    of = cells.unit
+    pairs = [zip(of[child].tolist(), of[parent].tolist(), strict=True) for child, parent, _ in flow.relations]
     return {(kind, child, parent) for kind, own in enumerate(pairs) for child, parent in own if child != parent}
 
 
@@ -44,14 +44,14 @@ def related(facts: Facts, structure: Structure) -> set[tuple[int, int, int]]:
 def test_units_of_one_colour_have_equally_coloured_members_and_owners(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(100):
-        facts = random_facts(rng)
-        structure = solve(facts)
+        flow = random_flow(rng)
+        cells = solve(flow)
         look = defaultdict(list)
-        for kind, child, parent in related(facts, structure):
-            look[child].append(("owner", kind, int(structure.colour[parent])))
-            look[parent].append(("member", kind, int(structure.colour[child])))
+        for kind, child, parent in related(flow, cells):
+            look[child].append(("owner", kind, int(cells.colour[parent])))
+            look[parent].append(("member", kind, int(cells.colour[child])))
         looks = defaultdict(set)
-        for unit, colour in enumerate(structure.colour.tolist()):
+        for unit, colour in enumerate(cells.colour.tolist()):
             looks[colour].add(tuple(sorted(look[unit])))
         assert all(len(alike) == 1 for alike in looks.values())
 
@@ -60,14 +60,14 @@ def test_units_of_one_colour_have_equally_coloured_members_and_owners(seed: int)
 def test_what_cells_say_of_owners_is_what_the_memberships_say(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(100):
-        facts = random_facts(rng)
-        structure = solve(facts)
-        for _, child, parent in related(facts, structure):
-            lower, upper = int(structure.cell[child]), int(structure.cell[parent])
-            if lower in structure.cells and upper in structure.cells and lower != upper:
-                owners = structure.cells[lower].parents[upper]
-                assert owners[structure.place[child]] == structure.place[parent]
-        for cell in structure.cells.values():
+        flow = random_flow(rng)
+        cells = solve(flow)
+        for _, child, parent in related(flow, cells):
+            lower, upper = int(cells.cell[child]), int(cells.cell[parent])
+            if lower in cells.cells and upper in cells.cells and lower != upper:
+                owners = cells.cells[lower].parents[upper]
+                assert owners[cells.place[child]] == cells.place[parent]
+        for cell in cells.cells.values():
             assert len(cell.direct) <= 2
             owner = list(zip(*(cell.parents[upper].tolist() for upper in cell.direct), strict=True))
             assert len({owner.count(one) for one in owner}) <= 1  # every owner has equally many
@@ -75,29 +75,29 @@ def test_what_cells_say_of_owners_is_what_the_memberships_say(seed: int) -> None
 
 def test_units_with_two_owners_keep_each_entry_with_its_own() -> None:
     """Three pairs of entries: two of them lie with owners 0 and 1, the third the other way round."""
-    facts = Facts()
-    first, second, owners = facts.fresh((3,)), facts.fresh((3,)), facts.fresh((2,))
+    flow = Flow()
+    first, second, owners = flow.fresh((3,)), flow.fresh((3,)), flow.fresh((2,))
     for atoms in (first, second, owners):
-        facts.occur(atoms)
-    facts.unify(first, second)
-    facts.relate(np.concatenate([first, second]), owners[[0, 0, 1, 1, 1, 0]])
-    found = solve(facts)
-    cells = found.cell[found.unit_class[first]]
+        flow.occur(atoms)
+    flow.unify(first, second)
+    flow.relate(np.concatenate([first, second]), owners[[0, 0, 1, 1, 1, 0]])
+    found = solve(flow)
+    cells = found.cell[found.unit[first]]
     assert cells[0] == cells[1] != cells[2]
     assert [cell.size for cell in found.cells.values()] == [2]
 
 
 def test_members_of_a_rigid_block_belong_to_one_of_its_places() -> None:
     """Units of two places each, as gate and product of a gated layer, with one member in each place."""
-    facts = Facts()
-    blocks, members = facts.fresh((6,)), facts.fresh((6,))
+    flow = Flow()
+    blocks, members = flow.fresh((6,)), flow.fresh((6,))
     for atoms in (blocks, members, blocks[::2], blocks[1::2]):
-        facts.occur(atoms)
-    facts.unify(blocks[::2], blocks[1::2])
-    facts.relate(members, blocks)
-    found = solve(facts)
+        flow.occur(atoms)
+    flow.unify(blocks[::2], blocks[1::2])
+    flow.relate(members, blocks)
+    found = solve(flow)
     assert [cell.size for cell in found.cells.values()] == [3]  # and no exchange of a unit's two members
-    assert found.cell[found.unit_class[members]].tolist() == found.cell[found.unit_class[blocks]].tolist()
+    assert found.cell[found.unit[members]].tolist() == found.cell[found.unit[blocks]].tolist()
 
 
 def test_members_of_a_block_whose_places_look_alike_stay_put() -> None:

@@ -64,7 +64,7 @@ def examples() -> list[tuple[nn.Module, Tensor, Symmetry]]:
 def with_units(symmetry: Symmetry, *changed: Units) -> Symmetry:
     """The same symmetry with other units in place of those of the same name."""
     units = {**symmetry.group.units, **{one.name: one for one in changed}}
-    return replace(symmetry, group=Group(units.values(), symmetry.site_shapes, symmetry.group.spans))
+    return replace(symmetry, group=Group(units.values(), symmetry.site_shapes))
 
 
 def declared(axes: dict[str, tuple[str | None, ...]], net: nn.Module) -> Symmetry:

@@ -24,10 +24,9 @@ from torch.export.graph_signature import InputKind
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.costs.table import TableCost
+from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import site_names, try_out
-from pyro_symmetric.discovery.facts import Leaf
-from pyro_symmetric.discovery.labels import Array, Value
-from pyro_symmetric.discovery.slices import Run
+from pyro_symmetric.discovery.flow import Leaf, Value
 from pyro_symmetric.discovery.symmetry import copied
 from pyro_symmetric.discovery.trace import Trace, walked
 from pyro_symmetric.groups import Axis
@@ -79,8 +78,8 @@ class ActivationCost:
         self._net = copied(net).eval()
         try_out(self._net, inputs)
         self._trace = Trace(self._net, inputs)
-        self._facts, (self._values,) = walked([self._trace])
-        _, self._classes = self._facts.classes()
+        self._flow, (self._values,) = walked([self._trace])
+        _, self._classes = self._flow.classes()
 
     def __repr__(self) -> str:
         return f"ActivationCost({type(self._net).__name__})"
@@ -135,15 +134,15 @@ class ActivationCost:
 
     def _owners(self, name: str, group: Group) -> tuple[Array, Array]:
         """For each class of atoms, which of some units it belongs to and its number among that unit's; -1 for none."""
-        unit, block = np.full(self._facts.size, -1), np.full(self._facts.size, -1)
+        unit, block = np.full(self._flow.size, -1), np.full(self._flow.size, -1)
         inside = [
             axis for child in group.children(name) if "permute" in group[child].moves for axis in group[child].axes
         ]
         number = 0
         for axis in group[name].axes:
-            if axis.site not in self._facts.leaves:
+            if axis.site not in self._flow.leaves:
                 raise ValueError(f"the network has no site {axis.site!r}, along which the units {name!r} lie")
-            leaf, count = self._facts.leaves[axis.site], group[name].count
+            leaf, count = self._flow.leaves[axis.site], group[name].count
             taken = [a.index.reshape(-1) for a in inside if (a.site, a.dim, a.span) == (axis.site, axis.dim, axis.span)]
             for atoms in _atoms_along(leaf, axis):
                 for row in axis.index:
@@ -159,7 +158,7 @@ class ActivationCost:
         self, node: torch.fx.Node, value: Any, unit: Array, block: Array, count: int
     ) -> list[tuple[float, _Show]]:
         """Labellings of one operator's result that show every unit equally often, with how many entries they have."""
-        if node.op != "call_function" or not isinstance(value, Value) or value.overlaps or value.routes:
+        if node.op != "call_function" or not isinstance(value, Value) or value.columns is not None:
             return []
         found = []
         for part in value.parts:
@@ -238,16 +237,13 @@ def _rows(value: Tensor, show: _Show) -> Tensor:
 
 
 def _atoms_along(leaf: Leaf, axis: Axis) -> list[Array]:
-    """The atoms that lie along an axis, position by position; of slices, one after the other."""
-    slices, dims = leaf.slices, range(axis.dim, axis.dim + axis.span)
-    if slices is None:
-        return [leaf.labels[axis.dim]]
-    if axis.span == 1:
-        own = leaf.labels[axis.dim]
-        # What lies inside a slice shows, not the slice.
-        return list(own) if own.ndim > 1 else [] if axis.dim == slices.axis and slices.single else [own]
-    places = Run(leaf.shape, dims).places
-    return [leaf.labels[dim][slices.of[places[slices.axis]], places[dim]] for dim in slices.dims if dim in dims]
+    """The atoms that lie along an axis, position by position; of columns of slices, slice by slice."""
+    if leaf.slices is None or axis.dim > 1:
+        return [leaf.value.parts[axis.dim].atoms]
+    rows, columns = (part.atoms for part in leaf.value.parts[:2])
+    if axis.span > 1:
+        return [columns.reshape(-1), rows.repeat(columns.shape[1])]
+    return [rows] if axis.dim == 0 else list(np.unique(columns, axis=0))
 
 
 def _signed(group: Group) -> dict[str, str]:

@@ -1,16 +1,12 @@
-"""Rules by which labels pass through operators: each module registers those of some operators."""
+"""Rules by which axes flow through operators: each module registers those of some operators."""
 
 from pyro_symmetric.discovery.rules import (  # noqa: F401
-    attention,
     contraction,
-    creation,
     elementwise,
-    indexing,
+    lookup,
     normalisation,
-    random_numbers,
     recurrent,
     reduction,
-    scattering,
     shape,
     spatial,
 )

@@ -1,38 +1,11 @@
-"""Rules: their form, what they may say, and how to add one.
+"""Rules: their form, and how to add one.
 
-A rule states how the labels of an operator's operands pass to its results, and under which facts about units and their
-multipliers. It is a function ``rule(labeller, call)`` that returns a :class:`~pyro_symmetric.discovery.labels.Value`,
-or a list with one for each result. This operator subtracts the mean of the features; the units of an operand may be
-exchanged, but not rescaled:
-
->>> @torch.library.custom_op("mylib::centred", mutates_args=())
-... def centred(x: torch.Tensor) -> torch.Tensor:
-...     return x - x.mean(-1, keepdim=True)
->>> @centred.register_fake
-... def _(x):
-...     return torch.empty_like(x)
->>> @register_rule(torch.ops.mylib.centred)
-... def centring(labeller, call):
-...     return labeller.normalise(call["x"], axes=[-1])
+A rule says how the axes of an operator's operands flow to its results. It is a function ``rule(flow, call)`` that
+returns what a method of :class:`~pyro_symmetric.discovery.flow.Flow` gives, or a list with one for each result; results
+of which nothing is known (indices, statistics) may be left out at the end.
 
 Operators without a rule are taken apart by PyTorch's own decompositions. What can't be taken apart pins all that
 reaches it, with a warning.
-
-Beside the methods that :func:`register_rule` lists, a ``labeller`` has these:
-
-* ``settled``: labels that don't depend on what the data have chosen (an expert for each token).
-* ``unscaled``: the same units without the operand's multipliers, or some kinds of them.
-* ``still``: multipliers don't pass, apart from those that are named.
-
-The labeller in turn states facts about atoms, entry by entry, in ``labeller.facts``:
-
-* ``unify``: two atoms belong to one unit.
-* ``relate``: the unit of one atom is a member of the unit of another.
-* ``refine``: units can't be exchanged if their atoms have different colours.
-* ``occur``: these atoms are all that lie in one tensor, so that a symmetry maps them onto each other.
-* ``balance``: a linear equation between the logarithms of multipliers.
-* ``still``: these multipliers are one.
-* ``pin``: every unit has a colour of its own, and no multiplier.
 """
 
 from __future__ import annotations
@@ -43,10 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pyro_symmetric import arguments
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value
-from pyro_symmetric.discovery.nodes import operator_name
+from pyro_symmetric.discovery.flow import Flow, Value
 
 
 @dataclass(frozen=True)
@@ -56,15 +26,13 @@ class Call:
     :param target: the operator.
     :param arguments: its arguments by the names of its schema, defaults filled in; tensors are :class:`Value` objects.
     :param shapes: the shapes of its results.
-    :param floating: whether its (first) result holds real or complex numbers.
-    :param read: which of its results something reads.
+    :param read: the numbers of its results that something reads.
     """
 
     target: Any
     arguments: dict[str, Any]
     shapes: tuple[tuple[int, ...], ...]
-    floating: bool = True
-    read: tuple[bool, ...] = ()
+    read: frozenset[int] = frozenset({0})
 
     def __getitem__(self, name: str) -> Any:
         """:raises ValueError: if the operator has no such argument."""
@@ -106,14 +74,18 @@ class Call:
         return self.value.axis(self["dim"])
 
 
-Rule = Callable[[Labeller, Call], Value | Sequence[Value]]
+def operator_name(target: Any) -> str:
+    """The name of an operator, without its overload."""
+    packet: Any = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet))
+
+
+Rule = Callable[[Flow, Call], Value | Sequence[Value]]
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
-SLICED: set[Any] = set()
-NUMBERS: set[Any] = set()
 
 
-def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
+def register_rule(*operators: Any) -> Callable[[R], R]:
     """Register a rule for operators (``torch.ops.aten.relu``, or an overload of one); a later rule replaces an earlier.
 
     Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``), those of other libraries by their full
@@ -124,55 +96,32 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     ...     return x - x.mean(-1, keepdim=True)
     >>> fake = centred.register_fake(torch.empty_like)
     >>> @ps.discovery.register_rule("mylib::centred")
-    ... def centring(labeller, call):
-    ...     return labeller.normalise(call["x"], axes=[-1])
+    ... def centring(flow, call):
+    ...     return flow.normalise(call["x"], axes=[-1])
     >>> class Net(nn.Sequential):
     ...     def forward(self, x):
     ...         return self[1](centred(self[0](x)))
     >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).permutations.factors
     {'0': 4}
 
-    The rule gets the ``call``, whose tensors it reads by the names of the operator's arguments (``call["x"]``), and a
-    ``labeller``, and returns what one of the labeller's methods gives (a list for several results):
+    The rule gets the ``call``, whose tensors it reads by the names of the operator's arguments (``call["x"]``), and the
+    ``flow``, and returns what one of its methods gives (a list for several results):
 
-    * ``elementwise([x, ...], "sum", passes)``: a function of one entry of each operand, such as an activation.
-      ``passes`` says which multipliers go through: ``LINEAR`` (all), ``HOMOGENEOUS`` (positive scales, as for ReLU),
-      ``ODD`` (signs, as for tanh) or ``NOTHING``. All four are in ``pyro_symmetric.discovery.labels``.
-    * ``elementwise([x, ...], "product")``: the operands are multiplied, and so are their multipliers.
+    * ``elementwise([x, ...])``: a function of one entry of each operand, such as an activation.
     * ``normalise(x, axes)``: a function of an entry and of symmetric statistics along some axes.
     * ``reduce(x, axes, keepdim)``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
     * ``combine([(x, letters), ...], out)``: a product of operands whose axes carry letters (numbers), as in
       ``torch.einsum``, with a sum over the letters that ``out`` lacks.
     * ``restrict(x, keep)``: units may be exchanged along the axes ``keep`` only; elsewhere their place counts.
-    * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: labels move as the entries do.
+    * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: units move as the entries do.
     * ``pin(x)``: nothing may move in this operand.
     * ``give_up(operands, shape, why)``: pin all operands, with a warning that says why.
 
-    An activation that is odd, ``x * |x|``:
-
-    >>> from pyro_symmetric.discovery.labels import ODD
-    >>> @torch.library.custom_op("mylib::signed_square", mutates_args=())
-    ... def signed_square(x: torch.Tensor) -> torch.Tensor:
-    ...     return x * x.abs()
-    >>> fake = signed_square.register_fake(torch.empty_like)
-    >>> @ps.discovery.register_rule("mylib::signed_square")
-    ... def activation(labeller, call):
-    ...     return labeller.elementwise([call["x"]], passes=ODD)
-    >>> class Net(nn.Sequential):
-    ...     def forward(self, x):
-    ...         return self[1](signed_square(self[0](x)))
-    >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).finite.order()  # 4! 2^4
-    384
-
-    What a rule allows too much is found when :func:`find_symmetry` verifies the group, and left out with a warning
-    (:class:`BrokenSymmetry`).
-
-    :param sliced: whether the rule understands values that overlap or have routes, see
-        :class:`~pyro_symmetric.discovery.labels.Value`.
+    Scales and signs need no rule: gradients tell them. What a rule allows too much is found when
+    :func:`find_symmetry` verifies the group, and left out with a warning (:class:`BrokenSymmetry`).
     """
-    arguments.flag("sliced", sliced)
     for operator in operators:
-        if not isinstance(operator, str) and not callable(operator):
+        if not isinstance(operator, str | torch.Tag) and not callable(operator):
             raise TypeError(
                 f"operators holds {operator!r}; it must hold operators, such as torch.ops.aten.relu, or names"
             )
@@ -182,42 +131,17 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
             found = _operator(operator) if isinstance(operator, str) else operator
             if found is not None:
                 RULES[found] = rule
-                (SLICED.add if sliced else SLICED.discard)(found)
         return rule
 
     return decorate
 
 
 def rule_for(target: Any) -> Rule | None:
-    """The rule of an operator overload: its own, or that of all overloads."""
-    return next((RULES[key] for key in _keys(target) if key in RULES), None)
-
-
-def takes_slices(target: Any) -> bool:
-    """True if the rule of an operator understands values that overlap or have routes."""
-    return next((key in SLICED for key in _keys(target) if key in RULES), False)
-
-
-def reads_numbers(rule: R) -> R:
-    """Mark a rule that knows what numbers of units are; in the operands of all others, numbered units stay.
-
-    See :class:`~pyro_symmetric.discovery.labels.Value`.
-    """
-    NUMBERS.add(rule)
-    return rule
-
-
-def _keys(target: Any) -> tuple[Any, ...]:
-    """The names that the rule of an operator may be registered for: the overload, all of its overloads, their name."""
+    """The rule of an operator overload: its own, that of all overloads, or that of all functions entry by entry."""
     packet = getattr(target, "overloadpacket", None)
-    return target, packet, getattr(packet, "_qualified_op_name", None)
-
-
-def as_value(argument: Any) -> Value:
-    """A tensor's value; a number is a tensor without axes."""
-    if isinstance(argument, Value):
-        return argument
-    return Value((), zero=argument == 0)
+    keys = [target, packet, getattr(packet, "_qualified_op_name", None)]
+    keys += [torch.Tag.pointwise] if torch.Tag.pointwise in getattr(target, "tags", ()) else []
+    return next((RULES[key] for key in keys if key in RULES), None)
 
 
 def _operator(name: str) -> Any | None:

@@ -1,174 +1,96 @@
-"""Convolution, pooling, padding, resizing: operators on images, whose labels may lie on batch and channels only."""
+"""Convolution, pooling, padding, resizing: operators on images, whose units lie along batch and channels only."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Part, Passes, Value
+from pyro_symmetric.discovery.flow import Flow, Part, Value
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
-from pyro_symmetric.discovery.rules.shape import cat
 
 
-def _resized(labeller: Labeller, value: Value, shape: Sequence[int], dims: int) -> Value:
-    """The same labels on a tensor whose last ``dims`` axes have other lengths."""
-    fixed = {axis for axis in value.fixed if axis < len(shape) - dims}
-    return labeller.value(shape, value.parts, fixed | set(range(len(shape) - dims, len(shape))))
+def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
+    """The same units on a tensor whose last ``dims`` axes have other lengths."""
+    kept = len(shape) - dims
+    return flow.value(shape, value.parts, {axis for axis in value.fixed if axis < kept}.union(range(kept, len(shape))))
 
 
-@register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution", sliced=True)
-def convolution(labeller: Labeller, call: Call) -> Value:
+@register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution")
+def convolution(flow: Flow, call: Call) -> Value:
     """Groups of channels each see their own inputs: output unit and input unit are members of one group."""
-    weight, columns = _apart(call["weight"])
-    value, bias = labeller.settled(call["input"]), call["bias"]
-    transposed = call.get("transposed", "transpose" in call.name)
+    value, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
     dims = weight.dim - 2
     alone = value.dim == dims + 1
-    if alone:
-        value = labeller.unsqueeze(value, 0)
-    value = _pixels(labeller, labeller.restrict(value, [0, 1]), dims)
-    weight = _pixels(labeller, labeller.restrict(weight, [0, 1]), dims)
-    if columns is None:
-        result = _with_shared_columns(labeller, value, weight, call["groups"], transposed)
-    else:
-        result = _grouped(labeller, value, weight, columns, call["groups"], transposed)
+    value = flow.unsqueeze(value, 0) if alone else value
+    columns = weight.columns
+    if columns is not None and (weight.part_on(0) is None or len({*columns.atoms[:, 0].tolist()}) != groups):
+        weight, columns = flow.whole(weight), None
+    weight = replace(weight, parts=tuple(part for part in weight.parts if part is not columns))
+    value, weight = (_pixels(flow, x, dims) for x in (value, weight))
+    transposed = call.get("transposed", "transpose" in call.name)
+    result = _per_group(flow, value, weight, columns, groups, transposed)
     shape = call.shape if not alone else (1, *call.shape)
-    result = _resized(labeller, Value(shape, result.parts, result.fixed), shape, dims)
+    result = _resized(flow, Value(shape, result.parts, result.fixed), shape, dims)
     if bias is not None:
-        result = labeller.elementwise([result, labeller.reshape(bias, [-1, *[1] * dims])])
-    return labeller.squeeze(result, [0]) if alone else result
+        result = flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
+    return flow.squeeze(result, [0]) if alone else result
 
 
-def _pixels(labeller: Labeller, value: Value, dims: int) -> Value:
-    """Forget the (unlabelled) axes of pixels."""
+def _pixels(flow: Flow, value: Value, dims: int) -> Value:
+    """The axes that aren't pixels, along which alone units may lie."""
+    value = flow.restrict(value, [0, 1])
     return Value(value.shape[:-dims], value.parts, frozenset(a for a in value.fixed if a < value.dim - dims))
 
 
-def _apart(weight: Value) -> tuple[Value, Part | None]:
-    """A grouped kernel without the part of its columns, and that part."""
-    columns = next((part for part in weight.parts if part.axes == (0, 1)), None)
-    if columns is None or weight.part_on(0) is columns:
-        return weight, None
-    rest = tuple(part for part in weight.parts if part is not columns)
-    return replace(weight, parts=rest), columns
+def _per_group(flow: Flow, value: Value, weight: Value, columns: Part | None, groups: int, transposed: bool) -> Value:
+    """A kernel as a product of rows, ``(groups, ...)``, and columns, which may be those of each group.
 
-
-def _grouped(labeller: Labeller, value: Value, weight: Value, columns: Part, groups: int, transposed: bool) -> Value:
-    """A kernel with columns of each group's own, as a product of two tensors ``(groups, ...)``: rows and columns.
-
-    Those of the two that meet the inputs are the same units as these; the others are the outputs, and members of the
-    same group. Multipliers of the inputs end in the former, those of the outputs start in the latter.
+    The groups lie along axis 0 of the kernel: of its outputs or, if transposed, of its inputs.
     """
     batch, group, inputs, outputs = range(4)
-    second = weight.shape[1]
-    own = columns.atoms.reshape(groups, -1, second)[:, 0].reshape(-1)
-    pieces = [Value(weight.shape[:1], weight.parts), Value((len(own),), (Part((0,), own),))]
-    rows, cols = (labeller.reshape(piece, [groups, piece.shape[0] // groups]) for piece in pieces)
-    entering, leaving = (rows, cols) if transposed else (cols, rows)
-    value = labeller.reshape(value, [value.shape[0], groups, value.shape[1] // groups])
-    if value.shape[2] == 1:
-        value, entering = _absorbed(labeller, value, entering)
-    result = labeller.combine(
-        [(value, [batch, group, inputs]), (entering, [group, inputs]), (leaving, [group, outputs])],
-        [batch, group, outputs],
-    )
-    return labeller.reshape(result, [result.shape[0], -1])
-
-
-def _absorbed(labeller: Labeller, value: Value, entering: Value) -> tuple[Value, Value]:
-    """Groups of one input: no sum says that its multiplier ends in the kernel, so it is said here."""
-    part, own = value.part_on(1), entering.part_on(0)
-    if own is None or part is None or part.axes != (1,):
-        labeller.still(entering)
-        return value, entering
-    labeller.facts.balance([(1.0, part.atoms), (1.0, own.atoms)])
-    inside = labeller.renewed(part, NOTHING)
-    labeller.facts.unify(own.atoms, inside.atoms)
-    parts = [inside if p is part else p for p in value.parts]
-    return (
-        labeller.value(value.shape, parts, value.fixed, value.zero),
-        labeller.value(entering.shape, [Part((0,), inside.atoms)], entering.fixed),
-    )
-
-
-def _with_shared_columns(labeller: Labeller, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
-    """A kernel of one group, or one that was computed: its columns are the same units for all groups."""
-    batch, group, inputs, outputs = range(4)
     if groups == 1:
-        return labeller.combine(
-            [(value, [batch, inputs]), (weight, [inputs, outputs] if transposed else [outputs, inputs])],
-            [batch, outputs],
-        )
-    # The groups lie along axis 0 of the weight: of its outputs or, if transposed, of its inputs.
-    n = value.shape[1] // groups
-    value = labeller.reshape(value, [value.shape[0], groups, n])
-    first, second = weight.shape
-    weight = labeller.reshape(weight, [groups, first // groups, second])
-    letters = [group, inputs, outputs] if transposed else [group, outputs, inputs]
-    # Axis 1 of the weight is one axis for all groups: units along it move alike in all of them, and aren't rescaled.
-    shared = weight.part_on(2)
-    if shared is not None:
-        labeller.facts.still(shared.atoms)
-    result = labeller.combine([(value, [batch, group, inputs]), (weight, letters)], [batch, group, outputs])
-    return labeller.reshape(result, [result.shape[0], -1])
+        letters = [inputs, outputs] if transposed else [outputs, inputs]
+        return flow.combine([(value, [batch, inputs]), (weight, letters)], [batch, outputs])
+    rows, second = weight.shape
+    letter_of_rows, letter_of_columns = (inputs, outputs) if transposed else (outputs, inputs)
+    value = flow.reshape(value, [value.shape[0], groups, value.shape[1] // groups])
+    terms = [(value, [batch, group, inputs])]
+    if columns is None:
+        kernel = flow.reshape(weight, [groups, rows // groups, second])
+        terms += [(kernel, [group, letter_of_rows, letter_of_columns])]
+    else:
+        own = columns.atoms.reshape(groups, -1, second)[:, 0]
+        kernel = flow.reshape(Value((rows,), weight.parts), [groups, rows // groups])
+        terms += [(kernel, [group, letter_of_rows])]
+        terms += [(flow.value(own.shape, [Part((0, 1), own)]), [group, letter_of_columns])]
+    result = flow.combine(terms, [batch, group, outputs])
+    return flow.reshape(result, [result.shape[0], -1])
 
 
-# Operators on images that keep channels apart, and the multipliers that they let through.
-CHANNELWISE = {
-    HOMOGENEOUS: "max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fractional_max_pool{d}d",
-    LINEAR: """avg_pool{d}d adaptive_avg_pool{d}d _adaptive_avg_pool{d}d reflection_pad{d}d replication_pad{d}d
-        upsample_nearest{d}d _upsample_nearest_exact{d}d upsample_linear{d}d upsample_bilinear{d}d upsample_bicubic{d}d
-        upsample_trilinear{d}d _upsample_bilinear{d}d_aa _upsample_bicubic{d}d_aa""",
-}
+CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fractional_max_pool{d}d avg_pool{d}d
+    adaptive_avg_pool{d}d _adaptive_avg_pool{d}d reflection_pad{d}d replication_pad{d}d upsample_nearest{d}d
+    _upsample_nearest_exact{d}d upsample_linear{d}d upsample_bilinear{d}d upsample_bicubic{d}d upsample_trilinear{d}d
+    _upsample_bilinear{d}d_aa _upsample_bicubic{d}d_aa"""
 
 
-def _channelwise(labeller: Labeller, call: Call, passes: Passes) -> Value | list[Value]:
-    """Places of maxima have no multiplier."""
+@register_rule(*(name.format(d=d) for name in CHANNELWISE.split() for d in "123"))
+def channelwise(flow: Flow, call: Call) -> list[Value]:
+    """Operators on images that keep channels apart."""
     dims = int(next(c for c in call.name if c.isdigit()))
-    value = labeller.restrict(call.value, range(call.value.dim - dims))
-    labeller.still(value, passes)
-    pooled = _resized(labeller, value, call.shape, dims)
-    return pooled if len(call.shapes) == 1 else [pooled, labeller.unscaled(pooled)]
-
-
-for _passes, _names in CHANNELWISE.items():
-    register_rule(*(name.format(d=d) for name in _names.split() for d in "123"))(
-        functools.partial(_channelwise, passes=_passes)
-    )
+    value = flow.restrict(call.value, range(call.value.dim - dims))
+    return [_resized(flow, value, call.shape, dims)] * len(call.shapes)
 
 
 @register_rule("grid_sampler_2d", "grid_sampler_3d")
-def grid_sampler(labeller: Labeller, call: Call) -> Value:
-    labeller.pin(call["grid"])
-    value = labeller.restrict(call["input"], [0, 1])
-    return _resized(labeller, value, call.shape, value.dim - 2)
-
-
-@register_rule("constant_pad_nd")
-def pad(labeller: Labeller, call: Call) -> Value:
-    """Constants around: labels continue with units of their own, which are all equal. Less than none: entries go."""
-    value, widths = call.value, call["pad"]
-    for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
-        axis = value.dim - 1 - step
-        length = value.shape[axis]
-        value = labeller.take(value, axis, np.arange(max(0, -before), length + min(0, after)))
-        pieces = [_filled(value, axis, before, call["value"]), value, _filled(value, axis, after, call["value"])]
-        value = cat(labeller, [piece for piece in pieces if piece.shape[axis]], axis)
-    return value
-
-
-def _filled(value: Value, axis: int, width: int, filling: float | None) -> Value:
-    shape = tuple(max(0, width) if i == axis else n for i, n in enumerate(value.shape))
-    return Value(shape, zero=not filling)
+def grid_sampler(flow: Flow, call: Call) -> Value:
+    flow.pin(call["grid"])
+    value = flow.restrict(call["input"], [0, 1])
+    return _resized(flow, value, call.shape, value.dim - 2)
 
 
 @register_rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
-def fourier(labeller: Labeller, call: Call) -> Value:
+def fourier(flow: Flow, call: Call) -> Value:
     """A linear map along some axes, on which units can't move."""
     axes = {call.value.axis(axis) for axis in call["dim"]}
-    value = labeller.restrict(call.value, set(range(call.value.dim)) - axes, shared=True)
-    return labeller.value(call.shape, value.parts, value.fixed | axes, value.zero)
+    value = flow.restrict(call.value, set(range(call.value.dim)) - axes)
+    return flow.value(call.shape, value.parts, value.fixed | axes)

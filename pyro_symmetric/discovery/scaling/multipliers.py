@@ -2,7 +2,7 @@
 
 Equations tie few atoms at a time, unit by unit, so the system falls into many small components that look alike: each is
 brought to a canonical form and solved once (exactly, in rational numbers or modulo two) for all that look alike.
-:mod:`~pyro_symmetric.discovery.attachment` then says which units the multipliers belong to.
+:mod:`~pyro_symmetric.discovery.scaling.attachment` then says which units the multipliers belong to.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.common_signs import common_signs
-from pyro_symmetric.discovery.facts import Facts, Leaf, Multiple
-from pyro_symmetric.discovery.labels import Array, by_appearance, components
-from pyro_symmetric.discovery.nullspace import nullspace
-from pyro_symmetric.discovery.slices import Run, narrowed
-from pyro_symmetric.discovery.structure import Structure, mix
+from pyro_symmetric.discovery.scaling.common_signs import common_signs
+from pyro_symmetric.discovery.scaling.facts import Facts, Leaf, Multiple
+from pyro_symmetric.discovery.scaling.labels import Array, by_appearance, components
+from pyro_symmetric.discovery.scaling.nullspace import nullspace
+from pyro_symmetric.discovery.scaling.slices import Run, narrowed
+from pyro_symmetric.discovery.scaling.structure import Structure, mix
 from pyro_symmetric.groups import Axis
 
 # A component with so many unknowns, or so many free ones, is no unit but a tangle; its members aren't rescaled.

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from pyro_symmetric.discovery.nodes import operator_name
-from pyro_symmetric.discovery.rules.elementwise import ENTRYWISE
+from pyro_symmetric.discovery.scaling.nodes import operator_name
+from pyro_symmetric.discovery.scaling.rules.elementwise import ENTRYWISE
 
 Use = Literal["entrywise", "contracted"]
 # Operators that change a tensor's shape, or nothing at all.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value
-from pyro_symmetric.discovery.nodes import bound
-from pyro_symmetric.discovery.rules.registry import NUMBERS, Call, rule_for, takes_slices
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import Value
+from pyro_symmetric.discovery.scaling.nodes import bound
+from pyro_symmetric.discovery.scaling.rules.registry import NUMBERS, Call, rule_for, takes_slices
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 
 # Operators that move integers about, and leave each of them what it is.

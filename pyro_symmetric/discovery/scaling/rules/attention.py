@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value
-from pyro_symmetric.discovery.rules.contraction import matmul
-from pyro_symmetric.discovery.rules.registry import Call, register_rule
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import Value
+from pyro_symmetric.discovery.scaling.rules.contraction import matmul
+from pyro_symmetric.discovery.scaling.rules.registry import Call, register_rule
 
 
 @register_rule("scaled_dot_product_attention")

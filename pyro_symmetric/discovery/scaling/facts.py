@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyro_symmetric.discovery.labels import Array, Part, Value, components
-from pyro_symmetric.discovery.slices import Slices
+from pyro_symmetric.discovery.scaling.labels import Array, Part, Value, components
+from pyro_symmetric.discovery.scaling.slices import Slices
 
 Multiple = tuple[float, Array]  # a coefficient, and the atoms whose log-multipliers it multiplies
 
@@ -234,3 +234,14 @@ class Facts:
         """Nothing moves or rescales these units: each is a colour of its own."""
         self.refine(atoms, np.arange(atoms.size), why)
         self.still(atoms)
+
+    def hold(self, leaf: Leaf) -> None:
+        """A site stays as it is, whatever its values: the multipliers of its axes cancel out."""
+        if leaf.slices is not None:
+            for atoms in leaf.labels:
+                self.still(atoms)
+            return
+        for atoms in leaf.labels:
+            self.balance([(1.0, atoms[1:]), (-1.0, np.broadcast_to(atoms[:1], atoms[1:].shape))])
+        if all(atoms.size for atoms in leaf.labels) and leaf.labels:
+            self.balance([(1.0, atoms[:1]) for atoms in leaf.labels])

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.labels import Array, distinct_rows
 from pyro_symmetric.discovery.nesting import Cell, Memberships, NotNested, nested
+from pyro_symmetric.discovery.scaling.facts import Facts
+from pyro_symmetric.discovery.scaling.labels import Array, distinct_rows
 
 _U = np.uint64
 

@@ -7,9 +7,9 @@ probability count as their mean, as dropout does.
 
 from __future__ import annotations
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import Value, opaque
+from pyro_symmetric.discovery.scaling.rules.registry import Call, as_value, register_rule
 
 # Draws that depend on the shape of their operand alone.
 OF_A_SHAPE = """rand rand_like randn randn_like randint randint_like randperm normal.float_float normal_functional

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_symmetric.discovery.assembly import module_name, unused
+from pyro_symmetric.discovery.units import module_name, unused
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.groups.views import views_of

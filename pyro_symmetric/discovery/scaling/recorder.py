@@ -10,8 +10,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from pyro_symmetric.discovery.facts import Facts
-from pyro_symmetric.discovery.labels import LINEAR, NOTHING, Part, Passes, Value, opaque, positions, spread
+from pyro_symmetric.discovery.scaling.facts import Facts
+from pyro_symmetric.discovery.scaling.labels import LINEAR, NOTHING, Part, Passes, Value, opaque, positions, spread
 
 
 class Recorder:

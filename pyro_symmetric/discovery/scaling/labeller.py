@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.combination import combine
-from pyro_symmetric.discovery.labels import (
+from pyro_symmetric.discovery.scaling.combination import combine
+from pyro_symmetric.discovery.scaling.labels import (
     LINEAR,
     NOTHING,
     ODD,
@@ -25,7 +25,7 @@ from pyro_symmetric.discovery.labels import (
     rank_within,
     spread,
 )
-from pyro_symmetric.discovery.recorder import Recorder
+from pyro_symmetric.discovery.scaling.recorder import Recorder
 
 # Joint labels of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
 JOINT_LIMIT = 4_000_000

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.labels import Array, Part
+from pyro_symmetric.discovery.scaling.labels import Array, Part
 from pyro_symmetric.groups import Axis
 
 

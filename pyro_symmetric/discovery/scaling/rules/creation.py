@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import Value, opaque
+from pyro_symmetric.discovery.scaling.rules.registry import Call, as_value, register_rule
 
 
 @register_rule("full", "full_like", "scalar_tensor")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, reads_numbers, register_rule
-from pyro_symmetric.discovery.rules.shape import places
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import Value, opaque
+from pyro_symmetric.discovery.scaling.rules.registry import Call, reads_numbers, register_rule
+from pyro_symmetric.discovery.scaling.rules.shape import places
 
 
 @register_rule("embedding")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pyro_symmetric.discovery.labeller import Labeller
-from pyro_symmetric.discovery.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value, opaque
-from pyro_symmetric.discovery.rules.indexing import indexed_axes
-from pyro_symmetric.discovery.rules.registry import Call, as_value, register_rule
+from pyro_symmetric.discovery.scaling.labeller import Labeller
+from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value, opaque
+from pyro_symmetric.discovery.scaling.rules.indexing import indexed_axes
+from pyro_symmetric.discovery.scaling.rules.registry import Call, as_value, register_rule
 
 # The multipliers that a reduction of all entries with the same place lets through.
 REDUCTIONS = {

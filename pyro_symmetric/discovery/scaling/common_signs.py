@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from pyro_symmetric.discovery.facts import Facts, Multiple
-from pyro_symmetric.discovery.labels import Array, components, distinct_rows
-from pyro_symmetric.discovery.structure import Structure
+from pyro_symmetric.discovery.scaling.facts import Facts, Multiple
+from pyro_symmetric.discovery.scaling.labels import Array, components, distinct_rows
+from pyro_symmetric.discovery.scaling.structure import Structure
 
 
 def common_signs(

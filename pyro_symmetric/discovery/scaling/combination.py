@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from typing import NamedTuple
 
-from pyro_symmetric.discovery.labels import Part, Passes, Value, positions, spread
-from pyro_symmetric.discovery.recorder import Recorder
+from pyro_symmetric.discovery.scaling.labels import Part, Passes, Value, positions, spread
+from pyro_symmetric.discovery.scaling.recorder import Recorder
 
 Sizes = dict[int, int]
 Lettered = tuple[Value, Sequence[int]]

@@ -1,0 +1,1 @@
+"""Scales and signs by rules: equations between multipliers, operator by operator."""
