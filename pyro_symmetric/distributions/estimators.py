@@ -128,6 +128,8 @@ class SinkhornImportance(OrbitEstimator):
 def log_terms(base: Distribution, action: Action, value: Tensor, count: int) -> Tensor:
     r""":math:`\log q(g_k \cdot w) |\det J| / (|G|\, \tau(g_k|w))` of the identity and ``count`` proposals,
     ``(count + 1,) + batch_shape``, float64; of so many draws at once as memory allows."""
+    if torch._C._get_tracing_state() is not None:  # how often rows draw depends on the draws
+        raise NotImplementedError("SinkhornImportance can't be traced by torch.jit: take Trace_ELBO, or InfoNCE(K)")
     if base.batch_shape or value.dim() == 1:
         return _log_terms(base, action, value, count)
     flat = value.reshape(-1, value.shape[-1])

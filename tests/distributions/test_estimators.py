@@ -205,6 +205,13 @@ def test_chunks_of_draws_and_elements_are_the_same(monkeypatch: pytest.MonkeyPat
     assert shape == (5, 2) == value_and_gradient(SinkhornImportance(2))[0].shape
 
 
+def test_matchings_whose_number_of_draws_depends_on_the_draws_are_not_traced() -> None:
+    action = action_of(one_layer(4))
+    q = dist.Normal(torch.zeros(action.dim), 1.0).to_event(1)
+    with pytest.raises(NotImplementedError, match="traced"):
+        torch.jit.trace(lambda w: SinkhornImportance(2).log_prob(q, action, w), torch.randn(action.dim))
+
+
 @pytest.mark.parametrize("name", list(GROUPS))
 @pytest.mark.parametrize("batch", [(), (3,)])
 @pytest.mark.parametrize("uniform", [True, False])
