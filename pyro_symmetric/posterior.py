@@ -64,7 +64,7 @@ class Posterior:
     :param samples: site -> draws ``(chains, draws, *site_shape)``.
     :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample statistics (``diverging``,
         ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``, ``step_size`` ...).
-    :param metadata: anything that JSON can hold: the sampler and its settings, seed, time, trace of the warm-up.
+    :param metadata: anything that JSON can hold: the sampler and its settings, seed, time.
     :param rows: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
         ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
         count chains by their effective sample size and independent draws one by one, so this has no default.
@@ -121,8 +121,8 @@ class Posterior:
         """The chains of several posteriors side by side, as of runs that were made by themselves.
 
         :param parts: of the same sites and statistics, with as many draws of each chain.
-        :return: a posterior with ``metadata`` in which all agree; its ``seconds`` are added up, its ``trace`` is the
-            chains' mean, and ``metadata["parts"]`` keeps how many chains came from each and what else differs.
+        :return: a posterior with ``metadata`` in which all agree; its ``seconds`` are added up, and
+            ``metadata["parts"]`` keeps how many chains came from each and what else differs.
         :raises ValueError: if their rows, sites, shapes or numbers of draws differ.
         """
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
