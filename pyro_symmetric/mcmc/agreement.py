@@ -2,16 +2,16 @@ r"""The end of a warm-up whose length is ``"auto"``: when every chain has settle
 
 A kernel names lengths at which its warm-up may end (:attr:`~pyro_symmetric.mcmc.kernels.kernel.Kernel.warmups`). At
 each of them the second half of the iterations is looked at, by the rank-normalised split :math:`\hat R`: of every
-unconstrained coordinate, seen from each chain's own mean, and of the energy. If the largest is below :data:`LIMIT`,
-warm-up ends there; at the last length it ends in any case. So a run that ended after 300 iterations is, draw for draw,
-the run that was asked for 300.
+unconstrained coordinate, in units of each chain's own deviation from its own mean, so that it compares the halves of
+each chain; and of the energy and the acceptance, of which all chains must have one law. If the largest is below
+:data:`LIMIT`, warm-up ends there; at the last length it ends in any case. So a run that ended after 300 iterations is,
+draw for draw, the run that was asked for 300.
 
-Chains needn't be at the same place: those of a mixture or a network sit in copies of one mode, which no waiting brings
-together, and whether they may is for :func:`~pyro_symmetric.compare.diagnose` to say. But each must have stopped
-travelling, all must spread alike (:math:`\hat R` is the larger one of values and folded values), and their energies
-must have one law. Means of half chains of :math:`n` effective draws have :math:`\hat R^2 \approx 1 + 1/n`, so that the
-limit asks for about ten of each half chain: their variances, which the mass matrix holds, are known to a sixth. Seen
-from the mean of its own chain a half is half as far away, squared, which is undone.
+Chains needn't be at the same place, nor spread alike: those of a mixture or a network sit in copies of one mode, which
+no waiting brings together, and whether they may is for :func:`~pyro_symmetric.compare.diagnose` to say. For the same
+reason one in :data:`MAY_DIFFER` chains, the farthest by their energy, are left out of what all must agree in. Means of
+half chains of :math:`n` effective draws have :math:`\hat R^2 \approx 1 + 1/n`, so that the limit asks for about ten of
+each half chain. Seen from the mean of its own chain a half is half as far away, squared, which is undone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pyro_symmetric.chain_statistics import also_of_one
 from pyro_symmetric.diagnostics import R_HAT
 
 LIMIT = R_HAT[1]
+MAY_DIFFER = 32  # of so many chains one may sit in a lower mode, which no warm-up helps, and hold up no others
 LARGEST = 999.0  # what is said of chains that don't move at all
 DRAWS = 512  # that are kept of each chain, at most
 NUMBERS = 2**22  # that are kept in all, about: beyond it fewer draws, then fewer chains, then fewer coordinates
@@ -75,7 +76,7 @@ class Agreement(Thinned):
 
     def __init__(self, z: Tensor):
         self._every = -(-z.shape[1] // MOST_COORDINATES)
-        width = -(-z.shape[1] // self._every) + 1
+        width = -(-z.shape[1] // self._every) + 2
         fitting = max(FEWEST_CHAINS, NUMBERS // (FEWEST_DRAWS * width))
         self._chains = min(len(z), MOST_CHAINS, fitting)
         draws = NUMBERS // (self._chains * width) // 2 * 2
@@ -87,10 +88,11 @@ class Agreement(Thinned):
         if any(value.shape != self._shape for value in self.kept):
             raise ValueError(f"what chains have passed isn't of shape {tuple(self._shape)}")
 
-    def record(self, iteration: int, z: Tensor, energy: Tensor) -> None:
-        """Note places ``(C, D)`` and energies ``(C,)`` after an iteration, counted from 0."""
+    def record(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> None:
+        """Note places ``(C, D)``, energies and acceptances ``(C,)`` after an iteration, counted from 0."""
         chains = slice(self._chains)
-        self.note(iteration, lambda: torch.cat([z[chains, :: self._every], energy[chains, None]], 1))
+        told = [energy, torch.ones_like(energy) if acceptance is None else acceptance.to(energy)]
+        self.note(iteration, lambda: torch.cat([z[chains, :: self._every], torch.stack(told, 1)[chains]], 1))
 
     def r_hat(self, iterations: int) -> float:
         """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""
@@ -98,8 +100,11 @@ class Agreement(Thinned):
         draws = torch.stack(kept[len(kept) // 2 :], 1).cpu()
         if not bool(draws.isfinite().all()):
             return LARGEST
-        places = draws[..., :-1]
-        found = also_of_one(torch.cat([places - places.mean(1, keepdim=True), draws[..., -1:]], -1)).r_hat
-        found[:-1] = (1 + 2 * (found[:-1].square() - 1).clamp(min=0)).sqrt()
+        deviation, mean = torch.std_mean(draws[..., :-2].double(), 1, keepdim=True)
+        places = (draws[..., :-2] - mean) / deviation.clamp(min=1e-300)
+        halves = (1 + 2 * (also_of_one(places).r_hat.square() - 1).clamp(min=0)).sqrt()
+        levels = draws[..., -2].mean(1)
+        nearest = (levels - levels.median()).abs().argsort()[: len(levels) - len(levels) // MAY_DIFFER]
+        found = torch.cat([halves, also_of_one(draws[nearest][..., -2:]).r_hat])
         found = found[~found.isnan()]  # coordinates that have one value everywhere
         return min(float(found.max()), LARGEST) if len(found) else LARGEST

@@ -225,7 +225,7 @@ class Run:
         state = self._moved()
         num_warmup, r_hat = at.num_warmup, at.r_hat
         if self._agreement is not None:
-            self._agreement.record(last, state.z, state.energy)
+            self._agreement.record(last, state.z, state.energy, state.statistics.get("acceptance_rate"))
             if last + 1 in self.settings.warmups(self.density):
                 r_hat = self._agreement.r_hat(last + 1)
                 num_warmup = last + 1 if r_hat < LIMIT else num_warmup

@@ -93,9 +93,10 @@ def sample(
     :param kwargs: the model's keyword arguments. They have a mapping of their own, so a model may have arguments named
         like the sampler's (``seed``, ``device``), and a misspelt option of the sampler never reaches the model.
     :param num_samples: draws to keep of each chain.
-    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. ``"auto"``: until the chains
-        agree. The Hamiltonian samplers ask after 150, 200, 300, 500 and 900 iterations whether the worst coordinate's
-        R-hat over the second half of them is below 1.05, and end at 1,700 in any case, with a warning if it isn't;
+    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. ``"auto"``: until each has
+        settled. The Hamiltonian samplers ask after 150, 200, 300, 500 and 900 iterations whether the halves of each
+        chain agree over the second half of them, and the energies and acceptances of all chains, by an R-hat below
+        1.05, and end at 1,700 in any case, with a warning if they don't;
         ``metadata["num_warmup"]`` says how many there were. Networks, whose modes have many copies, and the other
         samplers take 500. Of a number that is given, the Hamiltonian samplers learn their mass matrix in windows of
         growing length. Under 150 iterations there is one window, three quarters of them: in 100 or fewer it holds few
@@ -130,8 +131,8 @@ def sample(
         of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
     :param others: there are none: what goes to the model by name is in ``kwargs``.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
-        sampling (of tasks their sum, not what a clock on the wall showed), and ``trace``, the mean potential energy,
-        acceptance and step size over all iterations, warm-up included. With ``store``, draws are mapped from its files.
+        sampling (of tasks their sum, not what a clock on the wall showed). With ``store``, draws are mapped from its
+        files.
     :raises ValueError: naming the argument, or what differs if the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     """

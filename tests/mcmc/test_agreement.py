@@ -65,16 +65,16 @@ def assert_same(found: Posterior, expected: Posterior) -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 1.0])
 @pytest.mark.parametrize("when", [76, 114])
-def test_r_hat_is_the_largest_over_the_second_half_seen_from_each_chains_own_mean(shift, when):
+def test_r_hat_is_the_largest_over_the_second_half_in_each_chains_own_units(shift, when):
     draws = torch.randn(4, 152, 3, generator=torch.Generator(torch.empty(0).device).manual_seed(0), dtype=torch.float64)
     draws[0, when:, 1] += shift
     draws[:, :76] += 100 * torch.arange(4.0)[:, None, None]  # long forgotten
     half = draws[:, 76:]
     energies = half.square().sum(-1).numpy()
-    places = (half - half.mean(1, keepdim=True)).numpy()
+    places = ((half - half.mean(1, keepdim=True)) / half.std(1, keepdim=True)).numpy()
     own = max(r_hat(places[..., k]) for k in range(3))
     expected = max(np.sqrt(1 + 2 * max(own**2 - 1, 0)), r_hat(energies))
-    assert recorded(draws).r_hat(152) == pytest.approx(expected, rel=1e-6)
+    assert recorded(draws).r_hat(152) == pytest.approx(expected, rel=1e-3)  # the middle two tie, but for rounding
 
 
 def test_chains_at_several_places_have_settled_and_chains_on_their_way_have_not():
@@ -83,14 +83,22 @@ def test_chains_at_several_places_have_settled_and_chains_on_their_way_have_not(
     far = draws + 100 * torch.arange(4.0)[:, None, None]
     noise = torch.randn(4, 300)
 
-    def found(places: torch.Tensor) -> float:
+    def found(places: torch.Tensor, *told: torch.Tensor) -> float:
         kept = Agreement(places[:, 0])
         for iteration in range(300):
-            kept.record(iteration, places[:, iteration], noise[:, iteration])
+            kept.record(iteration, places[:, iteration], *(value[:, iteration] for value in told or (noise,)))
         return kept.r_hat(300)
 
     assert found(far) < LIMIT
+    assert found(far * torch.tensor([1.0, 0.1, 1.0, 10.0])[:, None, None]) < LIMIT  # nor need they spread alike
     assert found(far + 0.02 * torch.arange(300.0)[:, None]) > LIMIT
+    assert found(far, noise, torch.rand(4, 300)) < LIMIT
+    assert found(far, noise, torch.rand(4, 300) + 0.5 * torch.arange(4.0)[:, None]) > LIMIT
+    many, energies = torch.randn(32, 300, 3), torch.randn(32, 300)
+    energies[:1] += 50.0  # in a lower mode
+    assert found(many, energies) < LIMIT
+    energies[1] += 50.0
+    assert found(many, energies) > LIMIT
 
 
 def test_halves_of_a_single_chain_stand_for_chains():
@@ -178,7 +186,7 @@ def test_chains_in_copies_of_one_mode_end_their_warm_up_when_each_has_settled():
     assert diagnose(found, group)["modulo symmetry"].status == "pass"
 
 
-@pytest.mark.parametrize(("count", "most"), [(2, 300), pytest.param(5, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "most"), [(2, 300), pytest.param(5, 300, marks=pytest.mark.slow)])
 def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(count, most):
     torch.manual_seed(0)
     y = torch.cat([0.7 * torch.randn(40) + 4 * k for k in range(count)])
