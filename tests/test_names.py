@@ -55,4 +55,3 @@ def test_a_table_of_priors_takes_no_arguments() -> None:
         ps.discovery.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))
 
 
-# Arguments that are another callable's: the model's, a net's, a guide's base, an alignment's.

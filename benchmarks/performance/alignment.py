@@ -1,45 +1,33 @@
-"""Alignment of networks: planted elements, time and objective beside ``rebasin`` (PyPI), time by width, many at once.
+"""Alignment of networks: planted elements, time and objective with scales, enumerated optima, many at once.
 
     python -m benchmarks.performance.alignment planted  # 10 trials for each of ten architectures; five minutes
     python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md
-    python -m benchmarks.performance.alignment trained  # objective and time by restarts, two networks trained on digits
-    python -m benchmarks.performance.alignment scales  # time with scales beside permutations alone
+    python -m benchmarks.performance.alignment scales  # objective and time with scales beside permutations alone
     python -m benchmarks.performance.alignment optimum  # small groups beside the enumerated optimum
-    python -m benchmarks.performance.alignment peers --seeds 5  # needs ``pip install rebasin``; both in one run
     python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
     python -m benchmarks.performance.alignment many  # 100 networks in one frame
-    python -m benchmarks.performance.alignment solvers  # SciPy beside ``lap`` and ``lapjv``, where installed
 
 *planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
 else (scales, shifts). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
-their norm. *trained*: two perceptrons 784-512-512-512-10, as in git-re-basin's own example, trained on the digits in
-``--data``; beside them the textbook's weight matching (Ainsworth et al. 2023, Algorithm 1). *scales*: processor time,
-alternating. *optimum*: independent weights, and the distances of all elements. *peers*: two
-networks with independent random weights, as PyTorch starts them; the objective is the squared distance of the
-parameters after alignment, of ``rebasin`` too, and whether its network still computes what it did. *timing*: seconds
-for one alignment with the default settings, of two networks and of two mean-field Gaussians.
+their norm. *scales*: processor time between independent networks, alternating. *optimum*: independent weights, and the
+distances of all elements.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
-import importlib
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.performance.weight_matching import weight_matching
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.alignment import GaussianWeights, align, align_many, decision
-from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment import GaussianWeights, align, align_many
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.networks import resnet20
@@ -171,13 +159,6 @@ SCALED: dict[str, Case] = {
     "mlp 20-64-64-64-10": (lambda: perceptron(20, 64, 64, 64, 10), torch.randn(2, 20)),
     "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
 }
-PEERS: dict[str, Case] = {
-    "mlp 784-512-512-512-10": (lambda: perceptron(784, 512, 512, 512, 10), torch.randn(2, 784)),
-    "vgg11-bn": (vgg11, torch.randn(2, 3, 32, 32)),
-    "resnet18": (lambda: torchvision_net("resnet18"), torch.randn(2, 3, 64, 64)),
-    "squeezenet1_1": (lambda: torchvision_net("squeezenet1_1"), torch.randn(2, 3, 64, 64)),
-    "resnet20": (resnet20, torch.randn(2, 3, 32, 32)),
-}
 
 
 def randomised(make: Callable[[], nn.Module]) -> nn.Module:
@@ -255,50 +236,6 @@ def error_of(found: Weights, weights: Weights) -> float:
     return (distance(found, weights) / sum(float(v.square().sum(dtype=torch.float64)) for v in weights.values())) ** 0.5
 
 
-def trained(options: argparse.Namespace) -> None:
-    """Objective (squared distance after alignment, of that before) and seconds, by restarts."""
-    digits = import_torchvision().datasets.MNIST(options.data, train=True)
-    x, y = digits.data.float().flatten(1) / 255, digits.targets
-    rows: dict[str, list[tuple[float, float]]] = {}
-    accuracy = []
-    for pair in range(options.seeds):
-        nets = [trained_perceptron(2 * pair + number, x, y, options.epochs) for number in range(2)]
-        accuracy.append(float((nets[1](x).argmax(-1) == y).double().mean()))
-        reference, source = map(parameters, nets)
-        group = find_symmetry(nets[0], x[:2], verify=False).permutations
-        initial = distance(source, reference)
-        ways = {"textbook": lambda v, w, g: weight_matching(v, w, g)} | {
-            "default" if restarts is None else f"{restarts} restarts": lambda v, w, g, r=restarts: (
-                align(v, w, g, restarts=r, progress=False).element
-            )
-            for restarts in (None, *options.restarts)
-        }
-        for name, way in ways.items():
-            torch.manual_seed(0)
-            start = time.process_time()
-            element = way(source, reference, group)
-            seconds = time.process_time() - start
-            rows.setdefault(name, []).append((distance(element(source), reference) / initial, seconds))
-    print(f"{options.seeds} pairs of perceptrons, {statistics.fmean(accuracy):.3f} of {len(x)} digits right")
-    print(f"{'way':<12} {'objective':>10} {'seconds':>8}   no worse than the textbook")
-    for name, found in rows.items():
-        objective, seconds = (statistics.fmean(column) for column in zip(*found, strict=True))
-        good = sum(mine[0] <= theirs[0] for mine, theirs in zip(found, rows["textbook"], strict=True))
-        print(f"{name:<12} {objective:>10.6f} {seconds:>8.2f}   {good}/{len(found)}", flush=True)
-
-
-def trained_perceptron(seed: int, x: Tensor, y: Tensor, epochs: int) -> nn.Module:
-    torch.manual_seed(seed)
-    net = perceptron(784, 512, 512, 512, 10)
-    optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x)).split(500):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
-            optimiser.step()
-    return net
-
-
 def scales(options: argparse.Namespace) -> None:
     """Seconds of processor time with scales beside permutations alone, alternating, the least of three."""
     print(f"{'network':<26} {'permutations':>12} {'finite':>8} {'whole':>8} {'ratio':>6}   objectives")
@@ -345,68 +282,6 @@ def optimum(options: argparse.Namespace) -> None:
             every = sum((moved[s] - reference[s]).square().flatten(1).sum(-1) for s in reference)
             reached += cost <= float(torch.as_tensor(every).min()) * (1 + 1e-10)
         print(f"{name:<24} {reached}/{options.trials}  {1e3 * seconds:.1f} ms", flush=True)
-
-
-def peers(options: argparse.Namespace) -> None:
-    try:
-        rebasin = importlib.import_module("rebasin")
-    except ImportError:
-        raise SystemExit("rebasin is not installed, so there is nothing to compare with: pip install rebasin") from None
-    print(
-        f"{'network':<24} {'seeds':>5}  {'objective / initial: ours':>26} {'(3 restarts)':>13} {'rebasin':>8}"
-        f"   {'seconds: ours':>13} {'(3 restarts)':>13} {'rebasin':>8}   {'ratio':>6}   tracing: ours, rebasin"
-    )
-    for name, (make, x) in selected(PEERS, options).items():
-        rows: list[list[float]] = []
-        failure = ""
-        for seed in range(options.seeds):
-            torch.manual_seed(seed)
-            nets = make().eval(), make().eval()
-            reference, source = map(parameters, nets)
-            start = time.perf_counter()
-            symmetry = find_symmetry(nets[0], x, verify=False)
-            tracing = time.perf_counter() - start
-            row = [distance(source, reference)]
-            for restarts in (None, 3):
-                start = time.perf_counter()
-                # Weights are compared here, and predict nothing: running statistics stay where they are.
-                group = symmetry.permutations.without_buffers()
-                result = align(source, reference, group, restarts=restarts)
-                seconds = time.perf_counter() - start
-                row += [distance(result.element(source), reference), seconds]
-            try:
-                row += with_rebasin(rebasin, nets, reference, x)
-            except Exception as error:  # whatever it stumbles over is what is to be reported
-                failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                break
-            rows.append([*row, tracing])
-        if failure:
-            print(f"{name:<24} rebasin fails: {failure}", flush=True)
-            continue
-        mean = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-        initial, ours, seconds, again, again_seconds, theirs, their_seconds, their_tracing, broken, tracing = mean
-        note = f"   rebasin changed the function by {broken:.1e}" if broken > 1e-3 else ""
-        print(
-            f"{name:<24} {len(rows):>5}  {ours / initial:>26.5f} {again / initial:>13.5f} {theirs / initial:>8.5f}"
-            f"   {seconds:>13.2f} {again_seconds:>13.2f} {their_seconds:>8.2f}   {their_seconds / seconds:>5.1f}x"
-            f"   {tracing:.2f} {their_tracing:.2f}{note}",
-            flush=True,
-        )
-
-
-def with_rebasin(rebasin: object, nets: Sequence[nn.Module], reference: dict[str, Tensor], x: Tensor) -> list[float]:
-    """Objective, seconds, seconds of tracing, relative change of the function."""
-    moved = copy.deepcopy(nets[1])
-    start = time.perf_counter()
-    descent = rebasin.PermutationCoordinateDescent(copy.deepcopy(nets[0]), moved, x)  # type: ignore[attr-defined]
-    traced = time.perf_counter()
-    descent.calculate_permutations()
-    done = time.perf_counter()
-    descent.apply_permutations()
-    with torch.no_grad():
-        before, after = nets[1](x), moved.eval()(x)
-    change = float((after - before).norm() / before.norm())
-    return [distance(parameters(moved), reference), done - traced, traced - start, change]
 
 
 def timing(options: argparse.Namespace) -> None:
@@ -462,81 +337,12 @@ def in_one_frame(element: Element, planted: Element) -> float:
     return float(relative.unique(dim=0, return_counts=True)[1].max()) / len(relative)
 
 
-def solvers(options: argparse.Namespace) -> None:
-    """Time on the scores that alignments of networks with two hidden layers meet, one line a width and kind."""
-    from scipy.optimize import linear_sum_assignment
-
-    found: dict[str, Callable[[Tensor], object]] = {"scipy": lambda cost: linear_sum_assignment(cost.numpy())}
-    for name in ("lap", "lapjv"):
-        try:
-            solver = importlib.import_module(name).lapjv
-        except ImportError:
-            print(f"{name} is not installed: skipped")
-            continue
-        found[name] = lambda cost, solver=solver: solver(cost.numpy())
-    print(
-        f"{'networks':<12} {'width':>5} {'problems':>8}   mean milliseconds of each solver; of all that assign() does"
-    )
-    for kind in ("independent", "trained", "noisy copy"):
-        for n in options.widths:
-            problems = [reduced(scores) for scores in met_scores(kind, n)]
-            times = {name: statistics.fmean(fastest(solve, cost) for cost in problems) for name, solve in found.items()}
-            times["assign"] = statistics.fmean(fastest(lambda cost: assign(-cost), cost) for cost in problems)
-            columns = "  ".join(f"{name} {1e3 * seconds:9.3f}" for name, seconds in times.items())
-            print(f"{kind:<12} {n:5d} {len(problems):8d}   {columns}", flush=True)
-
-
-def met_scores(kind: str, n: int) -> list[Tensor]:
-    """The scores of all assignment problems that one alignment meets, without those that are solved at sight."""
-    torch.manual_seed(n)
-    x = torch.randn(256, 64)
-    y = perceptron(64, 16, 10)(x).argmax(-1)
-    nets = [perceptron(64, n, n, 10) for _ in range(2)]
-    for net in nets if kind == "trained" else ():
-        optimiser = torch.optim.Adam(net.parameters(), lr=1e-3)
-        for _ in range(30):
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimiser.step()
-    group = find_symmetry(nets[0], x[:2], verify=False).permutations
-    reference, source = map(parameters, nets)
-    if kind == "noisy copy":
-        noise = {site: value.std() * torch.randn_like(value) for site, value in source.items()}
-        source = group.sample()({site: reference[site] + value for site, value in noise.items()})
-    met: list[Tensor] = []
-
-    def recording(scores: Tensor) -> Tensor:
-        met.extend(scores.reshape(-1, n, n))
-        return assign(scores)
-
-    with mock.patch.object(decision, "assign", recording):
-        align(source, reference, group, restarts=1)
-    unsolved = [scores for scores in met if len(scores.argmax(-1).unique()) < n]
-    return unsolved[:8] or met[:1]
-
-
-def reduced(scores: Tensor) -> Tensor:
-    """Scores as costs, what is common to rows or columns taken off."""
-    cost = (scores.mean(0, keepdim=True) - scores).double()
-    cost -= cost.amin(1, keepdim=True)
-    return cost - cost.amin(0, keepdim=True)
-
-
-def fastest(solve: Callable[[Tensor], object], cost: Tensor) -> float:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        solve(cost)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def selected(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if not options.only or name.startswith(tuple(options.only))}
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    command.__name__: command for command in (planted, trained, scales, optimum, peers, timing, many, solvers)
+    command.__name__: command for command in (planted, scales, optimum, timing, many)
 }
 
 
@@ -544,12 +350,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*COMMANDS])
     parser.add_argument("--trials", type=int, default=10, help="100 networks make a good 'many'")
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
     parser.add_argument("--markdown", help="planted: write the table to this page")
-    parser.add_argument("--data", default="data", help="trained: folder of torchvision's MNIST")
-    parser.add_argument("--epochs", type=int, default=5, help="trained: of training")
-    parser.add_argument("--restarts", type=int, nargs="+", default=[0, 1, 3, 8], help="trained: which to compare")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")
     parser.add_argument("--threads", type=int, default=1)

@@ -11,29 +11,37 @@ comes back is a local optimum, the best of several starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.costs.gaussian import GaussianCost
-from pyro_symmetric.alignment.costs.protocol import CostFunction, MatchCost
-from pyro_symmetric.alignment.costs.weights import Moments, PlainCost, WeightCost
-from pyro_symmetric.alignment.descent import Descent, Ended, Found, Search
-from pyro_symmetric.alignment.elements import joined, on_device, shaped
-from pyro_symmetric.alignment.gaussian import GaussianWeights, on_host, to_gaussian
-from pyro_symmetric.alignment.moments import batch_shape_of, chunks_of, compared_sites, moments_of, shifted
-from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.alignment.activations import Activations, Shown
+from pyro_symmetric.alignment.descent import Descent, Ended
+from pyro_symmetric.alignment.features import (
+    CORRELATION,
+    COSTS,
+    Moments,
+    batch_shape_of,
+    chunks_of,
+    compared_sites,
+    moments_of,
+    require_fit,
+    shifted,
+)
+from pyro_symmetric.alignment.gaussian import on_host
+from pyro_symmetric.alignment.scales import evening, fitted, scaled
+from pyro_symmetric.groups import Element, Group, group_of
 
-COSTS: dict[str, type[WeightCost]] = {"wasserstein": WeightCost, "l2": PlainCost, "gaussian": GaussianCost}
 # How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
 # lower the cost by 0.0007 of it, in five times the time.
 RESTARTS, NARROW = 3, 256
+# How often at most units are matched anew where scales are fitted, and the part of the cost that this must gain.
+REFITS, REFITTED = 10, 1e-4
 # Work that takes fewer seconds shows no progress bar.
 BAR_DELAY = 2.0
 
@@ -42,8 +50,8 @@ BAR_DELAY = 2.0
 class Alignment:
     """The result of :func:`align`.
 
-    Of a batch of sources, ``cost``, ``initial_cost`` and ``converged`` are tensors of the batch's shape, ``history`` is
-    a tuple of histories, source by source, and ``start_costs`` is a tuple of tensors. All of them lie on the CPU.
+    Of a batch of sources, all numbers are tensors of the batch's shape, and ``start_costs`` a tuple of them. All lie on
+    the CPU.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> result = ps.align({"w": torch.tensor([3.0, 1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0, 3.0])}, group)
@@ -55,17 +63,14 @@ class Alignment:
     :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device.
     :param cost: the cost that it attains, over all sites that the group knows, moved or not.
     :param initial_cost: the cost of the source as it came.
-    :param history: the cost at the start of the best descent and after each of its accepted steps; it never rises.
-    :param converged: whether that descent ended because nothing could improve, rather than by ``max_sweeps``: no new
-        match of one set of units, with what lies inside them matched anew.
-    :param start_costs: the cost at the end of every descent: forward start first, then the restarts (and last a descent
-        from the identity, made if all others ended above the initial cost).
+    :param converged: whether the descents ended because nothing could improve, rather than by ``max_sweeps``.
+    :param start_costs: the cost at the end of every descent, of what permutations and signs are matched by: forward
+        start first, then the restarts.
     """
 
     element: Element
     cost: Any
     initial_cost: Any
-    history: tuple[Any, ...]
     converged: Any
     start_costs: tuple[Any, ...]
 
@@ -86,8 +91,9 @@ def align(
     source: Any,
     reference: Any,
     group: Any,
-    cost: str | CostFunction = "wasserstein",
+    cost: str = "wasserstein",
     *,
+    activations: Sequence[Any] | None = None,
     restarts: int | None = None,
     max_sweeps: int = 100,
     tolerance: float = 1e-7,
@@ -101,49 +107,37 @@ def align(
     >>> result.cost, result.element["hidden"].tolist()
     (0.0, [1, 2, 0])
 
-    *Scales.* A scale is chosen with the match, to minimise the cost. Where nothing but running statistics makes up for
-    it (in front of batch normalisation) the source's rows shrink to their projections on the reference's.
+    *Scales* are evened before the match, and fitted to the reference after it. Where nothing but running
+    statistics makes up for a scale (in front of batch normalisation) rows shrink to their projections on the others.
 
-    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network (its
-        parameters and running statistics), a ``Posterior`` of draws, :class:`GaussianWeights`, or a Gaussian guide (see
-        :func:`~pyro_symmetric.alignment.gaussian.to_gaussian`). Of a guide with correlations the marginal moments are
-        aligned: the sum of marginal distances is a lower bound of the distance between correlated Gaussians, which
-        isn't linear in a permutation, and equals it if correlations agree.
-    :param reference: likewise, but one set, on any device. A given ``cost`` sees both where they are; under the
-        others both come to the CPU, once.
-    :param group: the symmetry, all of whose parts are decided over. Buffers (running statistics) and sites that it
-        doesn't know are not looked at.
+    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network, a
+        ``Posterior`` of draws, ``GaussianWeights``, or a Gaussian guide (see
+        :func:`~pyro_symmetric.alignment.to_gaussian`). Of correlated Gaussians the marginal moments are aligned, whose
+        distance is a lower bound of their own.
+    :param reference: likewise, but one set, on any device.
+    :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
-        of the means), ``"gaussian"`` (how likely the source is under the reference's Gaussian),
-        :class:`~pyro_symmetric.alignment.ActivationCost` (correlation of hidden activations), or a function of
-        (weights of the sources, ``(B, *site_shape)``; weights of the reference; group) that returns
-        :class:`~pyro_symmetric.alignment.costs.protocol.MatchCost`. What it doesn't see, signs and scales that it
-        leaves as they are, is fitted to the weights afterwards.
+        of the means), or ``"gaussian"`` (how likely the source is under the reference's Gaussian).
+    :param activations: ``(net, *inputs)``, to match by what units do instead: the cost is minus the sum of correlations
+        of hidden activations; signs and scales that they don't show are fitted to the weights.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator. The best is kept. There are none where units share no site, which is solved exactly.
-        ``None``: three, or none if there are more than 256 units of a kind: in wide networks they take most of the
-        time, and gain less than a thousandth of the cost.
+        from PyTorch's generator; none where units share no site, which is solved exactly. ``None``: three, or none if
+        there are more than 256 units of a kind.
     :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
     :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
     :raises TypeError: if there are no Gaussian moments to read.
     """
-    if not callable(cost):
-        arguments.one_of("cost", cost, COSTS, "a function that returns a MatchCost")
+    arguments.one_of("cost", cost, COSTS)
     group = group_of(group)
     narrow = max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
     arguments.whole("restarts", restarts, 0)
     arguments.whole("max_sweeps", max_sweeps, 1)
     arguments.number("tolerance", tolerance, least=0)
-    # A function of one's own is asked where the source is, all else decided on the CPU.
-    (first, _), (second, device) = (
-        (to_gaussian(own, name), None) if callable(cost) else on_host(own, name)
-        for own, name in ((reference, "reference"), (source, "source"))
-    )
-    kind = PlainCost if callable(cost) else COSTS[cost]
-    require_fit(kind, group, first)
+    (first, _), (second, device) = on_host(reference, "reference"), on_host(source, "source")
+    require_fit(cost, group, first)
     if several := batch_shape_of(first, group, "reference"):
         raise ValueError(
             f"reference has batch shape {tuple(several)}; it must be one set of weights at a time; align_many brings a "
@@ -151,87 +145,110 @@ def align(
         )
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
-    fixed, came = moments_of([first, second], sites, group, kind)
-    sources, shifts = shifted(group, fixed, came)
-    decided, chunks = group.restricted("permute", "flip", "scale"), chunks_of(group, sources)
-
-    def by_weights(rows: Tensor) -> WeightCost:
-        return kind(decided, fixed, _features(kind, sources, rows))
-
-    def matching(rows: Tensor) -> MatchCost:
-        return _given(cost, first, second, shape, rows, decided) if callable(cost) else by_weights(rows)
-
-    search = Search(restarts, max_sweeps, tolerance)
+    fixed, came = moments_of([first, second], sites, group, COSTS[cost])
+    pair = _Pair(group, cost, fixed, came)
+    shown = Activations(*activations) if activations is not None else None
+    weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
+    chunks, found = chunks_of(group, came), []
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        found = search((matching(rows) for rows in chunks), bar.update)
-    if callable(cost):
-        found = replace(found, best=_fitted(found.best, decided, by_weights, chunks, search))
-    elif shifts:
-        initial = [kind.total(fixed, _features(kind, came, rows)) for rows in chunks]
-        found = replace(found, initial=torch.cat(initial))
-    return _result(found, on_device(shaped(found.best.element, group, shifts, shape), device), shape)
+        for chunk in chunks:
+            part = pair.of(chunk)
+            settings = restarts, max_sweeps, tolerance, bar.update
+            if shown is None:
+                found.append(part.matched(*settings))
+            else:
+                own = {site: value[chunk] for site, value in weights.items()}
+                found.append(part.matched_by(shown(own, first.loc, group), *settings))
+    return _result(found, group, device, shape)
 
 
-def require_fit(kind: type[WeightCost], group: Group, reference: GaussianWeights | None = None) -> None:
-    """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
-    if not kind.squared and group.names("scale"):
-        raise ValueError(
-            f"cost is 'gaussian', but the group scales {group.names('scale')[0]!r}, and scales make any density as "
-            "high as one likes: use cost='wasserstein', or the symmetry's .finite part"
+class _Found(NamedTuple):
+    element: Element
+    cost: Tensor
+    initial: Tensor
+    converged: Tensor
+    ends: list[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """Moments of a reference and of some sources, ``(channels, 1 or B, *site_shape)``."""
+
+    group: Group
+    cost: str
+    reference: Moments
+    source: Moments
+
+    def of(self, rows: Tensor) -> _Pair:
+        """Some sources."""
+        return _Pair(self.group, self.cost, self.reference, {s: v[:, rows] for s, v in self.source.items()})
+
+    def matched(self, restarts: int, max_sweeps: int, tolerance: float, tick: Any) -> _Found:
+        """The best element for each source by its weights."""
+        cost, (source, shifts) = COSTS[self.cost], shifted(self.group, self.reference, self.source)
+        even = evening(self.group, self.reference, source)
+        features = {site: cost.of_source(value) for site, value in scaled(even, source).items()}
+        descent = Descent(self.group, cost, self.reference, features, tolerance, max_sweeps)
+        best, ends = descent.search(restarts, tick)
+        best, tried = descent.whole_signs(best)
+        element = best.element.within(self.group) @ even
+        for _ in range(REFITS if self.group.names("scale") else 0):
+            placed = {site: _acted(element, site, value) for site, value in source.items()}
+            scales = fitted(self.group, self.reference, placed)
+            again = Descent(self.group, cost, self.reference, scaled(scales, placed), tolerance, max_sweeps)
+            end = again.descend(again.identity(), again.roots)
+            element = end.element.within(self.group) @ scales @ element
+            if bool((again.initial - end.cost <= REFITTED * again.initial).all()):
+                break
+        return self._ended(element, best, [*ends, *tried], source, shifts)
+
+    def matched_by(self, shown: Shown, restarts: int, max_sweeps: int, tolerance: float, tick: Any) -> _Found:
+        """The best element by what units do; signs that don't show, and scales, are fitted to the weights."""
+        descent = Descent(shown.group, CORRELATION, shown.reference, shown.source, tolerance, max_sweeps)
+        best, ends = descent.search(restarts, tick)
+        signs = {
+            own: best.element.signs[name].reshape(-1, *self.group[own].shape) for name, own in shown.signed.items()
+        }
+        element = Element(self.group, best.element.permutations, signs, batch_shape=best.element.batch_shape)
+        source, shifts = shifted(self.group, self.reference, self.source)
+        placed = {site: _acted(element, site, value) for site, value in source.items()}
+        left = Descent(
+            self.group.signs.without(list(signs)), COSTS["l2"], self.reference, placed, tolerance, max_sweeps
         )
-    for site, scale in reference.scale.items() if reference is not None and not kind.squared else ():
-        if site in group.site_shapes and not bool((scale > 0).all()):
-            raise ValueError(f"reference has deviations of zero at site {site!r}; cost 'gaussian' needs them positive")
+        element = Element(self.group, signs=left.search(0)[0].element.signs) @ element
+        return self._ended(element, best, ends, source, shifts)._replace(cost=best.cost, initial=descent.initial)
+
+    def _ended(
+        self, element: Element, best: Ended, ends: list[Tensor], source: Moments, shifts: dict[str, Tensor]
+    ) -> _Found:
+        """The element with fitted scales and shifts, and its cost."""
+        cost = COSTS[self.cost]
+        initial = cost.total(self.reference, {site: cost.of_source(value) for site, value in self.source.items()})
+        total = best.cost
+        if self.group.names("scale"):
+            placed = {site: _acted(element, site, value) for site, value in source.items()}
+            scales = fitted(self.group, self.reference, placed)
+            total, element = cost.total(self.reference, scaled(scales, placed)), scales @ element
+        if shifts:
+            element = element @ Element(self.group, shifts=shifts)
+        return _Found(element, total, initial, best.converged, ends)
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+def _acted(element: Element, site: str, value: Tensor) -> Tensor:
+    """All channels of a site moved; deviations without their sign."""
+    first, *others = (element.on_site(site, channel) for channel in value)
+    return torch.stack([first, *(channel.abs() for channel in others)])
 
 
-def _features(kind: type[WeightCost], moments: Moments, rows: Tensor) -> Moments:
-    return {site: kind.features(value[:, rows.to(value.device)]) for site, value in moments.items()}
-
-
-def _given(
-    cost: CostFunction, first: GaussianWeights, second: GaussianWeights, shape: torch.Size, rows: Tensor, group: Group
-) -> MatchCost:
-    """The user's own cost of some sources."""
-    every = second.each(lambda value: value.reshape(-1, *value.shape[len(shape) :])[rows.to(value.device)])
-    sources, reference = (own.constrained(own.loc) for own in (every, first))
-    given = cost(sources, reference, group)
-    if not isinstance(given, MatchCost):
-        raise TypeError(
-            f"cost returned {arguments.shown(given)}; it must return a MatchCost, e.g. TableCost(group, tables)"
-        )
-    if given.batch != len(rows):
-        raise ValueError(f"cost returned a MatchCost of {given.batch} sources; it was given {len(rows)}")
-    return given
-
-
-def _fitted(
-    best: Ended, group: Group, by_weights: Callable[[Tensor], WeightCost], chunks: Sequence[Tensor], search: Search
-) -> Ended:
-    """The same end, with scales, and signs that the cost leaves as they are, fitted to the weights."""
-    seen = [name for name, sign in best.element.signs.items() if bool((sign != 1).any())]
-    left = group.restricted("flip", "scale").without(seen, "flip") if seen else group.restricted("flip", "scale")
-    if not left.moves & {"flip", "scale"}:
-        return best
-    ends = []
-    for rows in chunks:
-        cost = by_weights(rows)
-        features = cost.features_after(best.element.select(rows))
-        descent = Descent(PlainCost(left, cost.reference, features), search.max_sweeps, search.tolerance)
-        ends.append(descent.descend(descent.identity(), descent.everything))
-    rest, converged = joined([end.element for end in ends]), torch.cat([end.converged for end in ends])
-    rest = Element(group, signs=rest.signs, log_scales=rest.log_scales)
-    return replace(best, element=rest @ best.element, converged=best.converged & converged)
-
-
-def _result(found: Found, element: Element, shape: torch.Size) -> Alignment:
-    best, histories = found.best, found.best.histories()
-    if shape:
-        cost, initial, converged, *ends = (
-            value.reshape(shape) for value in (best.cost, found.initial, best.converged, *found.ends)
-        )
-        return Alignment(element, cost, initial, histories, converged, tuple(ends))
-    costs = tuple(float(end) for end in found.ends)
-    return Alignment(element, float(best.cost), float(found.initial), histories[0], bool(best.converged), costs)
+def _result(found: Sequence[_Found], group: Group, device: torch.device, shape: torch.Size) -> Alignment:
+    parts = [
+        {name: torch.cat([one.element.parts[k][name] for one in found]) for name in part}
+        for k, part in enumerate(found[0].element.parts)
+    ]
+    fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
+    shaped = [{n: v.reshape(*shape, *group[n].shape) for n, v in part.items()} for part in parts]
+    element = Element(group, *shaped, batch_shape=shape).to(device)
+    most = max(len(one.ends) for one in found)
+    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
+    cost, initial, converged = (torch.cat([one[k] for one in found]) for k in (1, 2, 3))
+    return Alignment(element, fit(cost), fit(initial), fit(converged), tuple(fit(end) for end in ends))

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.assignment import assign
-from pyro_symmetric.alignment.elements import at_home
+from pyro_symmetric.alignment.many import recentred
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.samples import Draws, chains_of
@@ -98,7 +98,7 @@ def relabel(
     labels, reference, _ = min(ends, key=lambda end: end[2])
     if method == "ecr":
         _warn_of_unused(reference)
-    labels = at_home(group.element({name: labels}))[name]
+    labels = recentred(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(posterior.num_chains, posterior.num_samples, -1)}))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many, many
+from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
 from pyro_symmetric.posterior import Posterior
@@ -148,23 +148,6 @@ def test_bad_members_are_named():
         align_many([listed[0], listed[1] | {"in": torch.full((6, 3), torch.nan)}], GROUP)
     with pytest.raises(ValueError, match=r"batch shape \(\)"):
         align_many(listed[0], GROUP)
-    with pytest.raises(TypeError, match="sources is 3"):
-        align_many(3, GROUP)
-    with pytest.raises(ValueError, match="cost is 'kl'"):
-        align_many(members, GROUP, cost="kl")
-    for name, value in (("max_sweeps", 0), ("tolerance", -1.0), ("tolerance", float("nan")), ("max_rounds", 0)):
-        with pytest.raises(ValueError, match=name):
-            align_many(members, GROUP, **{name: value})
-    with pytest.raises(ValueError, match="each is 'mode'"):
-        align_many(members, GROUP, each="mode")
-
-
-def test_long_work_shows_a_bar(capsys, monkeypatch):
-    align_many(scattered(GROUP, 3)[0], GROUP)
-    assert "align many" not in capsys.readouterr().err
-    monkeypatch.setattr(many, "BAR_DELAY", 0.0)
-    align_many(scattered(GROUP, 3)[0], GROUP)
-    assert "align many" in capsys.readouterr().err
 
 
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():

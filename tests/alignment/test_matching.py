@@ -7,7 +7,7 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from torch.distributions import Normal, constraints, kl_divergence
 
-from pyro_symmetric.alignment import GaussianWeights, align, matching, to_gaussian
+from pyro_symmetric.alignment import GaussianWeights, align, to_gaussian
 from pyro_symmetric.groups import Axis, Group, Units
 
 
@@ -159,22 +159,6 @@ def test_restarts_reach_the_enumerated_optimum_of_small_deep_networks(group):
 
 
 @pytest.mark.stochastic
-def test_most_recurrent_matrices_alone_reach_the_enumerated_optimum():
-    # A quadratic assignment problem, nothing linear to hold on to. Measured over 100 pairs: 87 reach the optimum (76
-    # without shorter steps). At that rate fewer than 5 of 10 succeed with probability 6e-4 (and the seed is fixed).
-    group = Group.declare({"w": ("h", "h")}, {"w": torch.zeros(5, 5)})
-    elements = group.enumerate()
-    reached = 0
-    for _ in range(10):
-        source, reference = random_weights(group), random_weights(group)
-        optimum = float(squared_distance(elements(source), reference, 1).min())
-        result = align(source, reference, group, restarts=30)
-        assert result.cost >= optimum * (1 - 1e-12)
-        reached += result.cost <= optimum * (1 + 1e-12)
-    assert reached >= 5
-
-
-@pytest.mark.stochastic
 def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
     # Measured: 46 of 50, and 35 of 50 when steps that overshoot are dropped instead of shortened (at width 64, 15 and 3
     # of 20). At a rate of 0.92 fewer than 6 of 10 succeed with probability 6e-4 (and the seed is fixed).
@@ -191,14 +175,13 @@ def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("group", NETWORKS.values(), ids=NETWORKS)
-def test_cost_is_the_distance_of_the_moved_source_and_history_never_rises(group, dtype):
+def test_cost_is_the_distance_of_the_moved_source(group, dtype):
     source, reference = random_gaussian(group, dtype), random_gaussian(group, dtype)
     result = align(source, reference, group)
     moved = act(result.element, source)
     distance = squared_distance(moved.loc, reference.loc) + squared_distance(moved.scale, reference.scale)
     assert result.cost == pytest.approx(float(distance), rel=1e-6 if dtype == torch.float32 else 1e-12)
-    assert result.history[-1] == result.cost == min(result.start_costs)
-    assert all(later < earlier for earlier, later in zip(result.history, result.history[1:], strict=False))
+    assert result.cost == min(result.start_costs)
     assert result.cost <= result.initial_cost
 
 
@@ -271,24 +254,6 @@ def test_narrow_networks_start_anew_by_default_and_wide_ones_do_not():
         assert len(align(*weights, group, max_sweeps=1).start_costs) == starts
 
 
-def test_long_work_shows_a_bar(capsys, monkeypatch):
-    group = mlp(3, 4, 4, 2)
-    align(random_weights(group), random_weights(group), group)
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(matching, "BAR_DELAY", 0.0)
-    align(random_weights(group), random_weights(group), group)
-    assert "align" in capsys.readouterr().err
-
-
-def test_an_alignment_shows_what_it_gained():
-    group = mlp(3, 4, 2)
-    result = align(random_weights(group), random_weights(group), group)
-    assert f"cost {result.initial_cost:.6g} -> {result.cost:.6g}, one descent, converged" in repr(result)
-
-
-# Gaussians ----------------------------------------------------------------------------------------------------------
-
-
 def mirrored_gaussians():
     """Rossi et al. 2023, Fig. A1: two Gaussians in the plane that are each other's mirror image at y = x."""
     group = Group.declare({"w": ("h",)}, {"w": torch.zeros(2)})
@@ -356,16 +321,6 @@ def test_two_guides_are_aligned_by_their_unconstrained_moments(guide_class):
 # errors -------------------------------------------------------------------------------------------------------------
 
 
-def test_bad_arguments_are_named():
-    group = mlp(3, 4, 2)
-    weights = random_weights(group)
-    with pytest.raises(ValueError, match=r"cost is 'cosine'"):
-        align(weights, weights, group, "cosine")
-    for name, value in (("restarts", -1), ("max_sweeps", 0), ("tolerance", -1.0), ("tolerance", float("nan"))):
-        with pytest.raises(ValueError, match=name):
-            align(weights, weights, group, **{name: value})
-
-
 def test_sites_that_do_not_fit_are_named():
     group = mlp(3, 4, 2)
     good = random_weights(group)
@@ -387,19 +342,6 @@ def test_sites_that_do_not_fit_are_named():
         align({}, good, group)
     with pytest.raises(TypeError, match="group is"):
         align(good, good, {"hidden": 4})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named(value):
-    group = mlp(3, 4, 2)
-    good = random_weights(group)
-    bad = good | {"1.weight": torch.full((2, 4), value)}
-    with pytest.raises(ValueError, match=r"source\['1.weight'\] holds 8 NaN or infinite"):
-        align(bad, good, group)
-    with pytest.raises(
-        ValueError, match=r"scale(\['1.weight'\] holds NaN| of reference\['1.weight'\] holds 8 NaN or infinite)"
-    ):
-        align(good, GaussianWeights(good, {s: v.abs() for s, v in bad.items()}), group)
 
 
 def test_densities_refuse_a_reference_without_spread():

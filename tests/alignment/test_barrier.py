@@ -10,8 +10,7 @@ from pyro.distributions import constraints
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.alignment import GaussianWeights, loss_barrier
-from pyro_symmetric.alignment.paths import barrier, marginalise
+from pyro_symmetric.alignment import GaussianWeights, barrier, loss_barrier
 from pyro_symmetric.guides import interpolate
 from pyro_symmetric.likelihoods import CategoricalLikelihood
 from pyro_symmetric.models import BayesianModel
@@ -55,7 +54,7 @@ def test_the_barrier_is_the_largest_excess_over_the_chord() -> None:
     assert set(curve.to_dict()) == {"t", "losses", "metrics", "barriers"}
 
 
-def test_the_marginalised_loss_averages_probabilities_not_their_logarithms() -> None:
+def test_the_barrierd_loss_averages_probabilities_not_their_logarithms() -> None:
     log_p = torch.tensor([[0.2, 0.5], [0.6, 0.1]]).log()
     ends = gaussian(0.0, 1.0), gaussian(0.0, 1.0)
     curve = loss_barrier(*ends, lambda w: log_p, num_points=3, num_samples=2)
@@ -154,7 +153,7 @@ def test_chunks_of_draws_and_of_rows_change_nothing(monkeypatch: pytest.MonkeyPa
     size = sum(shape.numel() for shape in model.site_shapes.values())
     for draws, numbers in ((8, 40), (8, 2**24), (3, 2**24)):
         monkeypatch.setattr(barrier, "CHUNK_WEIGHTS", draws * size)
-        monkeypatch.setattr(marginalise, "CHUNK_NUMBERS", numbers)
+        monkeypatch.setattr(barrier, "CHUNK_NUMBERS", numbers)
         torch.manual_seed(3)
         whole = loss_barrier(first, second, model, (x, y), num_points=3, num_samples=8)
         curves.append(whole)

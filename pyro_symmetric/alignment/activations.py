@@ -1,4 +1,4 @@
-r"""Costs by what units do: the correlation of hidden activations on given inputs.
+r"""What units do: the correlation of hidden activations on given inputs.
 
 .. math:: S_{ij} = \operatorname{corr}_x\big( h^{(0)}_i(x),\; h^{(1)}_j(x) \big)
 
@@ -23,14 +23,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.costs.table import TableCost
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import site_names, try_out
 from pyro_symmetric.discovery.flow import Leaf, Value
 from pyro_symmetric.discovery.symmetry import copied
 from pyro_symmetric.discovery.trace import Trace, walked
-from pyro_symmetric.groups import Axis
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.weights import Weights
 
 # How many numbers the activations of the sources that are evaluated together may hold.
@@ -53,19 +51,23 @@ class _Show:
     index: Tensor
 
 
-class ActivationCost:
-    """Costs by correlation of hidden activations, for ``align(..., cost=ActivationCost(net, x))``.
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """What units do, as features of their own.
 
-    The costs that the alignment reports are minus the sums of correlations. Signs go with the match if units have one;
-    scales, which no correlation sees, are fitted to the weights.
+    :param group: the units, along sites of their own, ``(count, samples)``.
+    :param reference: site -> features ``(1, 1, count, samples)``; ``source``: ``(1, B, count, samples)``.
+    :param signed: name of the units -> the set of units, itself or inside it, whose sign shows.
+    """
 
-    >>> net, x = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(50, 2)
-    >>> symmetry = ps.find_symmetry(net, x)
-    >>> element = symmetry.sample()
-    >>> other = symmetry.act(element, net)
-    >>> result = ps.align(other, net, symmetry, cost=ps.alignment.ActivationCost(net, x))
-    >>> result.element["0"].tolist() == element.inverse()["0"].tolist()
-    True
+    group: Group
+    reference: Weights
+    source: Weights
+    signed: Mapping[str, str]
+
+
+class Activations:
+    """Hidden activations of a network under many weights, unit by unit.
 
     :param net: the network, in whose place weights are put. It isn't changed; parameters and buffers that weights lack
         are taken from it. It runs in eval mode.
@@ -74,42 +76,33 @@ class ActivationCost:
     """
 
     def __init__(self, net: nn.Module, *inputs: Any):
-        arguments.instance("net", net, nn.Module, "a torch.nn.Module")
+        arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
         self._net = copied(net).eval()
         try_out(self._net, inputs)
         self._trace = Trace(self._net, inputs)
         self._flow, (self._values,) = walked([self._trace])
         _, self._classes = self._flow.classes()
 
-    def __repr__(self) -> str:
-        return f"ActivationCost({type(self._net).__name__})"
-
-    def __call__(self, sources: Weights, reference: Weights, group: Any) -> TableCost:
-        """Correlations of every unit of the reference (rows) with every unit of each source, for every set of units.
+    def __call__(self, sources: Weights, reference: Weights, group: Group) -> Shown:
+        """Standardised activations of every set of units that is permuted.
 
         :param sources: weights with one leading batch dimension: one batched forward for as many as fit into memory.
         """
-        group = group_of(group)
-        arguments.weights("sources", sources)
-        arguments.weights("reference", reference)
-        if 0 in (batch := group.batch_shape(sources)) or len(batch) != 1:
-            raise ValueError(f"sources has batch shape {tuple(batch)}; it must be (number of sources,)")
-        every = [{site: value[k] for site, value in sources.items()} for k in range(batch[0])]
+        count = len(next(iter(sources.values())))
+        every = [{site: value[k] for site, value in sources.items()} for k in range(count)]
         shows = self._shows(group)
         known = self._activations([reference], shows)
         entries = sum(value.numel() for value in known.values()) + sum(v.numel() for v in reference.values())
         size = max(1, CHUNK_ENTRIES // max(1, 3 * entries))
-        pieces = [self._activations(every[k : k + size], shows) for k in range(0, len(every), size)]
-        example = next(iter(reference.values()))
-        tables = {}
-        for name in group.names("permute"):
-            if name in shows:
-                first = known[name][0]
-                parts = [torch.einsum("bis,kbjs->kij", first, own[name]) / len(first) for own in pieces]
-                tables[name] = torch.cat(parts)
-            else:  # all that such a unit consists of is matched inside it
-                tables[name] = example.new_zeros(len(every), group[name].count, group[name].count)
-        return TableCost(group, tables, _signed(group))
+        pieces = [self._activations(every[k : k + size], shows) for k in range(0, count, size)]
+
+        def laid(value: Tensor) -> Tensor:  # (B, blocks, count, entries) -> one channel
+            return value.transpose(1, 2).flatten(2).unsqueeze(0)
+
+        first = {name: laid(value) / value.shape[1] for name, value in known.items()}
+        signed = {name: own for name, own in _signed(group).items() if name in shows}
+        whole = _of_shows(group.permutations, first, signed)
+        return Shown(whole, first, {name: laid(torch.cat([own[name] for own in pieces])) for name in shows}, signed)
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +121,7 @@ class ActivationCost:
             elif bool((unit >= 0).any()):
                 raise ValueError(
                     f"no operator's result shows all {group[name].count} units {name!r} (a layer inside "
-                    "nn.LSTM(num_layers=...), say); align over a group without them, or by cost 'l2'"
+                    "nn.LSTM(num_layers=...), say); align over a group without them, or by their weights"
                 )
         return found
 
@@ -226,6 +219,20 @@ class ActivationCost:
             else:
                 arguments.append(own[target] if target in own else self._trace.constant(spec.target))
         return arguments
+
+
+def _of_shows(group: Group, features: Weights, signed: Mapping[str, str]) -> Group:
+    """The permuted units, each along the site of its own activations and those of what lies inside it."""
+    shapes = {name: value.shape[2:] for name, value in features.items()}
+    units = []
+    for name, one in group.units.items():
+        axes = []
+        for site in (own for own in group.family(name) if own in shapes):
+            index = torch.arange(shapes[site][0], device="cpu").reshape(one.count, -1).T
+            axes.append(Axis(site, 0, index, int(site == name and name in signed)))
+        moves = one.moves | ({"flip"} if name in signed else set())
+        units.append(Units(name, one.size, tuple(axes), one.parent, one.copies, frozenset(moves)))
+    return Group(units, shapes)
 
 
 def _rows(value: Tensor, show: _Show) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from pyro_symmetric.alignment.matching import COSTS
+from pyro_symmetric.alignment.features import COSTS
 
 N = 7
 
@@ -20,9 +20,9 @@ def test_cost_falls_linearly_with_the_inner_product_of_features(name):
     reference, source = moments()
     if not cost.deviations:
         reference, source = reference[:1], source[:1]
-    moved = [cost.features(source[:, torch.randperm(N)]) for _ in range(50)]
+    moved = [cost.of_source(source[:, torch.randperm(N)]) for _ in range(50)]
     distances = torch.stack([cost.distance(reference, m).sum() for m in moved])
-    products = torch.stack([(cost.reference_features(reference) * m).sum() for m in moved])
+    products = torch.stack([(cost.of_reference(reference) * m).sum() for m in moved])
     slope = -2.0 if cost.squared else -1.0
     constant = distances - slope * products
     torch.testing.assert_close(constant, constant[:1].expand_as(constant))
@@ -32,7 +32,7 @@ def test_the_gaussian_cost_is_the_divergence_up_to_the_entropy_of_the_source():
     reference, source = moments()
     first, second = Normal(*source), Normal(*reference)
     expected = kl_divergence(first, second) + first.entropy()
-    torch.testing.assert_close(COSTS["gaussian"].distance(reference, COSTS["gaussian"].features(source)), expected)
+    torch.testing.assert_close(COSTS["gaussian"].distance(reference, COSTS["gaussian"].of_source(source)), expected)
 
 
 def test_wasserstein_is_the_squared_transport_distance_of_sorted_draws():

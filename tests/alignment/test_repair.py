@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.alignment import loss_barrier
-from pyro_symmetric.alignment.paths.repair import Repair
+from pyro_symmetric.alignment.repair import Repair
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 

@@ -1,0 +1,228 @@
+r"""What alignment compares: features of a reference and of a source, site by site, whose inner product is the score.
+
+A cost is one elementwise function that falls linearly, over all permutations and signs, with the inner product of the
+reference's features and the moved source's:
+
+========================  ==================================  ===========================  =============================
+cost                      cost of one weight                  features of the reference    features of the source
+========================  ==================================  ===========================  =============================
+``"l2"``                  :math:`(m_0 - m_1)^2`               :math:`m_0`                  :math:`m_1`
+``"wasserstein"``         and :math:`(s_0 - s_1)^2`           :math:`m_0, s_0`             :math:`m_1, s_1`
+``"gaussian"``            :math:`-E \log N(w; m_0, s_0^2)`    :math:`m_0/s_0^2,            :math:`m_1, s_1^2 + m_1^2`
+                                                              -1/2s_0^2`
+activations               minus the product                   standardised                 standardised
+========================  ==================================  ===========================  =============================
+
+``"wasserstein"`` is the squared 2-Wasserstein distance of mean-field Gaussians (Rossi et al. 2023, arXiv 2310.10171),
+``"l2"``, and it of plain networks, weight matching (Ainsworth et al. 2023, arXiv 2209.04836). ``"gaussian"`` is, up to
+the source's entropy, the divergence from the reference: every weight counts by its precision, so that no site counts
+for more because of its units of measurement; but the few weights known best decide.
+
+Moments and features are tensors ``(channels, batch, *site_shape)``; a sign flips the first channel only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.alignment.gaussian import GaussianWeights
+from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.weights import batch_shape, require_finite
+
+Moments = dict[str, Tensor]
+
+# How many numbers the sources that are matched together may hold, with their scores.
+CHUNK_ENTRIES = 2**26
+# A weight that varies by less than this part of its size, such as the zeros of a triangle, says nothing of any label.
+LEAST_SPREAD = 1e-7
+
+
+def _same(moments: Tensor) -> Tensor:
+    return moments
+
+
+def _squares(reference: Tensor, moved: Tensor) -> Tensor:
+    return (reference - moved).square()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A cost of pairs of moments.
+
+    :param distance: moments of the reference and features of the moved source -> costs, elementwise.
+    :param of_reference: moments -> features; ``of_source``: likewise.
+    :param centre: the mean of the features of many sources -> the moments of the reference that is best for them.
+    :param deviations: whether deviations count, if there are any.
+    :param squared: whether scales have a best value.
+    """
+
+    distance: Callable[[Tensor, Tensor], Tensor] = _squares
+    of_reference: Callable[[Tensor], Tensor] = _same
+    of_source: Callable[[Tensor], Tensor] = _same
+    centre: Callable[[Tensor], Tensor] = _same
+    deviations: bool = True
+    squared: bool = True
+
+    def total(self, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Tensor:
+        """The cost of each source over all sites, float64 ``(B,)``."""
+        parts = [self.of_site(reference[site], value) for site, value in moved.items()]
+        return torch.stack(parts).sum(0) if parts else torch.zeros(1, dtype=torch.float64, device="cpu")
+
+    def of_site(self, reference: Tensor, moved: Tensor) -> Tensor:
+        """The cost of one site, float64 ``(B,)``."""
+        distance = self.distance(reference, moved)
+        return distance.reshape(-1, moved.shape[1], moved[0, 0].numel()).sum((0, 2), dtype=torch.float64)
+
+
+def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
+    loc, scale = reference
+    variance = moved[0].square().neg_().add_(moved[1])  # in place: this is most of what many draws cost
+    variance.add_((moved[0] - loc).square_()).mul_(0.5 / scale.square())
+    return variance.add_(scale.log() + 0.5 * math.log(2 * math.pi))
+
+
+def _fitted(features: Tensor) -> Tensor:
+    loc, square = features
+    variance = square - loc**2
+    return torch.stack([loc, torch.where(variance > LEAST_SPREAD**2 * square, variance, 1.0).sqrt()])
+
+
+COSTS = {
+    "wasserstein": Cost(),
+    "l2": Cost(deviations=False),
+    "gaussian": Cost(
+        _divergence,
+        lambda moments: torch.stack([moments[0] / moments[1] ** 2, -0.5 / moments[1] ** 2]),
+        lambda moments: torch.stack([moments[0], moments[0] ** 2 + moments[1:].square().sum(0)]),
+        _fitted,
+        squared=False,
+    ),
+}
+CORRELATION = Cost(lambda reference, moved: -reference * moved)
+
+
+def require_fit(cost: str, group: Group, reference: GaussianWeights | None = None) -> None:
+    """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
+    if COSTS[cost].squared:
+        return
+    if group.names("scale"):
+        raise ValueError(
+            f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and scales make any density as high "
+            "as one likes: use cost='wasserstein', or the symmetry's .finite part"
+        )
+    for site, scale in reference.scale.items() if reference else ():
+        if site in group.site_shapes and not bool((scale > 0).all()):
+            raise ValueError(f"reference has deviations of zero at site {site!r}; cost {cost!r} needs them positive")
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.Size:
+    """The leading dimensions of all sites.
+
+    :raises ValueError: naming the site that doesn't fit, or if the batch is empty.
+    """
+    group.require_own(weights.loc, name)
+    shapes = {site: weights.shape_of(site, group.site_shapes[site]) for site in _comparable(group)}
+    if shapes.keys().isdisjoint(weights.loc):
+        return torch.Size()
+    shape = batch_shape(weights.loc, shapes, name)
+    if 0 in shape:
+        raise ValueError(f"{name} has batch shape {tuple(shape)}, so it holds no weights at all")
+    return shape
+
+
+def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[str]:
+    """The sites that are compared, which all hold: those that the group knows, without buffers.
+
+    :param given: what messages call each -> its moments.
+    :raises ValueError: naming the site that some lack, or whose values don't suit the group or one another.
+    """
+    required = set(group.required_sites)
+    sites = [s for s in _comparable(group) if s in required or any(s in own.loc for own in given.values())]
+    for site in sites:
+        for name, weights in given.items():
+            if site not in weights.loc:
+                raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {sorted(weights.loc)}")
+            _check_site(site, weights, group, name)
+        if len(unconstrained := {site in weights.supports: name for name, weights in given.items()}) > 1:
+            raise ValueError(
+                f"{unconstrained[True]}[{site!r}] is unconstrained, as a guide has it, but {unconstrained[False]}"
+                f"[{site!r}] isn't: map it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+            )
+    return sites
+
+
+def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost) -> list[Moments]:
+    """Moments of each, site -> ``(channels, B, *site_shape)``.
+
+    Numbers have the widest dtype of all, at least float32, in which inner products are meaningful.
+    """
+    # Of plain weights no deviations need to be carried along.
+    varies = cost.deviations and any(bool(weights.scale[site].any()) for weights in given for site in sites)
+    result: list[Moments] = [{} for _ in given]
+    for site in sites:
+        dtype = torch.float32
+        for weights in given:
+            dtype = torch.promote_types(dtype, weights.loc[site].dtype)
+        for moments, weights in zip(result, given, strict=True):
+            shape = weights.shape_of(site, group.site_shapes[site])
+            channels = (weights.loc[site], weights.scale[site])[: 1 + varies]
+            moments[site] = torch.stack([value.to(dtype).reshape(-1, *shape) for value in channels])
+    return result
+
+
+def shifted(group: Group, reference: Moments, source: Moments) -> tuple[Moments, dict[str, Tensor]]:
+    """Add to the biases in front of a softmax the constants that bring means closest; they concern nothing else.
+
+    :return: the moments, and name of the units that shift -> constants ``(B, *units.shape)``.
+    """
+    result, shifts = dict(source), {}
+    for name in group.names("shift"):
+        gaps = []
+        for axis in group.axes(name):
+            if axis.site in source:
+                gap = group.view(axis.site, reference[axis.site][0] - source[axis.site][0])
+                gaps.append(gap.movedim(1 + axis.dim, -1)[..., axis.index].flatten(1, -2))
+        if gaps:
+            shifts[name] = torch.cat(gaps, 1).mean(1).reshape(-1, *group[name].shape)
+    element = Element(group.shifts, shifts=shifts)
+    for site in set(group.shifts.sites) & set(source) if shifts else ():
+        result[site] = torch.cat([element.on_site(site, source[site][0]).unsqueeze(0), source[site][1:]])
+    return result, shifts
+
+
+def chunks_of(group: Group, source: Mapping[str, Tensor]) -> list[Tensor]:
+    """Numbers of the sources to match together, so that their weights and scores fit into memory."""
+    batch = next((value.shape[1] for value in source.values()), 1)
+    weights = sum(value[:, 0].numel() for value in source.values())
+    scores = sum(u.count**2 * len(u.axes) for u in group.units.values() if "permute" in u.moves)
+    return list(torch.arange(batch, device="cpu").split(max(1, CHUNK_ENTRIES // max(1, 3 * weights + 2 * scores))))
+
+
+# small steps ----------------------------------------------------------------------------------------------------------
+
+
+def _comparable(group: Group) -> list[str]:
+    buffers = set(group.buffers)
+    return [site for site in group.site_shapes if site not in buffers]
+
+
+def _check_site(site: str, weights: GaussianWeights, group: Group, name: str) -> None:
+    members = [(other, axis) for by_dim in group.members(site).values() for other, axis in by_dim]
+    rescaled = any(axis.exponent or "shift" in group[other].moves for other, axis in members)
+    bijection = weights.bijection(site)
+    if bijection is not None and (rescaled or (bijection.domain.event_dim and members)):
+        how = "rescaled or shifted" if rescaled else "permuted"
+        raise ValueError(
+            f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
+            f"unconstrained values {'linearly' if rescaled else 'element by element'}; its moments can't be {how}"
+        )
+    require_finite({site: weights.loc[site]}, name)
+    require_finite({site: weights.scale[site]}, f"scale of {name}")
