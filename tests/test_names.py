@@ -53,5 +53,3 @@ def test_what_a_base_takes_is_passed_on() -> None:
 def test_a_table_of_priors_takes_no_arguments() -> None:
     with pytest.raises(TypeError, match="priors"):
         ps.discovery.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))
-
-

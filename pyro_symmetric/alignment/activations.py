@@ -1,4 +1,4 @@
-r"""What units do: the correlation of hidden activations on given inputs.
+r"""Correlations of hidden activations on given inputs: units by what they do.
 
 .. math:: S_{ij} = \operatorname{corr}_x\big( h^{(0)}_i(x),\; h^{(1)}_j(x) \big)
 
@@ -29,6 +29,7 @@ from pyro_symmetric.discovery.flow import Leaf, Value
 from pyro_symmetric.discovery.symmetry import copied
 from pyro_symmetric.discovery.trace import Trace, walked
 from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.units import moves_of
 from pyro_symmetric.weights import Weights
 
 # How many numbers the activations of the sources that are evaluated together may hold.
@@ -53,7 +54,7 @@ class _Show:
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """What units do, as features of their own.
+    """Features of what units do.
 
     :param group: the units, along sites of their own, ``(count, samples)``.
     :param reference: site -> features ``(1, 1, count, samples)``; ``source``: ``(1, B, count, samples)``.
@@ -230,8 +231,8 @@ def _of_shows(group: Group, features: Weights, signed: Mapping[str, str]) -> Gro
         for site in (own for own in group.family(name) if own in shapes):
             index = torch.arange(shapes[site][0], device="cpu").reshape(one.count, -1).T
             axes.append(Axis(site, 0, index, int(site == name and name in signed)))
-        moves = one.moves | ({"flip"} if name in signed else set())
-        units.append(Units(name, one.size, tuple(axes), one.parent, one.copies, frozenset(moves)))
+        flips = moves_of("moves", "flip") if name in signed else frozenset()
+        units.append(Units(name, one.size, tuple(axes), one.parent, one.copies, one.moves | flips))
     return Group(units, shapes)
 
 

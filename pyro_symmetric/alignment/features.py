@@ -1,4 +1,4 @@
-r"""What alignment compares: features of a reference and of a source, site by site, whose inner product is the score.
+r"""Features of a reference and of a source, site by site, whose inner product is the score of an alignment.
 
 A cost is one elementwise function that falls linearly, over all permutations and signs, with the inner product of the
 reference's features and the moved source's:

@@ -212,8 +212,10 @@ def align_many(
     element = recentred(best.element).within(group) @ scales
     if frame.shifts:
         element = element @ Element(group, shifts=frame.shifts)
-    parts = [{n: v.reshape(*shape, *group[n].shape) for n, v in part.items()} for part in element.parts]
-    element = Element(group, *parts, batch_shape=shape)
+    permutations, signs, logs, shifts = (
+        {n: v.reshape(*shape, *group[n].shape) for n, v in part.items()} for part in element.parts
+    )
+    element = Element(group, permutations, signs, logs, shifts, shape)
     moved = _moved(gaussian, element)
     barycentre = moved.each(
         lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(tuple(range(len(shape))))
@@ -369,7 +371,7 @@ def _some(values: Moments, rows: Tensor) -> Moments:
 def _put(element: Element, rows: Tensor, other: Element) -> Element:
     """A batch ``(B,)`` in which some elements are those of another batch."""
     index = torch.zeros(element.batch_shape[0], dtype=torch.long, device="cpu").index_copy(
-        0, rows, torch.arange(len(rows))
+        0, rows, torch.arange(len(rows), device="cpu")
     )
     taken = torch.zeros(element.batch_shape[0], dtype=torch.bool, device="cpu").index_fill(0, rows, True)
     return chosen(taken, other.select(index), element)
@@ -487,7 +489,7 @@ def _as_given(sources: Any, element: Element, gaussian: GaussianWeights, device:
         return element(sources)
     if isinstance(sources, GaussianWeights):
         return moved_to(gaussian, device)
-    members = []
+    members: list[Any] = []
     for k, own in enumerate(sources):
         weights, one = plain(own), element.select(k)
         if not isinstance(weights, Mapping):

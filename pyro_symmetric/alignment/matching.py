@@ -241,14 +241,14 @@ def _acted(element: Element, site: str, value: Tensor) -> Tensor:
 
 
 def _result(found: Sequence[_Found], group: Group, device: torch.device, shape: torch.Size) -> Alignment:
-    parts = [
-        {name: torch.cat([one.element.parts[k][name] for one in found]) for name in part}
-        for k, part in enumerate(found[0].element.parts)
-    ]
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    shaped = [{n: v.reshape(*shape, *group[n].shape) for n, v in part.items()} for part in parts]
-    element = Element(group, *shaped, batch_shape=shape).to(device)
+    permutations, signs, log_scales, shifts = (
+        {n: torch.cat([one.element.parts[k][n] for one in found]).reshape(*shape, *group[n].shape) for n in part}
+        for k, part in enumerate(found[0].element.parts)
+    )
+    element = Element(group, permutations, signs, log_scales, shifts, shape).to(device)
     most = max(len(one.ends) for one in found)
     ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
-    cost, initial, converged = (torch.cat([one[k] for one in found]) for k in (1, 2, 3))
+    cost, initial = torch.cat([one.cost for one in found]), torch.cat([one.initial for one in found])
+    converged = torch.cat([one.converged for one in found])
     return Alignment(element, fit(cost), fit(initial), fit(converged), tuple(fit(end) for end in ends))

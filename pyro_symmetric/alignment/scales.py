@@ -14,7 +14,7 @@ with conjugate gradients takes a few steps, each shortened until it lowers the d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -93,9 +93,9 @@ def _element(group: Group, u: Tensor) -> Element:
 
 def _least(squares: Sum, products: Sum) -> Tensor:
     up, down = (squares.pulls(squares.masses(), side) for side in (1, -1))
-    pulled = [products.pulls(products.masses(), side) for side in (1, -1)]
+    pulled_up, pulled_down = (products.pulls(products.masses(), side) for side in (1, -1))
     # What pulls nowhere stays; so does what would shrink for ever: the pull of its one side keeps it away from zero.
-    free = ((up > 0) & (down > 0)) | ((up + down > 0) & (torch.where(up > 0, *pulled) > 0))
+    free = ((up > 0) & (down > 0)) | ((up + down > 0) & (torch.where(up > 0, pulled_up, pulled_down) > 0))
     diagonal = 2 * (up + down).clamp_min(1e-300)
 
     def distance(u: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _least(squares: Sum, products: Sum) -> Tensor:
     return u
 
 
-def _newton_step(distance, u: Tensor, free: Tensor, diagonal: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _newton_step(distance: Callable[[Tensor], Tensor], u: Tensor, free: Tensor, diagonal: Tensor) -> Tensor:
     """Newton's step by conjugate gradients, cut off where the distance curves downwards."""
     with torch.inference_mode(False), torch.enable_grad():
         here = u.detach().clone().requires_grad_()
