@@ -98,12 +98,13 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
     :param units: cell -> its units; cells that ride along with others have none.
     """
     first, chains = _first_reasons(flow, cells), _Chains(flow)
-    axes = []
+    moves, axes = np.zeros(cells.cell.max(initial=0) + 1, dtype=bool), []
+    moves[list(cells.cells)] = True
     for leaf in flow.leaves.values():
         for dim, part in enumerate(leaf.value.parts):
             atoms = part.atoms if leaf.slices is None or dim != 1 else np.unique(part.atoms)
             own = cells.cell[cells.unit[atoms]]
-            permuted = np.isin(own, list(cells.cells))
+            permuted = moves[own]
             movers = {up for cell in np.unique(own[permuted]).tolist() for up in (cell, *cells.cells[cell].parents)}
             names = [one.name for mover, one in units.items() if mover in movers]
             numbers, reasons = _reasons(atoms[~permuted], flow, cells, first)
@@ -121,7 +122,7 @@ class _Chains:
     """Shortest chains of facts between arrays of atoms."""
 
     def __init__(self, flow: Flow):
-        self.flow = flow
+        self.flow, self.starts = flow, np.array(flow.starts)
         self.names = {
             int(self._blocks(part.atoms)[0]): f"{leaf.site}[{dim}]"
             for leaf in flow.leaves.values()
@@ -140,7 +141,7 @@ class _Chains:
     def _blocks(self, atoms: Array) -> list[int]:
         """The arrays in which some of these atoms were new."""
         some = atoms.reshape(-1)[:: max(1, atoms.size // 16)]
-        return (np.searchsorted(self.flow.starts, some, side="right") - 1).tolist()
+        return (np.searchsorted(self.starts, some, side="right") - 1).tolist()
 
     def between(self, atoms: Array, target: Array) -> tuple[str, ...]:
         """The axes on the way, each with the operator that ties it to the one before."""
