@@ -200,7 +200,7 @@ class _Pair:
             element = end.element.within(self.group) @ scales @ element
             if bool((again.initial - end.cost <= REFITTED * again.initial).all()):
                 break
-        return self._ended(element, best, [*ends, *tried], source, shifts)
+        return self._ended(element, best, [*ends, *tried], descent.initial, source, shifts)
 
     def matched_by(self, shown: Shown, restarts: int, max_sweeps: int, tolerance: float, tick: Any) -> _Found:
         """The best element by what units do; signs that don't show, and scales, are fitted to the weights."""
@@ -216,14 +216,22 @@ class _Pair:
             self.group.signs.without(list(signs)), COSTS["l2"], self.reference, placed, tolerance, max_sweeps
         )
         element = Element(self.group, signs=left.search(0)[0].element.signs) @ element
-        return self._ended(element, best, ends, source, shifts)._replace(cost=best.cost, initial=descent.initial)
+        found = self._ended(element, best, ends, descent.initial, source, shifts)
+        return found._replace(cost=best.cost, initial=descent.initial)
 
     def _ended(
-        self, element: Element, best: Ended, ends: list[Tensor], source: Moments, shifts: dict[str, Tensor]
+        self,
+        element: Element,
+        best: Ended,
+        ends: list[Tensor],
+        initial: Tensor,
+        source: Moments,
+        shifts: dict[str, Tensor],
     ) -> _Found:
         """The element with fitted scales and shifts, and its cost."""
         cost = COSTS[self.cost]
-        initial = cost.total(self.reference, {site: cost.of_source(value) for site, value in self.source.items()})
+        if shifts or self.group.names("scale"):
+            initial = cost.total(self.reference, {site: cost.of_source(value) for site, value in self.source.items()})
         total = best.cost
         if self.group.names("scale"):
             placed = {site: _acted(element, site, value) for site, value in source.items()}
