@@ -119,7 +119,7 @@ def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
     """A mixture's mass between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
     chunk = max(1, _CHUNK_ENTRIES // means.numel())
-    slope = 0.5**0.5 / scale  # erf of products takes a third of the time of ndtr
+    slope = 0.5**0.5 / scale
     signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])
     below = (1 + signs) / 2
     return torch.diff(below, dim=0, prepend=torch.zeros_like(below[:1]), append=torch.ones_like(below[:1]))
