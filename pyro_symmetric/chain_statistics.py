@@ -1,18 +1,14 @@
 r"""Agreement of chains, and the worth of their draws, for many quantities at once.
 
-Rank-normalised split :math:`\hat R` (the larger one of values and folded values) and effective sample sizes of the
-bulk and of the tails (the smaller one of the indicators of the 5 % and 95 % quantiles), after Vehtari, Gelman, Simpson,
-Carpenter & Bürkner 2021, arXiv 1903.08008, with Geyer's initial monotone sequence; and the energy's Bayesian fraction
-of missing information, Betancourt 2016, arXiv 1604.00695, equation 3.
-
-The numbers are ArviZ's, which takes one weight at a time. A network has thousands of weights; here they are taken in
-parts that fit the cache, on as many threads as PyTorch uses, and autocovariances are averaged over chains before they
-are transformed back.
+Rank-normalised split :math:`\hat R` and effective sample sizes of the bulk and of the tails after Vehtari, Gelman,
+Simpson, Carpenter & Bürkner 2021, arXiv 1903.08008, with Geyer's initial monotone sequence; the energy's Bayesian
+fraction of missing information after Betancourt 2016, arXiv 1604.00695, equation 3. The numbers are ArviZ's, which
+takes one weight at a time; here thousands are taken in parts that fit the cache, on as many threads as PyTorch uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,9 +47,10 @@ class ChainStatistics:
         """The worst of each (NaN if any is unknown) and its median over the known ones (``r_hat_median`` ...)."""
         result = {}
         for name, values in vars(self).items():
-            worst = np.max if name == "r_hat" else np.min
-            result[name] = float(worst(values.numpy())) if values.numel() else float("nan")
-            result[f"{name}_median"] = _median(values)
+            known = values[~values.isnan()]
+            worst = values.amax if name == "r_hat" else values.amin
+            result[name] = float(worst()) if values.numel() else float("nan")
+            result[f"{name}_median"] = float(np.median(known)) if len(known) else float("nan")
         return result
 
 
@@ -75,12 +72,16 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
         raise ValueError(f"draws has shape {tuple(draws.shape)}; it must be (chains, draws, *event_shape)")
     event = draws.shape[2:]
     result = np.full((3, event.numel()), np.nan)
-    if draws.shape[0] > 0 and draws.shape[1] >= 4 and event.numel() > 0:
+    if draws.numel() and draws.shape[1] >= 4:
+        columns = draws.detach().flatten(2) if event else draws.detach()[..., None]
+        series_size = draws.shape[:2].numel()
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-            for start, block in _blocks(draws.detach()):
-                parts = _slices(len(block), _PART_ENTRIES // block[0].size)
-                for part, values in zip(parts, threads.map(lambda s: _part(block[s]), parts), strict=True):  # noqa: B023
-                    result[:, start + part.start : start + part.stop] = values
+            for block in _slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
+                series = columns[..., block].permute(2, 0, 1).contiguous().cpu()
+                series = series.float() if series.dtype.itemsize < 4 else series
+                numbers = series.numpy()
+                parts = _slices(len(numbers), _PART_ENTRIES // series_size)
+                result[:, block] = np.hstack(list(threads.map(_part, [numbers[part] for part in parts])))
     return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
 
 
@@ -177,50 +178,26 @@ def evenly_spaced(count: int, most: int) -> Tensor:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _median(values: Tensor) -> float:
-    known = values[~torch.isnan(values)]
-    return float(np.median(known.numpy())) if known.numel() else float("nan")
-
-
 def _slices(length: int, size: int) -> list[slice]:
     size = max(1, size)
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _blocks(draws: Tensor) -> Iterator[tuple[int, NDArray[np.floating]]]:
-    """Quantities first, ``(quantities, chains, draws)``, a block of them at a time, and which is its first."""
-    columns = draws.flatten(2) if draws.dim() > 2 else draws[..., None]
-    chains, length, count = columns.shape
-    for part in _slices(count, _BLOCK_ENTRIES // (chains * length)):
-        block = columns[..., part].permute(2, 0, 1).contiguous().cpu()
-        if block.dtype not in (torch.float32, torch.float64):
-            block = block.float() if block.is_floating_point() else block.double()
-        yield part.start, block.numpy()
-
-
-def _part(series: NDArray[np.floating]) -> Array:
+@np.errstate(all="ignore")
+def _part(series: NDArray[Any]) -> Array:
     """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
-    result = np.full((3, len(series)), np.nan)
-    rows = series.reshape(len(series), -1)
-    with np.errstate(all="ignore"):
-        usable = np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1))
-        if usable.any():
-            result[:, usable] = _usable_part(series[usable].astype(np.float64))
-    return result
-
-
-def _usable_part(series: Array) -> tuple[Array, Array, Array]:
+    series = series.astype(np.float64)
     count, chains, length = series.shape
-    half = length // 2
+    rows, half = series.reshape(count, -1), length // 2
     split = np.concatenate([series[..., :half], series[..., -half:]], axis=1)  # of an odd length, without the middle
     scores = _normal_scores(split)
-    limits = np.quantile(series.reshape(count, -1), TAILS, axis=1)
-    tails = [effective_size(split <= limit[:, None, None]) for limit in limits]
+    tails = [effective_size(split <= limit[:, None, None]) for limit in np.quantile(rows, TAILS, axis=1)]
     r_hat = np.full(count, np.nan)
     if chains > 1:
-        median = np.median(split, axis=(1, 2), keepdims=True)
-        r_hat = np.fmax(_r_hat(scores), _r_hat(_normal_scores(np.abs(split - median))))
-    return r_hat, effective_size(scores), np.minimum(*tails)
+        folded = np.abs(split - np.median(split, axis=(1, 2), keepdims=True))
+        r_hat = np.fmax(_r_hat(scores), _r_hat(_normal_scores(folded)))
+    usable = np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1))
+    return np.where(usable, [r_hat, effective_size(scores), np.minimum(*tails)], np.nan)
 
 
 def _normal_scores(split: Array) -> Array:
@@ -234,38 +211,35 @@ def _r_hat(split: Array) -> Array:
     within = split.var(-1, ddof=1).mean(1)
     between = length * split.mean(-1).var(1, ddof=1)
     result = np.sqrt((between / within + length - 1) / length)
-    # Of halves that stand still, both variances are rounding errors: rows that hardly vary are looked at.
-    suspects = np.flatnonzero(within < 1e-9)
-    few = split[suspects]
-    still, alike = (few == few[..., :1]).all((1, 2)), (few == few[:, :1, :1]).all((1, 2))
-    result[suspects] = np.where(still, np.where(alike, np.nan, np.inf), result[suspects])
-    return result
+    # Of halves that stand still both variances are rounding errors.
+    still, alike = (split == split[..., :1]).all((1, 2)), (split == split[:, :1, :1]).all((1, 2))
+    return np.where(still, np.where(alike, np.nan, np.inf), result)
 
 
 def effective_size(split: NDArray[Any]) -> Array:
     """Effective sample size of each row of split chains ``(quantities, 2 * chains, half)``, two draws or more."""
     split = split.astype(np.float64)
     _, chains, length = split.shape
-    means = split.mean(-1)
-    spectrum = fft.rfft(split - means[..., None], n=fft.next_fast_len(2 * length, real=True))
-    power = (spectrum.real**2 + spectrum.imag**2).mean(1)
-    covariance = fft.irfft(power, n=fft.next_fast_len(2 * length, real=True))[:, :length] / length
+    means, padded = split.mean(-1), fft.next_fast_len(2 * length, real=True)
+    spectrum = fft.rfft(split - means[..., None], n=padded)
+    power = (spectrum.real**2 + spectrum.imag**2).mean(1)  # over chains, before it is transformed back
+    covariance = fft.irfft(power, n=padded)[:, :length] / length
     pooled = covariance[:, 0] + means.var(1, ddof=1)
     rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
     rho[:, 0] = 1
     tau = np.maximum(_autocorrelation_time(rho), 1 / np.log10(chains * length))
     constant = (split == split[:, :1, :1]).all((1, 2))
-    return np.where(constant, chains * length, chains * length / tau)
+    return chains * length / np.where(constant, 1, tau)
 
 
 def _autocorrelation_time(rho: Array) -> Array:
     """Sum over lags by Geyer's initial monotone sequence: pairs of lags up to the first that isn't positive."""
-    pairs = max(0, (rho.shape[1] - 3) // 2)
+    pairs, rows = max(0, (rho.shape[1] - 3) // 2), np.arange(len(rho))
     sums = rho[:, : 2 * pairs + 2].reshape(len(rho), pairs + 1, 2).sum(-1)
-    ends = ~(sums[:, :pairs] > 0)
-    kept = np.where(ends.any(1), ends.argmax(1), pairs) if pairs else np.zeros(len(rho), dtype=int)
-    rows = np.arange(len(rho))
-    total = np.concatenate([np.zeros((len(rho), 1)), np.minimum.accumulate(sums, axis=1).cumsum(1)], axis=1)[rows, kept]
+    ends = ~(sums > 0)
+    ends[:, pairs] = True
+    kept = ends.argmax(1)
+    total = np.minimum.accumulate(sums, axis=1).cumsum(1)[rows, kept - 1] * (kept > 0)
     # The even lag of the pair that ended the sequence still counts, once, if it is positive.
     even = rho[rows, 2 * kept]
     return -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)
