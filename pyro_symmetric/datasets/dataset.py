@@ -47,7 +47,6 @@ class Dataset:
     are brought to 0..1 first) and per feature for tables. Targets of a regression are standardised likewise.
 
     :param name: the name that it was loaded by.
-    :param title: the name to show beside results; differs from ``name`` where only part of a data set was found.
     :param task: ``"classification"`` or ``"regression"``.
     :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
     :param train_y: ``(num_train,)``, class indices ``0..num_classes-1`` as int64, or standardised targets.
@@ -65,7 +64,6 @@ class Dataset:
     """
 
     name: str
-    title: str
     task: Task
     train_x: Tensor
     train_y: Tensor
@@ -123,7 +121,7 @@ class Dataset:
         """A paragraph for a report: rows, inputs, targets, and the notes."""
         size = "x".join(map(str, self.input_shape))
         parts = [
-            f"{self.title}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
+            f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
             f"images of {size} (channels, height, width)" if self.is_image else f"features: {size}",
             f"{self.num_classes} classes ({shorten(self.class_names)})"
             if self.task == "classification"

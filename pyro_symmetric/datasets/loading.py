@@ -62,18 +62,12 @@ def load(
     :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = _checked_root(name, root, download)
-    if target is not None and not name.startswith("csv:"):
-        raise ValueError(f"target is {target!r}, but only csv:FILE has a target column to choose, not {name!r}")
-    if task is not None:
-        arguments.one_of("task", task, get_args(Task), "None")
+    root = arguments.path("root", root).expanduser()
+    arguments.one_of("task", task, (None, *get_args(Task)))
     arguments.fraction("test_fraction", test_fraction)
-    arguments.whole("split", split, 0)
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
-    arguments.whole("seed", seed, 0)
     arguments.dtype("dtype", dtype, none="PyTorch's default")
-    arguments.device("device", device)
     raw = _read(name, root, download, target, split, task)
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
@@ -83,7 +77,7 @@ def load(
     train = splitting.subset(train, raw, max_train, rng)
     test = splitting.subset(test, raw, max_test, rng)
     outside = splitting.subset(outside, raw, max_test, rng)
-    splitting.check_targets(raw, train)
+    splitting.check(raw, train)
 
     train_x, y = _inputs(raw.x[train], raw.pixel_range), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x, dims=(0, 2, 3) if train_x.dim() == 4 else (0,))
@@ -97,7 +91,6 @@ def load(
 
     return Dataset(
         name=name,
-        title=raw.name,
         task=raw.task,
         train_x=inputs(train),
         train_y=y[train],
@@ -134,15 +127,11 @@ def ood(
     :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = _checked_root(name, root, download)
-    arguments.instance("like", like, Dataset, "a data set, as load gives it")
+    root = arguments.path("root", root).expanduser()
     arguments.whole("max_rows", max_rows, 1, none="all")
-    arguments.whole("seed", seed, 0)
     if name == like.name:
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
     if name.startswith("csv:"):
-        if not like.feature_names:
-            raise ValueError(f"{name} can't be matched to {like.name}, whose features have no names")
         rows = sources.read_csv_features(name, like.feature_names)
         raw = Raw(name, rows, np.zeros(len(rows)), "regression")
     else:
@@ -150,26 +139,16 @@ def ood(
         rows = raw.x if raw.test_rows is None else raw.x[raw.test_rows]
     rows = rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]]
     x, notes = _inputs(rows, raw.pixel_range), raw.notes
-    if like.is_image != (x.dim() == 4):
-        kinds = ("a table", "images")
+    if like.is_image and x.dim() == 4:
+        if x.shape[1:] != like.input_shape:
+            notes = (*notes, f"Images of {name} were brought from {tuple(x.shape[1:])} to {tuple(like.input_shape)}.")
+        x = to_shape(x, like.input_shape)
+    if x.shape[1:] != like.input_shape:
         raise ValueError(
-            f"{name} is {kinds[x.dim() == 4]}, but {like.name} is {kinds[like.is_image]}; they can't be compared"
+            f"rows of {name} have shape {tuple(x.shape[1:])}, but of {like.name} {tuple(like.input_shape)}"
         )
-    if like.is_image:
-        x, done = to_shape(x, like.input_shape)
-        if done:
-            notes = (*notes, f"Images of {name} were {' and '.join(done)}.")
-    elif x.shape[1:] != like.input_shape:
-        raise ValueError(f"{name} has {x.shape[1]} features, but {like.name} has {like.num_features}; they must agree")
     x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
     return dataclasses.replace(like, ood_x=x, ood_name=raw.name, notes=(*like.notes, *notes))
-
-
-def _checked_root(name: str, root: str | Path, download: bool) -> Path:
-    """The folder to look in, with the three arguments that say what for."""
-    arguments.instance("name", name, str, "the name of a data set")
-    arguments.flag("download", download)
-    return arguments.path("root", root).expanduser()
 
 
 def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:
@@ -186,26 +165,14 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
     raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 
-def to_shape(images: Tensor, shape: torch.Size) -> tuple[Tensor, list[str]]:
-    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then a smoothed bilinear resize.
-
-    :return: the images, and what was done to them, in words.
-    :raises ValueError: if the numbers of channels can't be reconciled (only 1 and 3 can).
-    """
-    done = []
-    found, wanted, size = images.shape[1], shape[0], tuple(shape[1:])
-    if (found, wanted) == (3, 1):
+def to_shape(images: Tensor, shape: torch.Size) -> Tensor:
+    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then resized smoothly."""
+    if (images.shape[1], shape[0]) == (3, 1):
         images = (images * images.new_tensor(LUMINANCE)[:, None, None]).sum(1, keepdim=True)
-        done.append("turned grey")
-    elif (found, wanted) == (1, 3):
-        images = images.expand(-1, 3, -1, -1)
-        done.append("repeated in three channels")
-    elif found != wanted:
-        raise ValueError(f"images with {found} channels can't be brought to {wanted} channels")
-    if tuple(images.shape[2:]) != size:
-        done.append(f"resized from {images.shape[2]}x{images.shape[3]} to {size[0]}x{size[1]}")
-        images = torch.nn.functional.interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
-    return images, done
+    images = images.expand(-1, shape[0], -1, -1)
+    if images.shape[1:] == shape:
+        return images
+    return torch.nn.functional.interpolate(images, shape[1:], mode="bilinear", align_corners=False, antialias=True)
 
 
 def _inputs(rows: np.ndarray, pixel_range: float | None) -> Tensor:

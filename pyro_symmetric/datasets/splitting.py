@@ -95,12 +95,11 @@ def _stratified_order(raw: Raw, rows: np.ndarray, rng: np.random.Generator) -> n
     return order[np.argsort(place, kind="stable")]
 
 
-def check_targets(raw: Raw, train: np.ndarray) -> None:
-    """:raises ValueError: if a network can't learn anything from the targets of the training rows."""
-    y = raw.y[train]
-    if np.ptp(y) == 0:
-        told = f"{y[0]:g}" if raw.task == "regression" else raw.class_names[y[0]]
-        raise ValueError(f"the target of {raw.name} is {told} in every training row; nothing can be learnt")
-    if raw.task == "classification" and len(np.unique(y)) < len(raw.class_names):
-        missing = [label for k, label in enumerate(raw.class_names) if k not in y]
-        raise ValueError(f"{raw.name} has too few rows: none of the {len(y)} training rows is of {shorten(missing)}")
+def check(raw: Raw, train: np.ndarray) -> None:
+    """:raises ValueError: if numbers aren't finite in single precision, or no training row is of some class."""
+    if not all(
+        (np.abs(values) <= np.finfo(np.float32).max).all() for values in (raw.x, raw.y) if values.dtype.kind == "f"
+    ):
+        raise ValueError(f"{raw.name} holds values that are NaN, infinite, or too large for single precision")
+    if missing := [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]:
+        raise ValueError(f"{raw.name} has too few rows: none of the {len(train)} training rows is of {missing}")

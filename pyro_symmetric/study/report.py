@@ -41,7 +41,7 @@ def render(study: Study) -> str:
     )
     rows = study.results["methods"]
     return environment.get_template("report.html").render(
-        title=f"Posteriors of a neural network on {study.problem.dataset.title}",
+        title=f"Posteriors of a neural network on {study.problem.dataset.name}",
         problem=study.results["problem"],
         conclusion=conclusion(rows, study.problem.settings.reference),
         command=study.problem.settings.command(study.out),

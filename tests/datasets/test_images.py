@@ -46,11 +46,6 @@ def test_the_official_parts_are_kept_and_pixels_come_back_exactly(root, pixels):
     torch.testing.assert_close(data.x_scale.squeeze(), torch.tensor(pixels[:40].std() / 255).float())
 
 
-def test_a_part_of_a_data_set_is_not_shown_under_the_whole_one_s_name(root):
-    data = datasets.load("mnist", root=root)
-    assert data.title == "mnist (40 of 60,000 training images)"
-
-
 def test_held_out_classes_come_from_the_test_part_only(root, pixels):
     data = datasets.load("fashion-mnist", root=root, hold_out="auto")
     assert data.class_names[0] == "T-shirt/top"
@@ -59,30 +54,16 @@ def test_held_out_classes_come_from_the_test_part_only(root, pixels):
     assert torch.equal(found, torch.from_numpy(pixels[[48, 49, 58, 59]]))
 
 
-def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path):
-    for name, source in sources.IMAGES.items():
-        with pytest.raises(FileNotFoundError, match=rf"{name} was not found .*--download.*--data-root") as caught:
-            datasets.load(name, root=tmp_path)
-        assert str(tmp_path) in str(caught.value)
-        assert source.looks_for in str(caught.value)
-
-
-def test_a_failed_download_says_what_can_be_done(tmp_path, monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise RuntimeError("no network")
-
-    sources.import_torchvision()
-    from torchvision.datasets import MNIST
-
-    monkeypatch.setattr(MNIST, "download", refuse)
-    with pytest.raises(FileNotFoundError, match=r"was not found .*no network.*--data-root"):
-        datasets.load("mnist", root=tmp_path, download=True)
+@pytest.mark.parametrize("name", sources.IMAGES)
+def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match=rf"{name} .*{tmp_path} .*--download.*--data-root"):
+        datasets.load(name, root=tmp_path)
 
 
 def test_a_truncated_file_is_refused(root):
     path = root / "MNIST" / "raw" / "train-images-idx3-ubyte"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"mnist can't be read .* under"):
+    with pytest.raises(FileNotFoundError, match=r"mnist can't be read under"):
         datasets.load("mnist", root=root)
 
 
@@ -112,8 +93,8 @@ def test_images_of_another_size_and_depth_are_brought_to_the_same_shape(root):
     digits = datasets.load("digits")
     data = datasets.ood("fashion-mnist", digits, root=root, max_rows=7)
     assert data.ood_x.shape == (7, 1, 8, 8)
-    assert "were resized from 28x28 to 8x8." in data.describe()
-    assert data.ood_name == "fashion-mnist (40 of 60,000 training images)"
+    assert "were brought from (1, 28, 28) to (1, 8, 8)." in data.describe()
+    assert data.ood_name == "fashion-mnist"
     larger = datasets.ood("digits", datasets.load("mnist", root=root))
     assert larger.ood_x.shape[1:] == (1, 28, 28)
     # Bilinear enlargement stays within the range of the pixels.
@@ -124,11 +105,7 @@ def test_images_of_another_size_and_depth_are_brought_to_the_same_shape(root):
 
 def test_colour_turns_grey_by_brightness_and_grey_is_repeated():
     colour = torch.stack([torch.full((2, 2), 1.0), torch.zeros(2, 2), torch.full((2, 2), 0.5)])[None]
-    grey, done = loading.to_shape(colour, torch.Size((1, 2, 2)))
+    grey = loading.to_shape(colour, torch.Size((1, 2, 2)))
     torch.testing.assert_close(grey, torch.full((1, 1, 2, 2), 0.299 + 0.5 * 0.114))
-    assert done == ["turned grey"]
-    repeated, done = loading.to_shape(grey, torch.Size((3, 2, 2)))
+    repeated = loading.to_shape(grey, torch.Size((3, 2, 2)))
     torch.testing.assert_close(repeated, grey.expand(1, 3, 2, 2))
-    assert done == ["repeated in three channels"]
-    with pytest.raises(ValueError, match="images with 2 channels can't be brought to 3 channels"):
-        loading.to_shape(torch.zeros(1, 2, 4, 4), torch.Size((3, 4, 4)))

@@ -63,10 +63,8 @@ def test_a_whole_number_target_can_be_taken_as_classes(folder):
     assert data.test_y.tolist() == [0, 1, 2]
 
 
-def test_a_missing_set_names_those_that_are_there(folder):
-    with pytest.raises(FileNotFoundError, match=r"uci/boston was not found: .* there are uci/tiny"):
-        datasets.load("uci/boston", root=folder.parent.parent)
-    with pytest.raises(FileNotFoundError, match=r"pass root \(--data-root\)"):
+def test_a_missing_set_is_named_with_the_place_that_was_searched(folder):
+    with pytest.raises(FileNotFoundError, match=r"uci/boston was not found in .*pass root \(--data-root\)"):
         datasets.load("uci/boston", root=folder)
 
 
@@ -78,19 +76,10 @@ def test_a_missing_set_names_those_that_are_there(folder):
         ("index_test_0.txt", "0\n12\n", "from 0 to 11"),
         ("index_test_0.txt", "0\n5\n", "1 rows in both its training and its test part"),
         ("data.txt", "1 two 3\n", "could not convert"),
-        ("data.txt", "1 2 nan\n" * 12, "NaN or infinite values in 12 rows"),
-        ("data.txt", "1 2 3\n" * 12, "the target of uci/tiny is 2 in every training row"),
+        ("data.txt", "1 2 nan\n" * 12, "NaN, infinite"),
     ],
 )
 def test_a_folder_that_breaks_the_layout_is_refused(folder, file, content, sentence):
     (folder / file).write_text(content)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         load(folder)
-
-
-def test_an_unknown_split_and_a_missing_file_are_named(folder):
-    with pytest.raises(ValueError, match=r"no split 2; found in .*: index_train_0.txt, index_train_1.txt"):
-        load(folder, split=2)
-    (folder / "index_test_1.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"index_test_1.txt"):
-        load(folder, split=1)
