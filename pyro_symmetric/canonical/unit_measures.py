@@ -87,7 +87,11 @@ class _Seen:
     def __init__(self, weights: Mapping[str, Tensor], group: Group, move: Multiplying):
         self.given, self.group, self.move = weights, group, move
         self.batch = group.batch_shape(weights)
-        self.weights = {site: group.view(site, weights[site].double()) for site in group.sites if site in weights}
+        self.weights = {  # of a running variance, what is multiplied is its sum with epsilon
+            site: group.view(site, weights[site].double()) + group.epsilon(site)
+            for site in group.sites
+            if site in weights
+        }
         self.numbers: dict[str, Tensor] = {}
         self.dead: dict[str, Tensor] = {}
 
