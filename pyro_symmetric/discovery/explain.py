@@ -98,7 +98,7 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
     :param units: cell -> its units; cells that ride along with others have none.
     """
     first, chains = _first_reasons(flow, cells), _Chains(flow)
-    moves, axes = np.zeros(cells.cell.max(initial=0) + 1, dtype=bool), []
+    moves, axes = np.zeros(max([int(cells.cell.max(initial=0)), *cells.cells]) + 1, dtype=bool), []
     moves[list(cells.cells)] = True
     for leaf in flow.leaves.values():
         for dim, part in enumerate(leaf.value.parts):
