@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,8 +22,6 @@ from torch import Tensor
 
 from pyro_symmetric.calls import described, did_you_mean
 from pyro_symmetric.placement import as_tensor
-
-NAMES_SHOWN = 12
 
 
 def shown(value: Any) -> str:
@@ -43,12 +42,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         return None
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {shown(value)}; it must be a whole number{_or_none(none)}")
-    value = int(value)
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}{_or_none(none)}")
-    if most is not None and value > most:
-        raise ValueError(f"{name} is {value}; it must be at most {most}{_or_none(none)}")
-    return value
+    return int(number(name, value, least=least, most=most, none=none))
 
 
 def number(
@@ -66,16 +60,12 @@ def number(
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {shown(value)}; it must be a number{_or_none(none)}")
-    size = float(value)
-    fits = (
-        (not math.isnan(size))
-        and (least is None or size >= least)
-        and (above is None or size > above)
-        and (most is None or size <= most)
-        and (below is None or size < below)
-    )
-    if not fits:
-        raise ValueError(f"{name} is {value}; it must {_bounds(least, above, most, below)}{_or_none(none)}")
+    bounds = {"at least": least, "more than": above, "at most": most, "less than": below}
+    fits = {"at least": operator.ge, "more than": operator.gt, "at most": operator.le, "less than": operator.lt}
+    asked = {words: bound for words, bound in bounds.items() if bound is not None}
+    if math.isnan(value) or not all(fits[words](value, bound) for words, bound in asked.items()):
+        wanted = " and ".join(f"{words} {bound}" for words, bound in asked.items()) or "a number, not NaN"
+        raise ValueError(f"{name} is {value}; it must be {wanted}{_or_none(none)}")
     return value
 
 
@@ -88,9 +78,7 @@ fraction = partial(number, above=0, below=1)
 
 def flag(name: str, value: Any) -> bool:
     """``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
-    return value
+    return instance(name, value, bool, "True or False")
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> Any:
@@ -103,15 +91,6 @@ def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> 
         hint = did_you_mean(value, (choice for choice in choices if isinstance(choice, str)))
         others = f" or {besides}" if besides else ""
         raise ValueError(f"{name} is {shown(value)}; it must be one of {choices}{others}{hint}")
-    return value
-
-
-def known(name: str, value: str, names: Iterable[str]) -> str:
-    """A name among others, of which there may be many."""
-    names = list(names)
-    if value not in names:
-        listed = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
-        raise ValueError(f"{name} holds {value!r}; there are {listed}{did_you_mean(value, names)}")
     return value
 
 
@@ -187,9 +166,7 @@ def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
         raise TypeError(f"{name} is {shown(value)}; it must be {kinds}{_held(name, value)}")
     if not value:
         raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
-    for site, entry in value.items():
-        if not isinstance(site, str):
-            raise TypeError(f"{name} has the key {shown(site)}; its keys must be sites' names")
+    for site, entry in mapping(name, value, "site -> tensor").items():
         tensor(f"{name}[{site!r}]", entry)
     return value
 
@@ -198,8 +175,7 @@ def mapping(name: str, value: Any, what: str, *, none: str = "") -> Any:
     """A mapping with names as keys."""
     if value is None and none:
         return None
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {shown(value)}; it must be a dictionary, {what}{_or_none(none)}")
+    instance(name, value, Mapping, f"a dictionary, {what}{_or_none(none)}")
     for key in value:
         if not isinstance(key, str):
             raise TypeError(f"{name} has the key {shown(key)}; its keys must be text: {what}")
@@ -221,11 +197,7 @@ def listed(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> 
     """
     if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {shown(value)}; it must be a list of {what}")
-    items = list(value)
-    for item in items:
-        if not isinstance(item, kinds):
-            raise TypeError(f"{name} holds {shown(item)}; it must be a list of {what}")
-    return items
+    return [instance(f"an entry of {name}", item, kinds, f"one of {what}") for item in value]
 
 
 def shape(name: str, value: Any) -> torch.Size:
@@ -259,8 +231,7 @@ def device(name: str, value: Any, *, here: bool = True, none: str = "the tensors
     """
     if value is None and none:
         return None
-    if not isinstance(value, str | torch.device):
-        raise TypeError(f"{name} is {shown(value)}; it must be a device such as 'cpu' or 'cuda:0'{_or_none(none)}")
+    instance(name, value, (str, torch.device), f"a device such as 'cpu' or 'cuda:0'{_or_none(none)}")
     try:
         found = torch.device(value)
     except RuntimeError as error:
@@ -277,18 +248,16 @@ def dtype(name: str, value: Any, choices: Iterable[torch.dtype] = (), *, none: s
     """
     if value is None and none:
         return None
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name} is {shown(value)}; it must be a dtype such as torch.float64{_or_none(none)}")
+    instance(name, value, torch.dtype, f"a dtype such as torch.float64{_or_none(none)}")
     if not value.is_floating_point or (choices and value not in choices):
-        allowed = " or ".join(map(str, choices)) if choices else "a floating-point dtype such as torch.float64"
+        allowed = " or ".join(map(str, choices)) or "a floating-point dtype such as torch.float64"
         raise ValueError(f"{name} is {value}; it must be {allowed}{_or_none(none)}")
     return value
 
 
 def path(name: str, value: Any) -> Path:
     """A path that isn't empty."""
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError(f"{name} is {shown(value)}; it must be a path")
+    instance(name, value, (str, os.PathLike), "a path")
     if not os.fspath(value):
         raise ValueError(f"{name} is empty; it must be a path")
     return Path(os.fspath(value))
@@ -304,20 +273,3 @@ def _held(name: str, value: Any) -> str:
 
 def _or_none(none: str) -> str:
     return f", or None for {none}" if none else ""
-
-
-def _bounds(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
-    if above is not None and below == math.inf:
-        return "be positive and finite" if above == 0 else f"be finite and more than {above}"
-    if above is not None and below is not None:
-        return f"lie between {above} and {below}"
-    if least is not None and most is not None:
-        return f"lie from {least} to {most}"
-    words = {
-        "be at least {}": least,
-        "be more than {}": above,
-        "be at most {}": most,
-        "be finite" if below == math.inf else "be less than {}": below,
-    }
-    parts = [text.format(bound) for text, bound in words.items() if bound is not None]
-    return " and ".join(parts) or "be a number, not NaN"

@@ -319,7 +319,7 @@ class Posterior:
         if not chosen:
             raise ValueError("names is empty; name one site at least, or leave it out for all")
         frame = FORMS[form]
-        return frame({name: known[arguments.known("names", name, known)] for name in dict.fromkeys(chosen)})
+        return frame({name: known[arguments.one_of("names", name, known)] for name in dict.fromkeys(chosen)})
 
     def to_arviz(
         self,

@@ -168,7 +168,7 @@ def test_dtype_and_priors_follow_the_module() -> None:
     [
         ({"net": "net"}, "must be a torch.nn.Module"),
         ({"net": nn.ReLU()}, "no parameters"),
-        ({"prior": -1.0}, "must be positive"),
+        ({"prior": -1.0}, "must be more than 0"),
         ({"prior": lambda name, value: dist.Normal(torch.zeros_like(value), 1.0)}, "to_event"),
         ({"likelihood": "poisson"}, "one of"),
         ({"num_data": 0}, "num_data"),
@@ -181,7 +181,7 @@ def test_bad_arguments_are_named(arguments: dict[str, object], message: str) -> 
 
 @pytest.mark.parametrize("make", [lambda: CategoricalLikelihood(0.0), lambda: GaussianLikelihood(-1.0)])
 def test_bad_likelihoods_are_refused(make: object) -> None:
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must be more than 0"):
         make()  # type: ignore[operator]
 
 
