@@ -1,12 +1,9 @@
-r"""Ensembles by the thousand: many independent small networks, trained at once on one device.
+"""Ensembles by the thousand: many independent small networks, trained at once on one device.
 
 A network with a few hundred parameters is too small to keep a processor busy: most of a training step goes into calling
-operators. Here all members take their steps together, with a leading axis of members through
-:func:`torch.func.vmap`. Members stay independent: each has its own initial values and its own order of mini-batches,
-and what an element-wise optimiser does to one doesn't depend on the others.
-
-Laurent, Aldea & Franchi 2024, arXiv 2310.08287, take such ensembles, thousands of "checkpoints", as their picture of
-the posterior (figures 1, 13 and 14, table 1).
+operators. Here all members take their steps together, by :func:`torch.func.vmap`, each from its own initial values and
+in its own order of mini-batches; what an element-wise optimiser does to one doesn't depend on the others.
+Laurent, Aldea & Franchi 2024, arXiv 2310.08287, take such ensembles as their picture of the posterior.
 """
 
 from __future__ import annotations
@@ -114,10 +111,6 @@ def ensemble(
     arguments.whole("num_members", num_members, 1)
     arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
-    arguments.flag("cosine", cosine)
-    arguments.function("optimizer", optimizer, "a function that makes an optimiser of parameters", none="Adam")
-    arguments.function("initial", initial, "a function of a number of members", none="the modules' own")
-    arguments.function("watch", watch, "a function of a step's number and the weights", none="none")
     x, y = _checked_data(data)
     objective = _objective(net, loss, x, y, arguments.device("device", device, none="the network's own"))
     x, y = x.to(objective.device), y.to(objective.device)
@@ -255,8 +248,6 @@ def _objective(
     frozen = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
     if len(frozen) == len(parameters):
         raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
-    if not isinstance(loss, str):
-        arguments.function("loss", loss, "the name of a loss, or a function of outputs and targets")
     function = LOSSES[arguments.one_of("loss", loss, LOSSES, "or a function")] if isinstance(loss, str) else loss
     _require_alike(own, loss, x, y)
     own.train().requires_grad_(False)
