@@ -60,7 +60,7 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
     if unknown := [site for site in posterior.samples if site not in group.site_shapes]:
         yield (
             f"left as drawn: the sites {unknown}, which the symmetry doesn't know. If their entries belong to its "
-            "units, declare them too; as it is they no longer fit the aligned sites"
+            "units, declare them too, or they no longer fit the aligned sites"
         )
     if (share := uncertain_share(posterior.samples, group)) > RARE:
         yield (
