@@ -195,7 +195,7 @@ def diagnose(
         *agreed,
         *diagnostics.starts(posterior.metadata),
         *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
-        *_of_energy(posterior, num_draws, subsampled, arrived),
+        *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
     ]
     return diagnosis(checks, statistics)
 
@@ -237,7 +237,7 @@ def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
     # A network's weights that disagree tell nothing: they may sit in copies of a mode.
     blind: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
     grave = [name for name in decisive if name != WEIGHTS or not is_network]
-    hint = "" if MODULO in statistics else ", or sit in copies of a mode (symmetry= tells)"
+    hint = ", as they do in copies of a mode" if best else ", or sit in copies of a mode (symmetry= tells)"
     checks = [
         _r_hat(name, by_site, "fail" if name in grave else blind, hint if name == WEIGHTS else "")
         for name, by_site in statistics.items()
@@ -249,7 +249,7 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status,
     """The R-hat of the worst site.
 
     :param at_worst: the status of chains that disagree.
-    :param hint: what else it may come of.
+    :param hint: what else their disagreement may come of.
     """
     worst = {site: _beyond_chance(_known([numbers], "r_hat")) for site, numbers in by_site.items()}
     told = {site: value for site, value in worst.items() if not math.isnan(value)}
@@ -257,8 +257,8 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status,
         return Check(space, "unknown", "R-hat can't be told: the draws never change")
     site = max(told, key=told.__getitem__)
     of = "" if site == space else f" of site {site!r}"
-    advice = "run longer" if graded(told[site], R_HAT) == "warn" else "the chains disagree"
-    found = checked(space, told[site], R_HAT, f"R-hat{of} {told[site]:.3f}", advice + hint)
+    advice = "run longer" if graded(told[site], R_HAT) == "warn" else f"the chains disagree{hint}"
+    found = checked(space, told[site], R_HAT, f"R-hat{of} {told[site]:.3f}", advice)
     return Check(space, at_worst if found.status == "fail" else found.status, found.words, found.value)
 
 
@@ -316,6 +316,21 @@ def _numbers(statistics: ChainStatistics) -> tuple[str, ...]:
 
 
 # the energy ---------------------------------------------------------------------------------------------------------
+
+
+def _temperature(
+    posterior: Posterior, symmetry: Symmetry | Group | None, num_draws: int, subsampled: bool, arrived: bool
+) -> list[Check]:
+    """The temperature of the draws as they came or, where that is too uncertain to tell, a pass of the aligned ones.
+
+    Copies that lie far apart make it uncertain, as most of a draw's distance to the other chains is that to their
+    copies. Between such copies the density is as good as zero, so that the theorem holds of the aligned draws as well;
+    where copies overlap it doesn't, wherefore only a pass counts."""
+    drawn = list(_of_energy(posterior, num_draws, subsampled, arrived))
+    if symmetry is None or all(check.status != "unknown" for check in drawn):
+        return drawn
+    aligned = list(_of_energy(one_frame(posterior, symmetry), num_draws, subsampled, arrived))
+    return aligned if all(check.status == "pass" for check in aligned) else drawn
 
 
 def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:

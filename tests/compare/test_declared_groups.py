@@ -55,3 +55,21 @@ def test_a_prior_that_cannot_be_drawn_from_is_compared_at_the_draws():
     posterior = Posterior({"locs": torch.randn(2, 20, 2)}, rows="chains").attach(improper, DATA)
     with pytest.raises(ValueError, match="not invariant"):
         ps.align_many(posterior, EXCHANGE)
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(1.0, "pass"), (1.5, "unknown")])
+def test_copies_that_lie_far_apart_hide_no_temperature(spread, expected):
+    modes = torch.tensor([[-20.0, 20.0], [20.0, -20.0]])
+
+    def two_modes():
+        pyro.sample(
+            "locs", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(modes, 1.0).to_event(1))
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    noise = spread * torch.randn(8, 250, 2, generator=generator)
+    posterior = Posterior({"locs": modes.repeat(4, 1)[:, None] + noise}, rows="chains").attach(two_modes)
+    assert ps.diagnose(posterior)["temperature"].status == "unknown"
+    diagnosis = ps.diagnose(posterior, EXCHANGE, num_draws=2_000)
+    assert diagnosis["temperature"].status == expected
+    assert diagnosis.ok == (expected == "pass")
