@@ -190,8 +190,11 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
     drawn = {s: value for s, value in posterior.samples.items() if s not in posterior.metadata.get("deterministic", ())}
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else drawn
     found = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
-    if drawn and not found and "acceptance_rate" not in posterior.statistics:  # which tells of it
-        found += [check for check in [moving(drawn)] if check.status == "fail"]
+    if drawn and not found:  # of a sampler that accepts, a chain that never moves in spite of what it says
+        measured = "acceptance_rate" in posterior.statistics
+        still = moving(drawn)
+        if still.status == "fail" and (not measured or (still.value == 0.0 and posterior.num_samples >= LEAST_DRAWS)):
+            found.append(still)
     early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
     if any(check.status != "pass" for check in early):  # which says it all
         found = [*early, *(check for check in found if check.name != "weights")]

@@ -1,7 +1,7 @@
 """Meaning of ``ok``: nothing failed modulo symmetry; and what no R-hat can see."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyro
@@ -88,7 +88,15 @@ class Still(ps.mcmc.Kernel):
         return state
 
 
-def test_a_kernel_whose_chains_never_move_is_told_of_by_the_run_and_by_its_diagnosis() -> None:
+class Boastful(Still):
+    """One that says that it accepts all moves."""
+
+    def step(self, density: Any, state: ps.mcmc.State) -> ps.mcmc.State:
+        return replace(state, statistics={"acceptance_rate": torch.ones(len(state.z))})
+
+
+@pytest.mark.parametrize("kernel", [Still, Boastful])
+def test_a_kernel_whose_chains_never_move_is_told_of_by_the_run_and_by_its_diagnosis(kernel: type[Still]) -> None:
     with pytest.warns(RuntimeWarning, match="no chain moves"):
-        posterior = ps.sample(Still(two_heights), None, num_samples=30, num_warmup=5, seed=0, progress=False)
+        posterior = ps.sample(kernel(two_heights), None, num_samples=30, num_warmup=5, seed=0, progress=False)
     assert ps.diagnose(posterior)["moving"].status == "fail"
