@@ -25,7 +25,7 @@ class Metadata(dict[str, Any]):
     """Metadata of a run, which print short: of long lists the first entries."""
 
     _short = reprlib.Repr()
-    _short.maxdict, _short.maxlist, _short.maxlevel, _short.maxstring = 40, 4, 3, 80
+    _short.maxdict, _short.maxlist, _short.maxlevel, _short.maxstring = 40, 4, 1, 80
 
     def __repr__(self) -> str:
         return self._short.repr(dict(self))

@@ -46,8 +46,8 @@ class Column:
         value = self.value(row)
         if value is None or isinstance(value, str):
             return value or MISSING
-        # Below the smallest number that p-values are computed with.
-        return "<1e-300" if self.form.endswith("g") and 0 <= value < 1e-300 else format(value, self.form)
+        # Smaller p-values say nothing more, and their digits are those of an approximation.
+        return "<1e-12" if self.form.endswith("g") and 0 <= value < 1e-12 else format(value, self.form)
 
     def winner(self, rows: list[Row]) -> Any:
         """The best of some rows; ``None`` if none is better, or there are no two."""
