@@ -120,7 +120,7 @@ def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_as
             sample("y", d.Normal(place[0] + place[1], scale), obs=data[0])
 
     problem = Problem(write, (np.arange(5.0),), torch.float64)
-    runs = {"ours": ours(problem, 100, 30, ps.NUTS, 2, "torch"), "pyro": pyro_run(problem, 100, 100)}
+    runs = {"ours": ours(problem, 100, 30, ps.NUTS, 2, "eager"), "pyro": pyro_run(problem, 100, 100)}
     for name, (chains, draws) in {"ours": (2, 30), "pyro": (1, 10)}.items():
         run = runs[name]
         assert (run.draws.shape, run.draws.dtype) == ((chains, draws, 3), torch.float64)

@@ -80,7 +80,7 @@ def test_sinkhorn_importance_is_close_to_the_exact_value_and_never_below(name: s
     w = q.sample((400,))
     gap = SinkhornImportance(16).log_prob(q, action, w) - ExactOrbit().log_prob(q, action, w)
     assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap)) - 1e-9
-    assert float(gap.mean()) < {"recurrent": 0.4, "mixed heads": 0.8}.get(name, 0.2)
+    assert float(gap.mean()) < {"recurrent": 0.4, "mixed heads": 0.8, "signed heads": 0.5}.get(name, 0.2)
 
 
 @pytest.mark.stochastic

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from pyro_symmetric.mcmc.density.compiled import Compiled
 from pyro_symmetric.mcmc.kernels import nuts
 from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
@@ -15,17 +16,17 @@ from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 
 
-class AsTheyAre:
+class AsTheyAre(Compiled):
     """Programs that aren't compiled: batches of all chains, those that have finished masked."""
+
+    most_chains = 10**9
 
     def __init__(self, density):
         self.density = density
+        density.without_compiling = density.energy_and_gradient
 
-    def serves(self, z: Tensor) -> bool:
-        return True
-
-    def run(self, function, inputs, static):
-        return function(self.density.energy_and_gradient, *inputs, **static)
+    def run(self, function, *inputs):
+        return function(self.density.energy_and_gradient, *inputs)
 
 
 def kernel_state_with(state: State, mass: Mass) -> State:
@@ -123,7 +124,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussia
     mass = DenseMass.of(covariance)
     density = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
     if masked:
-        density.programs = AsTheyAre(density)
+        density.fast = AsTheyAre(density)
     kernel = NUTS(None, step_size=step, max_treedepth=7)
     depths = set()
     for seed in range(25):
@@ -161,7 +162,7 @@ def test_chains_keep_their_places_while_others_finish(toy, generator, masked):
 
     density = toy(energy)
     if masked:
-        density.programs = AsTheyAre(density)
+        density.fast = AsTheyAre(density)
     names = torch.arange(20, dtype=torch.float64)
     z = torch.cat([names[:, None], torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None])], -1)
     kernel = NUTS(None, step_size=0.3)
