@@ -14,15 +14,25 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 sys.path.insert(0, str(HERE))
 
-from external import resolve  # noqa: E402
-
 import pyro_symmetric as ps  # noqa: E402
 from pyro_symmetric.cli import build_parser  # noqa: E402
 
+from external import resolve  # noqa: E402
+
 os.environ["COLUMNS"] = "100"  # of the command line's help
-project, author, copyright = "pyro_symmetric", "The pyro_symmetric authors", "The pyro_symmetric authors"
+project, author, copyright = (
+    "pyro_symmetric",
+    "The pyro_symmetric authors",
+    "The pyro_symmetric authors",
+)
 version = release = ps.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "myst_nb", "sphinx_copybutton", "mathml"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "myst_nb",
+    "sphinx_copybutton",
+    "mathml",
+]
 html_math_renderer = "mathml"
 exclude_patterns = ["_build", "jupyter_execute", "*.py"]
 nitpicky = True
@@ -62,21 +72,35 @@ def write_pages(_app: object) -> None:
     """Pages that are made of what stands elsewhere: docstrings, the command line's help, results, tutorials."""
     write_api(HERE / "reference" / "api")
     (HERE / "reference" / "command-line.md").write_text(command_line())
-    (HERE / "reference" / "results.md").write_text(results(HERE.parent / "benchmarks" / "results"))
+    (HERE / "reference" / "results.md").write_text(
+        results(HERE.parent / "benchmarks" / "results")
+    )
     for name in ("CONTRIBUTING", "ARCHITECTURE", "CHANGELOG", "CODE_OF_CONDUCT"):
         text = (HERE.parent / f"{name}.md").read_text().replace("(docs/", "(")
-        text = re.sub(r"\(([A-Z_]+)\.md\)", lambda match: f"({match[1].lower()}.md)", text)
+        text = re.sub(
+            r"\(([A-Z_]+)\.md\)", lambda match: f"({match[1].lower()}.md)", text
+        )
         (HERE / f"{name.lower()}.md").write_text(text)
     (HERE / "tutorials" / "pictures").mkdir(exist_ok=True)
     for notebook in (HERE.parent / "tutorials").glob("*.ipynb"):
         shutil.copy2(notebook, HERE / "tutorials" / notebook.name)
-        (HERE / "tutorials" / "pictures" / f"{notebook.stem}.png").write_bytes(first_picture(notebook))
+        (HERE / "tutorials" / "pictures" / f"{notebook.stem}.png").write_bytes(
+            first_picture(notebook)
+        )
 
 
 def first_picture(notebook: Path) -> bytes:
     """The first figure among the outputs of a notebook, as PNG."""
-    outputs = [output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", [])]
-    return next(base64.b64decode(o["data"]["image/png"]) for o in outputs if "image/png" in o.get("data", {}))
+    outputs = [
+        output
+        for cell in json.loads(notebook.read_text())["cells"]
+        for output in cell.get("outputs", [])
+    ]
+    return next(
+        base64.b64decode(o["data"]["image/png"])
+        for o in outputs
+        if "image/png" in o.get("data", {})
+    )
 
 
 ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "mcmc")
@@ -84,10 +108,18 @@ ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "
 
 def groups() -> list[tuple[str, list[str]]]:
     """The public names under the headings of the package's own docstring, which ``help`` shows, then those of rooms."""
-    found = re.findall(r"^(\S[^\n]*)\n((?:    [^\n]*\n)+)", ps.__doc__ or "", flags=re.MULTILINE)
+    found = re.findall(
+        r"^(\S[^\n]*)\n((?:    [^\n]*\n)+)", ps.__doc__ or "", flags=re.MULTILINE
+    )
     public = [(title, re.findall(r"\w+", names)) for title, names in found]
-    rooms = {room: [name for name in getattr(ps, room).__all__ if name not in ps.__all__] for room in ROOMS}
-    return public + [(f"In {room}", [f"{room}.{name}" for name in names]) for room, names in rooms.items()]
+    rooms = {
+        room: [name for name in getattr(ps, room).__all__ if name not in ps.__all__]
+        for room in ROOMS
+    }
+    return public + [
+        (f"In {room}", [f"{room}.{name}" for name in names])
+        for room, names in rooms.items()
+    ]
 
 
 def write_api(folder: Path) -> None:
@@ -99,10 +131,28 @@ def write_api(folder: Path) -> None:
         index += ["", f"## {title}", "", "| | |", "| --- | --- |"]
         for name in names:
             thing, page = operator.attrgetter(name)(ps), f"pyro_symmetric.{name}"
-            kind = "module" if not callable(thing) else "class" if isinstance(thing, type) else "function"
-            body = f".. automodule:: {thing.__name__}" if kind == "module" else f".. auto{kind}:: pyro_symmetric.{name}"
-            (folder / f"{page}.rst").write_text(f"{name}\n{'=' * len(name)}\n\n{body}\n")
-            summary = (thing.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            kind = (
+                "module"
+                if not callable(thing)
+                else "class"
+                if isinstance(thing, type)
+                else "function"
+            )
+            body = (
+                f".. automodule:: {thing.__name__}"
+                if kind == "module"
+                else f".. auto{kind}:: pyro_symmetric.{name}"
+            )
+            (folder / f"{page}.rst").write_text(
+                f"{name}\n{'=' * len(name)}\n\n{body}\n"
+            )
+            summary = (
+                (thing.__doc__ or "")
+                .strip()
+                .split("\n\n")[0]
+                .replace("\n", " ")
+                .replace("|", "\\|")
+            )
             index.append(f"| [`{name}`]({page}.rst) | {plain(summary)} |")
             pages.append(page)
     index += ["", "```{toctree}", ":hidden:", "", *pages, "```", ""]
@@ -112,10 +162,21 @@ def write_api(folder: Path) -> None:
 def command_line() -> str:
     """What ``--help`` says."""
     parser = build_parser()
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (commands,) = [
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
     parts = ["# Command line", "", "```text", parser.format_help().rstrip(), "```"]
     for name, command in commands.choices.items():
-        parts += ["", f"## pyro-symmetric {name}", "", "```text", command.format_help().rstrip(), "```"]
+        parts += [
+            "",
+            f"## pyro-symmetric {name}",
+            "",
+            "```text",
+            command.format_help().rstrip(),
+            "```",
+        ]
     return "\n".join([*parts, ""])
 
 
@@ -144,7 +205,11 @@ def results(folder: Path) -> str:
 def plain(text: str) -> str:
     """A summary line in Markdown, without the roles of reStructuredText."""
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
-    text = re.sub(r":\w+:`~?(?:[^`<]*<)?~?([\w.]+)>?`", lambda match: f"`{match[1].rsplit('.', 1)[-1]}`", text)
+    text = re.sub(
+        r":\w+:`~?(?:[^`<]*<)?~?([\w.]+)>?`",
+        lambda match: f"`{match[1].rsplit('.', 1)[-1]}`",
+        text,
+    )
     return text.replace("``", "`")
 
 

@@ -62,8 +62,14 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     if known and (target == name or target.startswith("pyro_symmetric.")):
         page = f"reference/api/pyro_symmetric.{name}"
         address = app.builder.get_relative_uri(node["refdoc"], page)
-        return nodes.reference("", "", content, internal=True, refuri=f"{address}#pyro_symmetric.{name}")
-    return content if _alias(target) or any(_exists(f"{place}{target}") for place in _places(node)) else None
+        return nodes.reference(
+            "", "", content, internal=True, refuri=f"{address}#pyro_symmetric.{name}"
+        )
+    return (
+        content
+        if _alias(target) or any(_exists(f"{place}{target}") for place in _places(node))
+        else None
+    )
 
 
 def _places(node: Any) -> list[str]:

@@ -6,16 +6,28 @@ from typing import Any
 from docutils import nodes
 from latex2mathml.converter import convert
 
-NAMES = re.compile(r"(<mi>(?:log|exp|det|max|min|dim)</mi>)(?!<mo[^>]*>&#x00028;|<mo stretchy)")
+NAMES = re.compile(
+    r"(<mi>(?:log|exp|det|max|min|dim)</mi>)(?!<mo[^>]*>&#x00028;|<mo stretchy)"
+)
 
 
 def mathml(formula: str, display: str = "inline") -> str:
     """MathML Core: a small space after the names of functions, and double-struck letters as characters."""
     text = NAMES.sub(r'\1<mspace width="0.17em" />', convert(formula, display=display))
-    return re.sub(r'<mi mathvariant="double-struck">(\w)</mi>', lambda match: f"<mi>{STRUCK[match[1]]}</mi>", text)
+    return re.sub(
+        r'<mi mathvariant="double-struck">(\w)</mi>',
+        lambda match: f"<mi>{STRUCK[match[1]]}</mi>",
+        text,
+    )
 
 
-STRUCK = {"E": "&#x1D53C;", "R": "&#x211D;", "N": "&#x2115;", "Z": "&#x2124;", "P": "&#x2119;"}
+STRUCK = {
+    "E": "&#x1D53C;",
+    "R": "&#x211D;",
+    "N": "&#x2115;",
+    "Z": "&#x2124;",
+    "P": "&#x2119;",
+}
 
 
 def _inline(translator: Any, node: Any) -> None:
