@@ -508,7 +508,7 @@ def moved(element: Element, images: Mapping[str, Tensor], signs: Mapping[str, Te
 
 
 def chosen(taken: Tensor, one: Element, other: Element) -> Element:
-    """Of two batches ``(B,)`` the elements of the first where ``taken``, else of the second."""
+    """Take of two batches ``(B,)`` the elements of the first where ``taken``, else of the second."""
     parts = [
         {name: torch.where(taken.reshape(-1, *[1] * (v.dim() - 1)), v, theirs[name]) for name, v in mine.items()}
         for mine, theirs in _numbers(one, other)

@@ -32,10 +32,11 @@ def rank_within(owner: Array, by: Array | None = None) -> Array:
     return rank
 
 
-def by_appearance(labels: Array) -> Array:
-    """The number of each label, in the order in which labels first appear."""
-    _, first, where = np.unique(labels, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[where]
+def by_appearance(labels: Array) -> tuple[Array, Array]:
+    """The distinct labels in the order in which they first appear, and the number of each label in that order."""
+    distinct, first, where = np.unique(labels, return_index=True, return_inverse=True)
+    order = first.argsort()
+    return distinct[order], order.argsort()[where]
 
 
 def components(size: int, one: Array, other: Array) -> tuple[int, Array]:

@@ -14,13 +14,31 @@ it can only make the group smaller.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from pyro_symmetric.discovery.arrays import Array, distinct_rows, mix, salt
-from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.flow import Fact
 from pyro_symmetric.discovery.nesting import Cell, Memberships, NotNested, nested
+
+
+class Facts(Protocol):
+    """Statements about atoms, as :class:`~pyro_symmetric.discovery.flow.Flow` collects them."""
+
+    size: int
+
+    @property
+    def unions(self) -> Sequence[Fact]: ...
+    @property
+    def relations(self) -> Sequence[Fact]: ...
+    @property
+    def refinements(self) -> Sequence[Fact]: ...
+    @property
+    def occurrences(self) -> Mapping[int, tuple[Array, int]]: ...
+    def classes(self) -> tuple[int, Array]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +63,14 @@ class Cells:
     individualised: Array
 
 
-def solve(flow: Flow) -> Cells:
+def solve(flow: Facts) -> Cells:
     """The cells of interchangeable units, and how they are nested."""
     with np.errstate(over="ignore"):
         return _Refinement(flow).solve()
 
 
 class _Refinement:
-    def __init__(self, flow: Flow):
+    def __init__(self, flow: Facts):
         self.flow = flow
         self.count, self.unit = flow.classes()
         self.atom_colour = np.zeros(flow.size, dtype=np.uint64)

@@ -29,7 +29,6 @@ from pyro_symmetric.discovery.cells import solve
 from pyro_symmetric.discovery.explain import Explanation, explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.scaling import structure as scaling_structure
 from pyro_symmetric.discovery.scaling.attachment import attached
 from pyro_symmetric.discovery.scaling.multipliers import multipliers
 from pyro_symmetric.discovery.scaling.trace import MultiplierTrace
@@ -207,7 +206,7 @@ def _solved(
         if site not in used:  # nothing is known about what no forward pass has touched
             for atoms in leaf.labels:
                 facts.pin(atoms, "because no forward pass uses it")
-    structure = scaling_structure.solve(facts)
+    structure = solve(facts)
     buffers = {site for leaves in (flow.leaves, facts.leaves) for site, leaf in leaves.items() if leaf.buffer}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}

@@ -350,7 +350,7 @@ class Flow:
         shape = tuple(math.prod(value.shape) // known if n == -1 else int(n) for n in shape)
         if 0 in value.shape:
             return self.give_up([value], shape, "there are no entries")
-        groups = _matching_axes(value.shape, shape)
+        groups = matching_axes(value.shape, shape)
         for old, _ in groups:
             value = self._joined(value, old)
         parts = [split for part in value.parts for split in _split_and_merged(part, groups, shape)]
@@ -486,7 +486,7 @@ def _thin(part: Part, kept: Collection[int], shape: Sequence[int]) -> list[Part]
     return [Part(axes, part.atoms.reshape([shape[a] for a in axes]))] if axes else []
 
 
-def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The finest pairing of runs of old axes with runs of new axes that hold equally many entries."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0

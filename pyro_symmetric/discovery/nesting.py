@@ -92,7 +92,7 @@ class _Nesting:
         colour = self.given.colour
         _, unit = components(len(colour), child, parent)
         _, together = components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])
-        self.cell = by_appearance(together[colour])
+        _, self.cell = by_appearance(together[colour])
         rows, where, _ = distinct_rows(self.cell, unit)
         self.place = where - np.searchsorted(self.cell[rows], self.cell)
         numbers, sizes = np.unique(self.cell[rows], return_counts=True)

@@ -124,10 +124,6 @@ class Outputs:
         )
         return self._error(element, False), self._error(exact, True)
 
-    def error_at(self, weights: Mapping[str, Tensor]) -> float:
-        """The largest relative change of an output at other weights, in either mode."""
-        return max(self._change(lambda site, value: weights[site].to(value), train) for train in (False, True))
-
     @property
     def device(self) -> torch.device:
         """The device of the weights."""

@@ -94,7 +94,7 @@ class Trace:
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, flow)
             elif node.op == "call_function":
-                flow.where = f"{operator_name(node.target)} in {_module(node)}{self._circumstances(node, noise)}"
+                flow.where = f"{operator_name(node.target)} in {module_of(node)}{self._circumstances(node, noise)}"
                 values[node] = self._applied(node, values, flow)
         flow.where = "the network's output"
         for node in self.returned:
@@ -216,7 +216,7 @@ def walked(traces: Sequence[Trace]) -> tuple[Flow, list[dict[Node, Any]]]:
     return flow, [trace.propagate(flow) for trace in traces]
 
 
-def _module(node: Node) -> str:
+def module_of(node: Node) -> str:
     """The innermost module that the operator was called in."""
     stack = node.meta.get("nn_module_stack") or {}
     path, kind = list(stack.values())[-1] if stack else ("", "")

@@ -130,7 +130,7 @@ class UnitBlocks(TorchDistribution):
         return all(bool((owner[index] == owner[index[:, :1]]).all()) for index in self.positions)
 
     def covariances(self, units: Tensor) -> Tensor:
-        """Of the numbers at each row of ``units``: ``(n, d)`` -> ``(n, d, d)``."""
+        """Return those of the numbers at each row of ``units``: ``(n, d)`` -> ``(n, d, d)``."""
         found = torch.zeros(*units.shape, units.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
         alone = torch.zeros_like(self.loc).index_copy(0, self.rest, self.scale.square())
         found = found + torch.diag_embed(alone[units])

@@ -128,7 +128,7 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
 
     def decorate(rule: R) -> R:
         for operator in operators:
-            found = _operator(operator) if isinstance(operator, str) else operator
+            found = operator_of(operator) if isinstance(operator, str) else operator
             if found is not None:
                 RULES[found] = rule
         return rule
@@ -144,7 +144,7 @@ def rule_for(target: Any) -> Rule | None:
     return next((RULES[key] for key in keys if key in RULES), None)
 
 
-def _operator(name: str) -> Any | None:
+def operator_of(name: str) -> Any | None:
     if "::" in name:
         return name
     found: Any = torch.ops.aten

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from typing import NamedTuple
 
-from pyro_symmetric.discovery.scaling.labels import Part, Passes, Value, positions, spread
+from pyro_symmetric.discovery.flow import Part, positions, spread
+from pyro_symmetric.discovery.scaling.labels import Passes, Value
 from pyro_symmetric.discovery.scaling.recorder import Recorder
 
 Sizes = dict[int, int]

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from pyro_symmetric.discovery.arrays import Array, components, distinct_rows
+from pyro_symmetric.discovery.cells import Cells
 from pyro_symmetric.discovery.scaling.facts import Facts, Multiple
-from pyro_symmetric.discovery.scaling.labels import Array, components, distinct_rows
-from pyro_symmetric.discovery.scaling.structure import Structure
 
 
-def common_signs(
-    facts: Facts, structure: Structure, equations: Sequence[Sequence[Multiple]], zero: Array
-) -> list[Array]:
+def common_signs(facts: Facts, structure: Cells, equations: Sequence[Sequence[Multiple]], zero: Array) -> list[Array]:
     """For each independent common sign, the atoms that it flips.
 
     :param equations: those of signs, with odd coefficients alone.
@@ -48,7 +46,7 @@ def common_signs(
     ]
 
 
-def _alike(facts: Facts, structure: Structure) -> Array:
+def _alike(facts: Facts, structure: Cells) -> Array:
     """One number for atoms that the same array holds for units that are exchanged within one larger unit."""
     owners = {parent for cell in structure.cells.values() for parent in cell.parents}
     unit, count = np.arange(len(structure.cell)), len(structure.cell)
@@ -59,7 +57,7 @@ def _alike(facts: Facts, structure: Structure) -> Array:
             unit[where] = count + (distinct_rows(*columns)[1] if columns else 0)
             count += len(where)
     array = np.searchsorted(facts.starts, np.arange(facts.size), side="right")
-    columns = [unit[structure.unit_class], structure.colour[structure.unit_class], structure.atom_colour, array]
+    columns = [unit[structure.unit], structure.colour[structure.unit], structure.atom_colour, array]
     return distinct_rows(*columns)[1]
 
 

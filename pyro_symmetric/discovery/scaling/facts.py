@@ -1,4 +1,4 @@
-"""Findings of the operator rules, as plain facts about atoms; :mod:`structure` and :mod:`multipliers` solve them.
+"""Findings of the operator rules, as plain facts about atoms; :mod:`..cells` and :mod:`multipliers` solve them.
 
 *Permutations*: two atoms belong to the same unit (:meth:`Facts.unify`); a unit is a member of a larger one, say of a
 head (:meth:`Facts.relate`); units aren't interchangeable (:meth:`Facts.refine`).
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyro_symmetric.discovery.scaling.labels import Array, Part, Value, components
+from pyro_symmetric.discovery.arrays import Array, components
+from pyro_symmetric.discovery.flow import Fact, Part
+from pyro_symmetric.discovery.scaling.labels import Value
 from pyro_symmetric.discovery.scaling.slices import Slices
 
 Multiple = tuple[float, Array]  # a coefficient, and the atoms whose log-multipliers it multiplies
@@ -56,16 +58,6 @@ class Entangled(Exception):
         self.sites = set(sites)
 
 
-@dataclass(frozen=True, eq=False)
-class Refinement:
-    """Atoms with different colours aren't interchangeable, because of ``why``."""
-
-    atoms: Array
-    colours: Array
-    why: str
-    number: int
-
-
 class Facts:
     """All facts about one network, in the order in which they were found.
 
@@ -87,16 +79,17 @@ class Facts:
         self.moving: set[int] = set()  # routers whose choices are made among units that move
         self.size = 0
         self.starts: list[int] = []  # of arrays of atoms
-        self.unions: list[tuple[Array, Array, int]] = []
-        self.relations: list[tuple[Array, Array, int]] = []
-        self.refinements: list[Refinement] = []
+        self.unions: list[Fact] = []
+        self.relations: list[Fact] = []
+        self.refinements: list[Fact] = []
         self.scale_equations: list[list[Multiple]] = []
         self.sign_equations: list[list[Multiple]] = []
         self.leaves: dict[str, Leaf] = {}
         self.epsilons: dict[str, float] = {}
         self.lost: dict[str, None] = {}  # where units were left out that might move, and why
         self.common: list[int] = []  # atoms that are no unit's, but a multiplier that all units of something share
-        self._occurrences: dict[int, tuple[Array, int]] = {}
+        # Arrays of atoms that occur together in one tensor, with a number: a symmetry maps each onto itself.
+        self.occurrences: dict[int, tuple[Array, int]] = {}
         self._count = 0
         self._still: dict[int, Array] = {}
         self._unscaled: dict[int, Array] = {}
@@ -160,26 +153,21 @@ class Facts:
         ends = (np.concatenate([np.empty(0, int), *(union[i] for union in self.unions)]) for i in (0, 1))
         return components(self.size, *ends)
 
-    @property
-    def occurrences(self) -> list[tuple[Array, int]]:
-        """Arrays of atoms that occur together in one tensor, and their numbers: a symmetry maps each onto itself."""
-        return list(self._occurrences.values())
-
     def occur(self, atoms: Array) -> None:
-        self._occurrences.setdefault(id(atoms), (atoms, self._number()))
+        self.occurrences.setdefault(id(atoms), (atoms, self._number()))
 
     def unify(self, one: Array, other: Array) -> None:
         """Entry by entry, both atoms belong to the same unit."""
         if one is not other:
-            self.unions.append((one.reshape(-1), other.reshape(-1), self._number()))
+            self.unions.append(Fact(one.reshape(-1), other.reshape(-1), self._number()))
 
     def relate(self, child: Array, parent: Array) -> None:
         """Entry by entry, the unit ``child`` is part of the unit ``parent`` and moves with it."""
-        self.relations.append((child.reshape(-1), parent.reshape(-1), self._number()))
+        self.relations.append(Fact(child.reshape(-1), parent.reshape(-1), self._number()))
 
     def refine(self, atoms: Array, colours: Array, why: str) -> None:
         """Units whose atoms have different colours can't be exchanged."""
-        self.refinements.append(Refinement(atoms.reshape(-1), colours.reshape(-1), why, self._number()))
+        self.refinements.append(Fact(atoms.reshape(-1), colours.reshape(-1), self._number()))
 
     def balance(self, terms: Sequence[Multiple], scale: bool = True, sign: bool = True) -> None:
         """Entry by entry, the sum of coefficient times log-multiplier is zero (for signs: even)."""

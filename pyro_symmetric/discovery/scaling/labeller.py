@@ -12,19 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from pyro_symmetric.discovery.arrays import Array, rank_within
+from pyro_symmetric.discovery.flow import Part, matching_axes, positions, spread
 from pyro_symmetric.discovery.scaling.combination import combine
-from pyro_symmetric.discovery.scaling.labels import (
-    LINEAR,
-    NOTHING,
-    ODD,
-    Array,
-    Part,
-    Passes,
-    Value,
-    positions,
-    rank_within,
-    spread,
-)
+from pyro_symmetric.discovery.scaling.labels import LINEAR, NOTHING, ODD, Passes, Value
 from pyro_symmetric.discovery.scaling.recorder import Recorder
 
 # Joint labels of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
@@ -149,7 +140,7 @@ class Labeller(Recorder):
         shape = tuple(_resolved(value.shape, shape))
         if 0 in value.shape:
             return self.give_up([value], shape, "there are no entries")
-        groups = _matching_axes(value.shape, shape)
+        groups = matching_axes(value.shape, shape)
         for old, _ in groups:
             value = self._joined(value, old)
         parts: list[Part] = []
@@ -259,31 +250,6 @@ def _of_one_slice(part: Part, axis: int) -> Part:
 def _resolved(old: Sequence[int], new: Sequence[int]) -> list[int]:
     known = math.prod(n for n in new if n != -1)
     return [math.prod(old) // known if n == -1 else int(n) for n in new]
-
-
-def _matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest pairing of runs of old axes with runs of new axes that hold equally many entries."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) and j < len(new):
-        olds, news, left, right = [i], [j], old[i], new[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left *= old[i]
-                olds.append(i)
-                i += 1
-            else:
-                right *= new[j]
-                news.append(j)
-                j += 1
-        groups.append((olds, news))
-    if i < len(old) or j < len(new):  # trailing axes of length one
-        if not groups:
-            return [(list(range(len(old))), list(range(len(new))))]
-        groups[-1][0].extend(range(i, len(old)))
-        groups[-1][1].extend(range(j, len(new)))
-    return groups
 
 
 def _split_and_merged(

@@ -8,16 +8,13 @@ connections and fused projections need no special treatment.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
-Array = np.ndarray
+from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.flow import Part
 
 
 @dataclass(frozen=True)
@@ -32,27 +29,6 @@ LINEAR = Passes(scale=True, sign=True)
 HOMOGENEOUS = Passes(scale=True, sign=False)
 ODD = Passes(scale=False, sign=True)
 NOTHING = Passes(scale=False, sign=False)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A labelling of entries by atoms that depends on some axes only.
-
-    :param axes: the axes that it depends on, ascending. None at all: one atom, whose multiplier all entries share.
-    :param atoms: int64 array, one axis for each entry of ``axes``.
-    """
-
-    axes: tuple[int, ...]
-    atoms: Array
-
-    def renumbered(self, to: Mapping[int, int]) -> Part:
-        """The same labels after its axes were renumbered."""
-        axes = [to[axis] for axis in self.axes]
-        order = sorted(range(len(axes)), key=axes.__getitem__)
-        atoms = (
-            self.atoms if order == [*range(len(axes))] else self.atoms.transpose(order)
-        )  # the same array if it can be
-        return Part(tuple(axes[i] for i in order), atoms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,53 +95,3 @@ def opaque(shape: Iterable[int], constant: torch.Tensor | None = None) -> Value:
     """A tensor of which nothing is known: data, masks, whatever a rule gave up on."""
     shape = tuple(int(n) for n in shape)
     return Value(shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant=constant)
-
-
-def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """A part's atoms, broadcast to more axes (ascending, a superset of its own)."""
-    shape = [sizes[a] if a in part.axes else 1 for a in axes]
-    return np.broadcast_to(part.atoms.reshape(shape), [sizes[a] for a in axes])
-
-
-def positions(along: Collection[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """For every entry over ``axes``, its place along the axes ``along``, as one integer."""
-    own = tuple(axis for axis in axes if axis in along)
-    lengths = [sizes[axis] for axis in own]
-    return spread(Part(own, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes)
-
-
-def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
-    """Rows of several integer columns: (index of the first of each distinct row, inverse, counts), rows sorted."""
-    order = np.lexsort(columns[::-1])
-    new = np.zeros(len(order), dtype=bool)
-    new[:1] = True
-    for column in columns:
-        new[1:] |= column[order][1:] != column[order][:-1]
-    number = np.cumsum(new) - 1
-    inverse = np.empty(len(order), dtype=np.int64)
-    inverse[order] = number
-    return order[new], inverse, np.bincount(number)
-
-
-def rank_within(owner: Array, by: Array | None = None) -> Array:
-    """For each entry, how many of the same owner come before it, sorted by another array or as they lie."""
-    order = np.argsort(owner, kind="stable") if by is None else np.lexsort([by, owner])
-    place = np.arange(len(owner))
-    starts = np.r_[True, owner[order][1:] != owner[order][:-1]][: len(owner)]
-    rank = np.empty(len(owner), dtype=np.int64)
-    rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
-    return rank
-
-
-def by_appearance(labels: Array) -> tuple[Array, Array]:
-    """The distinct labels in the order in which they first appear, and the number of each label in that order."""
-    distinct, first, where = np.unique(labels, return_index=True, return_inverse=True)
-    order = first.argsort()
-    return distinct[order], order.argsort()[where]
-
-
-def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
-    """Connected components of a graph: their number, and the component of each node."""
-    graph = coo_matrix((np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size))
-    count, label = connected_components(graph, directed=False)
-    return count, label.astype(np.int64)

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from pyro_symmetric.discovery.arrays import Array, by_appearance, components, mix
+from pyro_symmetric.discovery.cells import Cells
 from pyro_symmetric.discovery.scaling.common_signs import common_signs
 from pyro_symmetric.discovery.scaling.facts import Facts, Leaf, Multiple
-from pyro_symmetric.discovery.scaling.labels import Array, by_appearance, components
 from pyro_symmetric.discovery.scaling.nullspace import nullspace
 from pyro_symmetric.discovery.scaling.slices import Run, narrowed
-from pyro_symmetric.discovery.scaling.structure import Structure, mix
 from pyro_symmetric.groups import Axis
 
 # A component with so many unknowns, or so many free ones, is no unit but a tangle; its members aren't rescaled.
@@ -48,7 +48,7 @@ class _Alike(NamedTuple):
     exponents: Sequence[int]
 
 
-def multipliers(facts: Facts, structure: Structure, move: str) -> list[tuple[Axis, ...]]:
+def multipliers(facts: Facts, structure: Cells, move: str) -> list[tuple[Axis, ...]]:
     """All scales or all signs: for each set of things that are multiplied alike, the axes along which they lie.
 
     :param structure: which units are exchanged.

@@ -1,4 +1,4 @@
-"""Operators of a traced graph: their names and their arguments."""
+"""Operators of a traced graph: their arguments."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
-
-
-def operator_name(target: Any) -> str:
-    """The name of an operator, without its overload."""
-    packet: Any = getattr(target, "overloadpacket", target)
-    return str(getattr(packet, "__name__", packet))
 
 
 def bound(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

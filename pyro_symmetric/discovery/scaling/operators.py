@@ -15,6 +15,7 @@ from pyro_symmetric.discovery.scaling.labels import Value
 from pyro_symmetric.discovery.scaling.nodes import bound
 from pyro_symmetric.discovery.scaling.rules.registry import NUMBERS, Call, rule_for, takes_slices
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
+from pyro_symmetric.discovery.trace import module_of
 
 # Operators that move integers about, and leave each of them what it is.
 MOVING = frozenset(
@@ -62,16 +63,6 @@ def applied(
         results = [replace(r, numbers=call.value.numbers) for r in results]
     results = [replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, _tensors(node), strict=True)]
     return results if isinstance(node.meta["val"], list | tuple) else results[0]
-
-
-def module_of(node: torch.fx.Node) -> str:
-    """The innermost module that the operator was called in."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "")
-    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
-    kind = kind.rsplit(".", 1)[-1]
-    return f"{path} ({kind})" if path else (kind or "the network")
 
 
 def index_map(constant: Any) -> Tensor | None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.scaling.facts import Facts, Leaf
-from pyro_symmetric.discovery.scaling.labels import Array
 from pyro_symmetric.discovery.scaling.slices import Slices
 
 # Units of slices are found entry by entry: parameters with more entries than this aren't cut.

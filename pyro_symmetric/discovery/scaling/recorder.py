@@ -10,8 +10,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from pyro_symmetric.discovery.flow import Part, positions, spread
 from pyro_symmetric.discovery.scaling.facts import Facts
-from pyro_symmetric.discovery.scaling.labels import LINEAR, NOTHING, Part, Passes, Value, opaque, positions, spread
+from pyro_symmetric.discovery.scaling.labels import LINEAR, NOTHING, Passes, Value, opaque
 
 
 class Recorder:

@@ -15,7 +15,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.scaling.labels import Array, Part
+from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.flow import Part
 from pyro_symmetric.groups import Axis
 
 

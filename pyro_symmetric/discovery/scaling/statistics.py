@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from pyro_symmetric.discovery.scaling.nodes import operator_name
+from pyro_symmetric.discovery.rules.registry import operator_name
 from pyro_symmetric.discovery.scaling.rules.elementwise import ENTRYWISE
 
 Use = Literal["entrywise", "contracted"]

@@ -12,17 +12,19 @@ from torch import Tensor
 from torch.export.graph_signature import InputKind
 from torch.nn.modules.conv import _ConvNd
 
+from pyro_symmetric.discovery.flow import Part
+from pyro_symmetric.discovery.rules.registry import operator_name
 from pyro_symmetric.discovery.scaling.facts import Entangled, Facts
 from pyro_symmetric.discovery.scaling.labeller import Labeller
-from pyro_symmetric.discovery.scaling.labels import Part, Value, opaque
-from pyro_symmetric.discovery.scaling.nodes import arguments_of, operator_name
-from pyro_symmetric.discovery.scaling.operators import applied, index_map, module_of
+from pyro_symmetric.discovery.scaling.labels import Value, opaque
+from pyro_symmetric.discovery.scaling.nodes import arguments_of
+from pyro_symmetric.discovery.scaling.operators import applied, index_map
 from pyro_symmetric.discovery.scaling.plan import planned, stacked
 from pyro_symmetric.discovery.scaling.rules.registry import rule_for
 from pyro_symmetric.discovery.scaling.rules.spatial import convolution
 from pyro_symmetric.discovery.scaling.slices import Slices
 from pyro_symmetric.discovery.scaling.statistics import Use, statistics
-from pyro_symmetric.discovery.trace import Trace
+from pyro_symmetric.discovery.trace import Trace, module_of
 
 
 class MultiplierTrace(Trace):

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from pyro_symmetric.discovery.flow import Part
 from pyro_symmetric.discovery.scaling.labeller import Labeller
-from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, ODD, Part, Passes, Value
+from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, ODD, Passes, Value
 from pyro_symmetric.discovery.scaling.rules.registry import Call, as_value, reads_numbers, register_rule
 
 # The multipliers that functions of one entry let through.

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.scaling.labeller import Labeller
-from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, Array, Passes, Value
+from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value
 from pyro_symmetric.discovery.scaling.rules.registry import Call, register_rule
 
 # The multipliers that symmetric functions of all entries along an axis let through; those of functions of their order.

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from pyro_symmetric import arguments
+from pyro_symmetric.discovery.rules.registry import operator_name, operator_of
 from pyro_symmetric.discovery.scaling.labeller import Labeller
 from pyro_symmetric.discovery.scaling.labels import Value
-from pyro_symmetric.discovery.scaling.nodes import operator_name
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
 
     def decorate(rule: R) -> R:
         for operator in operators:
-            found = _operator(operator) if isinstance(operator, str) else operator
+            found = operator_of(operator) if isinstance(operator, str) else operator
             if found is not None:
                 RULES[found] = rule
                 (SLICED.add if sliced else SLICED.discard)(found)
@@ -128,12 +126,3 @@ def as_value(argument: Any) -> Value:
     if isinstance(argument, Value):
         return argument
     return Value((), zero=argument == 0)
-
-
-def _operator(name: str) -> Any | None:
-    if "::" in name:
-        return name
-    found: Any = torch.ops.aten
-    for piece in name.split("."):
-        found = getattr(found, piece, None)
-    return found

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.flow import Part
 from pyro_symmetric.discovery.scaling.labeller import Labeller
-from pyro_symmetric.discovery.scaling.labels import Array, Part, Value
+from pyro_symmetric.discovery.scaling.labels import Value
 from pyro_symmetric.discovery.scaling.rules.registry import Call, register_rule
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from pyro_symmetric.discovery.flow import Part
 from pyro_symmetric.discovery.scaling.labeller import Labeller
-from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, Part, Passes, Value
+from pyro_symmetric.discovery.scaling.labels import HOMOGENEOUS, LINEAR, NOTHING, Passes, Value
 from pyro_symmetric.discovery.scaling.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.scaling.rules.shape import cat
 
