@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,12 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 # MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller data set, under its own name.
-FOLDERS = {"mnist": ("mnist10k", "MNIST-10k")}
+FOLDERS = {"mnist": "mnist10k"}
 
 
 def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
     """A data set as the options have it (``data_dir train test download device``), images pooled by ``pool``."""
-    folder, title = FOLDERS.get(name, ("", ""))
+    folder = FOLDERS.get(name, "")
     root = options.data_dir / folder
     part = bool(folder) and root.is_dir()
     data = ps.datasets.load(
@@ -150,7 +150,7 @@ def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
     )
     pool = options.pool if data.is_image else 1
     train_x, test_x = (torch.nn.functional.avg_pool2d(x, pool) if pool > 1 else x for x in (data.train_x, data.test_x))
-    return dataclasses.replace(data, title=title if part else data.title, train_x=train_x, test_x=test_x)
+    return dataclasses.replace(data, name=folder if part else data.name, train_x=train_x, test_x=test_x)
 
 
 def mini_batches(num_rows: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:

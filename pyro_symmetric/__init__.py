@@ -33,7 +33,6 @@ operators, completeness, priors), ``canonical``, ``alignment`` (costs, results),
 results), ``guides``, ``mcmc`` (kernels of one's own), ``likelihoods``, ``checkpoints``, ``storage``.
 """
 
-from pyro_symmetric import checkpoints as checkpoints
 from pyro_symmetric import datasets, networks
 from pyro_symmetric._version import __version__ as __version__
 from pyro_symmetric.alignment import align, align_many, loss_barrier, relabel
@@ -71,7 +70,8 @@ from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, log_joint, pSGLD, sample
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.predict import predict
+from pyro_symmetric.posterior import checkpoints as checkpoints
+from pyro_symmetric.posterior.predict import predict
 
 __all__ = [
     "HMC",

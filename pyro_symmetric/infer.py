@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pyro_symmetric import arguments, mcmc
-from pyro_symmetric.chain_statistics import also_of_one
-from pyro_symmetric.diagnostics import chains_diagnostics
 from pyro_symmetric.mcmc import Kernel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.diagnostics import chains_diagnostics
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import also_of_one
 from pyro_symmetric.weights import Weights
 
 __all__ = ["HMC", "MCMC", "NUTS"]

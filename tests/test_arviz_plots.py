@@ -28,7 +28,7 @@ def tree():
         "scale": torch.rand(4, 60),
     }
     statistics = {name: torch.rand(4, 60) for name in ("lp", "energy", "acceptance_rate")}
-    return ps.Posterior(samples, {**statistics, "diverging": torch.rand(4, 60) < 0.05}, rows="chains").to_arviz()
+    return ps.Posterior(samples, {**statistics, "diverging": torch.rand(4, 60) < 0.05}, kind="chains").to_arviz()
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -53,7 +53,7 @@ def transposed(*batch: int) -> dict[str, torch.Tensor]:
 
 
 def posterior() -> ps.Posterior:
-    return ps.Posterior(weights(2, 8), {"lp": torch.randn(2, 8)}, rows="chains")
+    return ps.Posterior(weights(2, 8), {"lp": torch.randn(2, 8)}, kind="chains")
 
 
 @functools.cache
@@ -145,10 +145,10 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "SGLD": (lambda: ps.SGLD(MODEL, batch_size=0), "batch_size"),
     "pSGLD": (lambda: ps.pSGLD(MODEL, batch_size=1.5), "batch_size"),
     "MCMC": (lambda: ps.MCMC(ps.infer.NUTS(mixture), num_samples=0), "num_samples"),
-    "Posterior": (lambda: ps.Posterior({"w": torch.zeros(2, 3), "v": torch.zeros(3, 2)}, rows="chains"), "v"),
-    "Posterior, of rows": (lambda: ps.Posterior({"w": torch.zeros(2, 3)}, rows="chain"), "rows"),
+    "Posterior": (lambda: ps.Posterior({"w": torch.zeros(2, 3), "v": torch.zeros(3, 2)}, kind="chains"), "v"),
+    "Posterior, of a kind": (lambda: ps.Posterior({"w": torch.zeros(2, 3)}, kind="chain"), "kind"),
     "Posterior.from_samples": (
-        lambda: ps.Posterior.from_samples({"w": torch.zeros(6, 4)}, rows="chains", num_chains=4),
+        lambda: ps.Posterior.from_samples({"w": torch.zeros(6, 4)}, kind="chains", num_chains=4),
         "num_chains",
     ),
     "Posterior.select": (lambda: posterior().select(chains=[5]), "chains"),

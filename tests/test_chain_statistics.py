@@ -7,8 +7,8 @@ import pytest
 import torch
 from arviz_stats.base import array_stats
 
-from pyro_symmetric import chain_statistics as module
-from pyro_symmetric.chain_statistics import (
+from pyro_symmetric.posterior import statistics as module
+from pyro_symmetric.posterior.statistics import (
     chain_statistics,
     evenly_spaced,
     missing_energy,

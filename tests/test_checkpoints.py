@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.checkpoints import read_checkpoints
+from pyro_symmetric.posterior.checkpoints import read_checkpoints
 
 
 def network():

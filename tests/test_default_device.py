@@ -49,7 +49,7 @@ def weights(count: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def posterior(count: int, device: torch.device) -> Posterior:
-    return Posterior.from_samples(weights(count, device), rows="independent")
+    return Posterior.from_samples(weights(count, device), kind="independent")
 
 
 def mean(count: int, device: torch.device) -> dict[str, Tensor]:

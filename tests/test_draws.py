@@ -12,7 +12,7 @@ from pyro_symmetric import Posterior
 @pytest.fixture
 def posterior() -> Posterior:
     samples = {"w": torch.randn(3, 5, 2, 4), "s": torch.randn(3, 5, dtype=torch.float64), "v": torch.randn(3, 5, 1)}
-    return Posterior(samples, {"diverging": torch.rand(3, 5) < 0.5, "lp": torch.randn(3, 5)}, rows="chains")
+    return Posterior(samples, {"diverging": torch.rand(3, 5) < 0.5, "lp": torch.randn(3, 5)}, kind="chains")
 
 
 def test_every_number_stands_at_its_draw_and_under_its_entrys_name(posterior: Posterior) -> None:
@@ -52,7 +52,7 @@ def test_the_long_form_is_the_wide_one_melted(posterior: Posterior) -> None:
 
 @pytest.mark.parametrize("form", ["wide", "long"])
 def test_empty_sites_no_draws_and_bfloat16(form: str) -> None:
-    posterior = Posterior({"e": torch.zeros(2, 3, 0), "b": torch.ones(2, 3, 2).bfloat16()}, rows="independent")
+    posterior = Posterior({"e": torch.zeros(2, 3, 0), "b": torch.ones(2, 3, 2).bfloat16()}, kind="independent")
     frame = posterior.to_dataframe(form=form)
     assert len(frame) == (6 if form == "wide" else 12)
     assert frame.select_dtypes("float32").to_numpy().sum() == 12

@@ -28,14 +28,9 @@ FLOORS = [
         "plots",
     ],
     ["arguments", "enumeration", "generators", "networks"],
-    ["chain_statistics", "datasets", "likelihoods", "storage", "weights"],
-    ["draws", "fingerprint", "layout", "models", "store"],
-    ["diagnostics", "predictors"],
-    ["predict"],
-    ["arviz_export"],
+    ["datasets", "likelihoods", "storage", "weights"],
+    ["fingerprint", "layout", "models", "store"],
     ["posterior"],
-    ["samples"],
-    ["checkpoints"],
     ["mcmc"],
     ["groups", "infer"],
     ["discovery"],
@@ -50,6 +45,14 @@ FLOORS = [
 ]
 # Floors inside a room, likewise.
 INSIDE = {
+    "posterior": [
+        ["draws", "statistics"],
+        ["diagnostics", "predictors"],
+        ["predict"],
+        ["arviz"],
+        ["posterior"],
+        ["checkpoints", "samples", WHOLE],
+    ],
     "discovery": [
         ["arrays", "invariance", "sizes", "tensors_only"],
         ["densities", "flow", "nesting"],

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.infer import HMC, MCMC, NUTS
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 STILL = {"step_size": 1e-6, "adapt_step_size": False, "num_steps": 1}  # a chain that stays where it starts
 quiet = functools.partial(MCMC, disable_progbar=True, engine="eager")

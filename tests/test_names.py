@@ -21,7 +21,7 @@ def model() -> None:
 
 NET = nn.Linear(2, 2)
 BAYESIAN = ps.BayesianModel(NET)
-DRAWS = ps.Posterior.from_samples({"w": torch.randn(8, 3)}, rows="independent")
+DRAWS = ps.Posterior.from_samples({"w": torch.randn(8, 3)}, kind="independent")
 WEIGHTS = {name: torch.randn(4, *shape) for name, shape in BAYESIAN.site_shapes.items()}
 
 

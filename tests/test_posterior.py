@@ -16,9 +16,9 @@ from pyro.infer.mcmc.util import select_samples
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def posterior() -> Posterior:
         {"b": torch.randn(3, 50, 2, 4), "a": torch.randn(3, 50, dtype=torch.float64)},
         {"diverging": torch.rand(3, 50) < 0.1, "acceptance_rate": torch.rand(3, 50)},
         {"kernel": "HMC", "note": "é", "list": [1, 2.5, None]},
-        rows="chains",
+        kind="chains",
     )
 
 
@@ -63,7 +63,7 @@ def test_sizes_and_shapes(posterior):
 
 def test_from_samples_cuts_consecutive_draws_into_chains():
     w = torch.arange(24.0).reshape(12, 2)
-    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, rows="chains")
+    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, kind="chains")
     assert torch.equal(posterior.samples["w"][1], w[4:8])
     assert torch.equal(posterior.get_samples()["w"], w)
     assert posterior.statistics["lp"].shape == (3, 4)
@@ -72,17 +72,17 @@ def test_from_samples_cuts_consecutive_draws_into_chains():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Posterior({}, rows="chains"), "samples is empty"),
-        (lambda: Posterior({"w": torch.zeros(3)}, rows="chains"), r"samples\['w'\] is of shape \(3,\)"),
+        (lambda: Posterior({}, kind="chains"), "samples is empty"),
+        (lambda: Posterior({"w": torch.zeros(3)}, kind="chains"), r"samples\['w'\] is of shape \(3,\)"),
         (
-            lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, rows="chains"),
+            lambda: Posterior({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, kind="chains"),
             r"samples\['b'\] has shape \(2, 4\)",
         ),
         (
-            lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, rows="chains"),
+            lambda: Posterior({"a": torch.zeros(2, 3)}, {"lp": torch.zeros(2, 3, 1)}, kind="chains"),
             r"statistics\['lp'\]",
         ),
-        (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2, rows="chains"), "num_chains=2"),
+        (lambda: Posterior.from_samples({"a": torch.zeros(7)}, num_chains=2, kind="chains"), "num_chains=2"),
     ],
 )
 def test_bad_input_is_named(build, message):
@@ -103,7 +103,7 @@ def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size(
     x[:, 0] = noise[:, 0]
     for t in range(1, draws):
         x[:, t] = r * x[:, t - 1] + (1 - r**2) ** 0.5 * noise[:, t]
-    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    found = Posterior({"x": x}, kind="chains").diagnostics()["x"]
     expected = chains * draws * (1 - r) / (1 + r)
     assert found["ess_bulk_median"] == pytest.approx(expected, rel=0.15)
     assert found["ess_bulk"] <= found["ess_bulk_median"]
@@ -113,37 +113,37 @@ def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size(
 def test_r_hat_names_the_worst_weight_of_a_site():
     x = torch.randn(4, 200, 10)
     x[2, :, 7] += 5
-    found = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    found = Posterior({"x": x}, kind="chains").diagnostics()["x"]
     assert found["r_hat"] > 1.3
     assert found["r_hat_median"] < 1.05
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (4, 3), (1, 1), (2, 0)])
 def test_too_few_draws_give_nan(shape):
-    posterior = Posterior({"x": torch.randn(*shape, 2)}, rows="chains")
+    posterior = Posterior({"x": torch.randn(*shape, 2)}, kind="chains")
     assert np.isnan(posterior.diagnostics()["x"]["r_hat"])
     assert "nan" in posterior.summary_table()
 
 
 def test_r_hat_of_one_chain_compares_its_halves():
     settled = torch.randn(1, 400, 2)
-    posterior = Posterior({"x": settled}, rows="chains")
+    posterior = Posterior({"x": settled}, kind="chains")
     halves = settled.reshape(2, 200, 2)
     assert posterior.diagnostics()["x"]["r_hat"] == float(chain_statistics(halves).r_hat.max())
     assert posterior.diagnostics()["x"]["r_hat"] < 1.05
     drifting = settled + torch.linspace(0.0, 3.0, 400)[:, None]
-    assert Posterior({"x": drifting}, rows="chains").diagnostics()["x"]["r_hat"] > 1.1
+    assert Posterior({"x": drifting}, kind="chains").diagnostics()["x"]["r_hat"] > 1.1
 
 
 def test_a_stuck_or_broken_weight_makes_the_worst_nan_but_not_the_median():
     x = torch.randn(4, 100, 5)
     x[..., 0] = 3.0
-    stuck = Posterior({"x": x}, rows="chains").diagnostics()["x"]
+    stuck = Posterior({"x": x}, kind="chains").diagnostics()["x"]
     assert np.isnan(stuck["ess_bulk"])
     assert stuck["ess_bulk_median"] > 100
-    assert "nan: entries that never change" in Posterior({"x": x}, rows="chains").summary_table()
+    assert "nan: entries that never change" in Posterior({"x": x}, kind="chains").summary_table()
     x[0, 0, 1] = torch.inf
-    assert np.isnan(Posterior({"x": x}, rows="chains").diagnostics()["x"]["r_hat"])
+    assert np.isnan(Posterior({"x": x}, kind="chains").diagnostics()["x"]["r_hat"])
 
 
 def test_summary_has_one_line_for_each_entry_and_one_for_each_site(posterior, capsys):
@@ -174,13 +174,13 @@ def test_to_arviz_keeps_values_and_names(posterior):
 
 
 def test_many_short_chains_reach_arviz_without_a_warning():
-    assert Posterior({"w": torch.randn(64, 5, 2)}, rows="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
+    assert Posterior({"w": torch.randn(64, 5, 2)}, kind="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
 
 
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
-    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, rows="chains")
+    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, kind="chains")
     tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
     attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
     for found in (tree, attached):
@@ -207,7 +207,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     y = torch.randn(20)
     precision = 1 / 9 + 20
     draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
-    tree = Posterior({"mean": draws}, rows="chains").to_arviz(log_likelihood=(model, y))
+    tree = Posterior({"mean": draws}, kind="chains").to_arviz(log_likelihood=(model, y))
     others = precision - 1
     exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
     assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
@@ -216,7 +216,7 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
 
 def test_layers_axes_are_named_in_arviz():
     shapes = {"0.weight": (5, 2), "0.bias": (5,), "1.weight": (4, 5, 3, 3), "1.bias": (4,), "norm.weight": (4,)}
-    posterior = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, rows="chains")
+    posterior = Posterior({site: torch.zeros(2, 4, *shape) for site, shape in shapes.items()}, kind="chains")
     tree = posterior.to_arviz()["posterior"]
     assert tree["0.weight"].dims[2:] == ("0.out", "0.in")
     assert tree["0.bias"].dims[2:] == ("0.out",)
@@ -252,7 +252,7 @@ def test_arvizs_from_pyro_takes_it(posterior):
     arviz = pytest.importorskip("arviz", exc_type=(ImportError, AttributeError))
     if not hasattr(arviz, "from_pyro"):
         pytest.skip("this ArviZ has no from_pyro")
-    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics, rows="chains")
+    samples = Posterior({"a": posterior.samples["a"]}, posterior.statistics, kind="chains")
 
     def model():
         pyro.sample("a", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
@@ -263,7 +263,7 @@ def test_arvizs_from_pyro_takes_it(posterior):
 
 
 def test_divergences_are_listed_even_where_none_are_known():
-    assert Posterior({"w": torch.randn(2, 5)}, rows="chains").diagnostics()["divergences"] == {
+    assert Posterior({"w": torch.randn(2, 5)}, kind="chains").diagnostics()["divergences"] == {
         "chain 0": [],
         "chain 1": [],
     }
@@ -314,7 +314,7 @@ def test_save_and_load_round_trip(posterior, tmp_path):
 
 def test_views_of_one_tensor_and_non_contiguous_draws_are_stored_whole(tmp_path):
     base = torch.randn(5, 3, 4)
-    posterior = Posterior({"x": base.transpose(0, 1), "y": base.transpose(0, 1)[..., :2]}, rows="chains")
+    posterior = Posterior({"x": base.transpose(0, 1), "y": base.transpose(0, 1)[..., :2]}, kind="chains")
     posterior.save(tmp_path / "p")
     assert_same(Posterior.load(tmp_path / "p"), posterior)
 
@@ -323,7 +323,7 @@ def test_saving_over_a_loaded_file_leaves_the_loaded_draws_alone(posterior, tmp_
     path = tmp_path / "p"
     posterior.save(path)
     loaded = Posterior.load(path)
-    Posterior({"a": torch.zeros(3, 50)}, rows="chains").save(path)
+    Posterior({"a": torch.zeros(3, 50)}, kind="chains").save(path)
     assert_same(loaded, posterior)
 
 
@@ -338,7 +338,7 @@ def test_foreign_and_missing_files_are_named(tmp_path):
 def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, tmp_path):
     path = tmp_path / "p"
     posterior.save(path)
-    large = Posterior({"w": torch.zeros(4, 1000, 100)}, rows="chains")
+    large = Posterior({"w": torch.zeros(4, 1000, 100)}, kind="chains")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # stands for a disk with no room left
     try:
@@ -367,7 +367,7 @@ def test_a_read_only_folder_gives_one_error(posterior, tmp_path):
 
 def test_metadata_that_json_cannot_hold_is_named(tmp_path):
     with pytest.raises(ValueError, match="metadata"):
-        Posterior({"w": torch.zeros(1, 2)}, metadata={"x": torch.zeros(1)}, rows="chains").save(tmp_path / "p")
+        Posterior({"w": torch.zeros(1, 2)}, metadata={"x": torch.zeros(1)}, kind="chains").save(tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 
@@ -376,10 +376,10 @@ def test_map_applies_a_function_to_all_draws_and_keeps_the_rest(posterior):
     assert all(torch.equal(doubled.samples[site], 2 * value) for site, value in posterior.samples.items())
     assert doubled.statistics == posterior.statistics
     assert doubled.metadata == posterior.metadata
-    assert doubled.rows == posterior.rows
+    assert doubled.kind == posterior.kind
     assert doubled.model is print
     with pytest.raises(ValueError, match=r"function returned 'b' of shape \(3, 2, 2, 4\); it must begin with the 3"):
-        Posterior(posterior.samples, rows="chains").map(lambda w: {site: v[:, :2] for site, v in w.items()})
+        Posterior(posterior.samples, kind="chains").map(lambda w: {site: v[:, :2] for site, v in w.items()})
     with pytest.raises(TypeError, match="what function returned"):
         posterior.map(lambda weights: weights["a"])
 
@@ -387,7 +387,7 @@ def test_map_applies_a_function_to_all_draws_and_keeps_the_rest(posterior):
 def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
     unit = torch.tensor([-3.0, 3.0]) + 0.1 * torch.randn(4, 50, 2)
     unit[2:] = unit[2:].flip(-1)
-    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)}, rows="chains")
+    posterior = Posterior({"w": unit}, {"lp": torch.zeros(4, 50)}, kind="chains")
     group = ps.Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     canonical = posterior.map(ps.canonicalize, group)
     assert posterior.diagnostics()["w"]["r_hat"] > 1.5
@@ -400,7 +400,7 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
     rates = torch.rand(2, 50, generator=generator)
     posterior = Posterior(
-        {**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, rows="chains"
+        {**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, kind="chains"
     )
     found = posterior.diagnostics()
     assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
@@ -422,16 +422,16 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
         posterior.summary(prob=90)
 
 
-def test_whether_rows_are_chains_must_be_said_and_is_kept(tmp_path):
-    with pytest.raises(TypeError, match="rows"):
+def test_kind_must_be_said_and_is_kept(tmp_path):
+    with pytest.raises(TypeError, match="kind"):
         Posterior({"w": torch.randn(2, 5)})
-    with pytest.raises(ValueError, match="rows is 'chain'; it must be 'chains'"):
-        Posterior({"w": torch.randn(2, 5)}, rows="chain")
-    for rows in ("chains", "independent"):
-        posterior = Posterior({"w": torch.randn(2, 5)}, rows=rows)
-        posterior.save(tmp_path / rows)
-        assert Posterior.load(tmp_path / rows).rows == posterior.thin(2).rows == rows
-    assert "5 independent draws" in repr(Posterior.from_samples({"w": torch.randn(5)}, rows="independent"))
+    with pytest.raises(ValueError, match="kind is 'chain'; it must be 'chains'"):
+        Posterior({"w": torch.randn(2, 5)}, kind="chain")
+    for kind in ("chains", "independent"):
+        posterior = Posterior({"w": torch.randn(2, 5)}, kind=kind)
+        posterior.save(tmp_path / kind)
+        assert Posterior.load(tmp_path / kind).kind == posterior.thin(2).kind == kind
+    assert "5 independent draws" in repr(Posterior.from_samples({"w": torch.randn(5)}, kind="independent"))
 
 
 def test_concat_lays_chains_side_by_side_with_summed_seconds():
@@ -439,12 +439,12 @@ def test_concat_lays_chains_side_by_side_with_summed_seconds():
         seconds = {"warmup": 1.0, "sampling": value}
         metadata = {"kernel": "k", "seconds": seconds, "seed": int(value), "interrupted": value > 5}
         draws = torch.full((chains, 3, 2), value)
-        return Posterior({"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, rows="chains")
+        return Posterior({"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, kind="chains")
 
     whole = Posterior.concat([part(1, 2.0), part(3, 6.0)])
     assert whole.samples["w"].shape == (4, 3, 2)
     assert whole.samples["w"][:, 0, 0].tolist() == [2.0, 6.0, 6.0, 6.0]
-    assert whole.rows == "chains"
+    assert whole.kind == "chains"
     assert whole.metadata["kernel"] == "k"
     assert whole.metadata["seconds"] == {"warmup": 2.0, "sampling": 8.0}
     assert [(part["chains"], part["seed"]) for part in whole.metadata["parts"]] == [(1, 2), (3, 6)]
@@ -453,11 +453,11 @@ def test_concat_lays_chains_side_by_side_with_summed_seconds():
 
 
 def test_concat_refuses_parts_that_do_not_belong_together(posterior):
-    independent = Posterior(posterior.samples, posterior.statistics, rows="independent")
-    bare = Posterior(posterior.samples, rows="chains")
-    fewer = Posterior({"b": posterior.samples["b"]}, posterior.statistics, rows="chains")
+    independent = Posterior(posterior.samples, posterior.statistics, kind="independent")
+    bare = Posterior(posterior.samples, kind="chains")
+    fewer = Posterior({"b": posterior.samples["b"]}, posterior.statistics, kind="chains")
     for other, named in (
-        (independent, "rows"),
+        (independent, "kind"),
         (bare, "statistics"),
         (fewer, "sites"),
         (posterior.select(draws=slice(5)), "num_samples"),
@@ -476,11 +476,11 @@ def test_complex_draws_are_refused_by_name(kind):
     name = next(iter(parts[kind]))
     parts[kind][name] = parts[kind][name].to(torch.complex64)
     with pytest.raises(ValueError, match=rf"{kind}\['{name}'\]"):
-        Posterior(**parts, rows="chains")
+        Posterior(**parts, kind="chains")
 
 
 def test_a_site_without_entries_goes_through_everything(tmp_path, capsys):
-    posterior = Posterior({"w": torch.randn(2, 10), "none": torch.zeros(2, 10, 0)}, rows="chains")
+    posterior = Posterior({"w": torch.randn(2, 10), "none": torch.zeros(2, 10, 0)}, kind="chains")
     assert posterior.get_samples(3)["none"].shape == (3, 0)
     assert posterior.get_samples(3, group_by_chain=True)["none"].shape == (2, 3, 0)
     assert math.isnan(posterior.diagnostics()["none"]["r_hat"])
@@ -496,7 +496,7 @@ def test_a_site_without_entries_goes_through_everything(tmp_path, capsys):
 @pytest.mark.parametrize("shape", [(2, 0, 3), (0, 5, 3)])
 def test_a_posterior_without_draws_goes_through_everything_but_drawing_from_it(tmp_path, shape):
     statistics = {"acceptance_rate": torch.zeros(shape[:2]), "diverging": torch.zeros(shape[:2]).bool()}
-    posterior = Posterior({"w": torch.zeros(shape)}, statistics, rows="chains")
+    posterior = Posterior({"w": torch.zeros(shape)}, statistics, kind="chains")
     posterior.summary()
     assert math.isnan(posterior.diagnostics()["w"]["ess_bulk"])
     assert posterior.get_samples()["w"].shape == (0, 3)
@@ -512,7 +512,7 @@ def test_a_posterior_without_draws_goes_through_everything_but_drawing_from_it(t
 
 def test_draws_with_replacement_are_the_same_ones_of_every_site():
     number = torch.arange(40.0).reshape(4, 10)
-    posterior = Posterior({"a": number, "b": number[..., None] * torch.tensor([1.0, 2.0])}, rows="chains")
+    posterior = Posterior({"a": number, "b": number[..., None] * torch.tensor([1.0, 2.0])}, kind="chains")
     drawn = posterior.get_samples(200)
     assert drawn["a"].shape == (200,)
     assert torch.equal(drawn["b"], drawn["a"][:, None] * torch.tensor([1.0, 2.0]))
@@ -525,7 +525,7 @@ def test_draws_with_replacement_are_the_same_ones_of_every_site():
 
 def test_metadata_print_short():
     losses = {"first": list(range(2000)), "second": [0.1] * 2000}
-    posterior = Posterior({"w": torch.randn(2, 3)}, {}, {"kernel": "NUTS", "losses": losses}, rows="chains")
+    posterior = Posterior({"w": torch.randn(2, 3)}, {}, {"kernel": "NUTS", "losses": losses}, kind="chains")
     assert len(str(posterior.metadata)) < 200
     assert posterior.metadata["losses"] == losses
     assert json.loads(json.dumps(posterior.metadata)) == posterior.metadata

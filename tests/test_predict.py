@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import pyro_symmetric as ps
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.predict import pointwise_log_likelihood, predict
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.predict import pointwise_log_likelihood, predict
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def model() -> BayesianModel:
 
 @pytest.fixture
 def posterior(model) -> Posterior:
-    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()}, rows="chains")
+    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()}, kind="chains")
 
 
 @pytest.fixture

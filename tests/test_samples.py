@@ -14,7 +14,7 @@ SYMMETRY = ps.find_symmetry(NET, torch.zeros(3, 2))
 
 def draws(shapes) -> ps.Posterior:
     torch.manual_seed(0)
-    return ps.Posterior({site: torch.randn(CHAINS, DRAWS, *shape) for site, shape in shapes.items()}, rows="chains")
+    return ps.Posterior({site: torch.randn(CHAINS, DRAWS, *shape) for site, shape in shapes.items()}, kind="chains")
 
 
 DECLARED, NETWORKS = draws(GROUP.site_shapes), draws(SYMMETRY.site_shapes)
@@ -102,4 +102,4 @@ def test_draws_of_a_posterior_come_back_as_a_posterior() -> None:
         ps.relabel(DECLARED, GROUP, PROBABILITIES),
     ]
     assert all(isinstance(one, ps.Posterior) and one.num_chains == CHAINS for one in found)
-    assert all(one.rows == "chains" for one in found)
+    assert all(one.kind == "chains" for one in found)

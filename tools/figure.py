@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import pyro_symmetric as ps
-from pyro_symmetric.chain_statistics import chain_statistics
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 COLOURS = ("#4c8dff", "#f0a020", "#f0605a")
 GREY = "#808890"  # legible on white and on black

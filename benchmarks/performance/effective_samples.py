@@ -38,10 +38,10 @@ from torch import Tensor
 
 from benchmarks.harness import print_table
 from benchmarks.performance.sampler_gradients import Problem, PyroNet, numpyro_model, problem
-from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, Density, State
 from pyro_symmetric.mcmc.kernels.adaptation import StepSizeAdaptation
 from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 HELD_OUT = 10  # every tenth row
 Step = Callable[[], tuple[Tensor, int]]  # one iteration -> positions of the chains (C, D), gradients that it needed

@@ -27,7 +27,7 @@ from torch import nn
 import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.store as recorders
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import raw_bytes
 from pyro_symmetric.store import CHECKPOINT, Checkpoint
 

@@ -99,7 +99,7 @@ def schools() -> tuple[Any, tuple[Any, ...], Any]:
 
 def read(problem: str, store: Path) -> dict[str, Any]:
     """Open the store and look at its draws."""
-    from pyro_symmetric.posterior import Posterior
+    from pyro_symmetric.posterior.posterior import Posterior
 
     imported, began = resident(), time.perf_counter()
     posterior = Posterior.load(store)
@@ -107,7 +107,7 @@ def read(problem: str, store: Path) -> dict[str, Any]:
     after_opening, some = resident(), posterior
     if problem == "network":
         weights = posterior.samples["0.weight"][:, :, 0, :4]
-        some = Posterior({"2.bias": posterior.samples["2.bias"], "0.weight[0]": weights}, rows="chains")
+        some = Posterior({"2.bias": posterior.samples["2.bias"], "0.weight[0]": weights}, kind="chains")
     table = some.diagnostics()
     rows = [table[site] for site in some.samples]
     means = {site: float(value[:, ::100].mean()) for site, value in posterior.samples.items()}

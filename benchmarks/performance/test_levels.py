@@ -38,7 +38,7 @@ LEVEL = 0.05
 
 
 def independent(weights: Weights) -> ps.Posterior:
-    return ps.Posterior.from_samples(weights, rows="independent")
+    return ps.Posterior.from_samples(weights, kind="independent")
 
 
 def linear() -> tuple[nn.Module, Tensor]:

@@ -36,7 +36,7 @@ from benchmarks.contestants import Problem
 from benchmarks.harness import Results, Row, parse, parser, print_table
 from benchmarks.posteriordb.catalogue import ENTRIES, Draws, Entry, gathered, named
 from benchmarks.posteriordb.database import Database
-from pyro_symmetric.chain_statistics import chain_statistics, effective_size
+from pyro_symmetric.posterior.statistics import chain_statistics, effective_size
 
 Array = NDArray[np.float64]
 KERNELS: dict[str, Callable[..., ps.Posterior]] = {

@@ -23,7 +23,7 @@ from torch.distributions.transforms import Transform
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.action import is_real
 from pyro_symmetric.placement import together
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, all_true, require_finite
 
 
@@ -104,7 +104,7 @@ class GaussianWeights:
 def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """The mean-field Gaussian moments of ``weights``, detached.
 
-    >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, rows="independent")
+    >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, kind="independent")
     >>> moments = ps.alignment.to_gaussian(draws)
     >>> moments.loc["w"], moments.scale["w"]
     (tensor([1., 2.]), tensor([1., 1.]))

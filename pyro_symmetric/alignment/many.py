@@ -54,7 +54,7 @@ from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.groups.element import require_buffers
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 Objective = Literal["gaussian", "wasserstein", "l2"]

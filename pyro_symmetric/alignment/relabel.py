@@ -39,8 +39,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.many import recentred
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.samples import Draws, chains_of
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.samples import Draws, chains_of
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3
@@ -64,7 +64,7 @@ def relabel(
 
     >>> x, locs = torch.tensor([-4.0, -3.0, 5.0]), torch.tensor([-3.5, 5.0]) + 0.1 * torch.randn(2, 50, 2)
     >>> locs[1] = locs[1].flip(-1)  # the second chain has the components in the other order
-    >>> posterior = ps.Posterior({"locs": locs}, rows="chains")
+    >>> posterior = ps.Posterior({"locs": locs}, kind="chains")
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> log_joint = dist.Normal(locs[..., None, :], 1.0).log_prob(x[:, None])
     >>> relabelled = ps.relabel(posterior, group, log_joint.softmax(-1))

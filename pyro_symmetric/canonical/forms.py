@@ -32,7 +32,7 @@ from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)

@@ -27,8 +27,8 @@ from pyro_symmetric.canonical.scales import Sum, by_units
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.samples import as_given
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.samples import as_given
 from pyro_symmetric.weights import require_finite, require_sites
 
 CHUNK_ENTRIES = 2**26

@@ -23,7 +23,7 @@ from pyro_symmetric.compare.predictive_distance import total_variation
 from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
 from pyro_symmetric.compare.summary import summary
 from pyro_symmetric.compare.wasserstein import marginal_wasserstein
-from pyro_symmetric.diagnostics import Check
+from pyro_symmetric.posterior.diagnostics import Check
 
 __all__ = [
     "Check",

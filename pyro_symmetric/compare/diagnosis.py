@@ -3,7 +3,7 @@ r"""Can these draws be trusted? Convergence of chains: raw, modulo symmetry, and
 Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike, so R-hat on raw weights
 says nothing of a model with symmetries. Three looks together do: at the weights as drawn; modulo symmetry, all draws
 aligned to each other; and at what no symmetry touches, predictions and the log density. R-hat and effective sample
-sizes are those of :mod:`pyro_symmetric.chain_statistics`, limits those of :mod:`pyro_symmetric.diagnostics`.
+sizes are those of ``posterior.statistics``, limits those of ``posterior.diagnostics``.
 
 The aligned frame is a function of the draws' orbits and of all draws together, never of the chain that a draw belongs
 to. So if the chains' orbits are distributed alike, they are so in it, and disagreement there is real.
@@ -25,21 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric import arguments, diagnostics
+from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.calls import described
-from pyro_symmetric.chain_statistics import ChainStatistics, also_of_one, evenly_spaced, exceeded_by_few
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
-from pyro_symmetric.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked, graded
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.predict import predict
-from pyro_symmetric.samples import Draws, chains_of
+from pyro_symmetric.posterior import diagnostics
+from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked, graded
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.predict import predict
+from pyro_symmetric.posterior.samples import Draws, chains_of
+from pyro_symmetric.posterior.statistics import ChainStatistics, also_of_one, evenly_spaced, exceeded_by_few
 
 MOST_ROWS = 256
 MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
@@ -171,8 +172,8 @@ def diagnose(
     drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
     first = [diagnostics.finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
     if first[0].status == "pass":
-        first += diagnostics.copies(posterior.samples) if posterior.rows == "chains" else [_enough(posterior)]
-    if posterior.rows == "independent" or any(check.status == "fail" for check in first):
+        first += diagnostics.copies(posterior.samples) if posterior.kind == "chains" else [_enough(posterior)]
+    if posterior.kind == "independent" or any(check.status == "fail" for check in first):
         return diagnosis(first)
     spaces = _spaces(posterior, symmetry, model, x, predictions)
     made = diagnostics.finite(

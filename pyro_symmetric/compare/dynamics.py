@@ -24,7 +24,7 @@ from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.samples import Draws, samples_of
+from pyro_symmetric.posterior.samples import Draws, samples_of
 from pyro_symmetric.weights import require_finite
 
 _CHUNK_ENTRIES = 2**24  # pairs of units at a time

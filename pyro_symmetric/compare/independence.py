@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.samples import Draws, samples_of
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.samples import Draws, samples_of
+from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.weights import Weights, require_finite
 
 _PART_NUMBERS = 2**24  # copied at a time
@@ -24,10 +24,10 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     a test sees more than means, and a weight whose sign alternates may keep its size for long. Weights that never move
     are left out.
 
-    :param statistics: site -> its :func:`~pyro_symmetric.chain_statistics.chain_statistics`, if they are at hand.
+    :param statistics: site -> its :func:`~pyro_symmetric.posterior.statistics.chain_statistics`, if they are at hand.
     """
     total = posterior.num_chains * posterior.num_samples
-    if posterior.rows == "independent":
+    if posterior.kind == "independent":
         return total
     known = statistics or {site: chain_statistics(value) for site, value in posterior.samples.items()}
     distances = (_from_mean(part) for value in posterior.samples.values() for part in _parts(value))
@@ -45,9 +45,9 @@ def thinned(weights: Draws, name: str = "weights") -> Weights:
     :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
     """
     if not isinstance(weights, Posterior):
-        weights = Posterior.from_samples(samples_of(weights, name), rows="independent")
+        weights = Posterior.from_samples(samples_of(weights, name), kind="independent")
     require_finite(weights.samples, name)
-    if weights.rows == "chains" and (copies := copied_chains(weights.samples)):
+    if weights.kind == "chains" and (copies := copied_chains(weights.samples)):
         raise ValueError(f"the chains {copies} are copies of others, as of runs with the same seed; leave them out")
     total, count = weights.num_chains * weights.num_samples, independent_draws(weights)
     if count < 2:

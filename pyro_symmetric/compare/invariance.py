@@ -35,8 +35,8 @@ from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.posterior import Posterior
-from pyro_symmetric.samples import Draws, samples_of
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.samples import Draws, samples_of
 
 P_VALUES = ("index_p_value", "marginal_p_value")
 
@@ -77,7 +77,7 @@ def invariance_tests(
     sites = group.required_sites
     known: Draws = {site: samples[site] for site in sites}
     if sites and thin and isinstance(weights, Posterior):
-        known = Posterior({site: weights.samples[site] for site in sites}, rows=weights.rows)
+        known = Posterior({site: weights.samples[site] for site in sites}, kind=weights.kind)
     kept = thinned(known) if known else {}
     draws = len(next(iter(kept.values()))) if kept else 0
     found: list[dict[str, Any]] = []

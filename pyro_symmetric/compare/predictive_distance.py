@@ -14,10 +14,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.compare.diversity import members_of
 from pyro_symmetric.compare.results import DistanceResult
 from pyro_symmetric.compare.scores import gaussians
+from pyro_symmetric.posterior.statistics import evenly_spaced
 
 Prediction = Tensor | tuple[Tensor, Tensor | float]
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described_call, refuse_options
-from pyro_symmetric.chain_statistics import evenly_spaced
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
 from pyro_symmetric.discovery.invariance import (
     BrokenMove,
@@ -35,7 +34,8 @@ from pyro_symmetric.discovery.invariance import (
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Weights
 
 MOST_REPAIRS = 200  # alternative declarations of the same units that are tried at most

@@ -17,7 +17,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.group import table
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_sites
 
 T = TypeVar("T")

@@ -41,7 +41,7 @@ from pyro_symmetric.ensembles.members import (
 )
 from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -143,7 +143,7 @@ def ensemble(
         "seconds": time.perf_counter() - began,
     }
     members = {site: value[kept][None] for site, value in samples.items()}
-    return Posterior(members, {"loss": losses[kept][None]}, metadata, rows="independent")
+    return Posterior(members, {"loss": losses[kept][None]}, metadata, kind="independent")
 
 
 @dataclass(frozen=True)

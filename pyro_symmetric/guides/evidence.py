@@ -24,7 +24,6 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.chain_statistics import copied_chains
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.orbit import require_estimator
@@ -42,7 +41,8 @@ from pyro_symmetric.guides.log_ratios import (
 )
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import copied_chains
 from pyro_symmetric.weights import Weights, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
@@ -194,7 +194,7 @@ def evidence_of(
         if posterior is not None and math.isfinite(found.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
             at_chains = seen.at_chains(chains)
-            connected = bridge(symmetrized, at_chains, posterior.rows == "independent")
+            connected = bridge(symmetrized, at_chains, posterior.kind == "independent")
             doubts += _doubts_of_bridge(connected, found, at_chains, posterior, layout, not doubts)
     bound = "lower" if estimator.bound == "upper" else estimator.bound
     means = *_mean_and_error(plain), *_mean_and_error(symmetrized)
@@ -258,7 +258,7 @@ def _doubts_of_bridge(
 ) -> list[str]:
     """:param trusted: whether importance sampling is. If not, it should be too low: the largest weights are missing."""
     gap, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
-    r_hat = chains_agree(at_chains) if posterior.rows == "chains" else 1.0
+    r_hat = chains_agree(at_chains) if posterior.kind == "chains" else 1.0
     at_border = _share_at_border(posterior, layout)
     reasons = _doubts_of_error(connected) + _told(
         (r_hat > 1.05, f"the chains disagree about the joint density, R-hat {r_hat:.2f}"),
@@ -362,7 +362,7 @@ def _vectors(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Ten
     if not bool(vectors.isfinite().all()):
         raise ValueError("posterior holds draws on the border of a site's support, where the guide has no density")
     still = (vectors == vectors[:, :1]).flatten(1).all(1).nonzero()[:, 0].tolist()
-    if posterior.rows == "chains" and (left_out := still or copied_chains(posterior.samples)):
+    if posterior.kind == "chains" and (left_out := still or copied_chains(posterior.samples)):
         raise ValueError(f"the chains {left_out} of posterior never move, or equal others; leave them out")
     return vectors
 

@@ -16,7 +16,7 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.gaussian import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:

@@ -31,7 +31,7 @@ from scipy.special import log_expit, logsumexp
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.chain_statistics import chain_statistics, effective_size
+from pyro_symmetric.posterior.statistics import chain_statistics, effective_size
 
 ONE_DEVIATION = NormalDist().cdf(1.0)  # of a normal, the part below one deviation above the mean
 SEEN = 1000  # so many effective draws have seen the largest weights

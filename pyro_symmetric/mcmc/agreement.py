@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import also_of_one
-from pyro_symmetric.diagnostics import R_HAT
+from pyro_symmetric.posterior.diagnostics import R_HAT
+from pyro_symmetric.posterior.statistics import also_of_one
 
 LIMIT = R_HAT[1]
 MAY_DIFFER = 32  # of so many chains one may sit in a lower mode, which no warm-up helps, and hold up no others

@@ -22,7 +22,7 @@ from pyro_symmetric.mcmc.resume import OtherRun
 from pyro_symmetric.mcmc.run import run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import load_json, make_folder, save_json
 from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store
 from pyro_symmetric.weights import batch_shape
@@ -62,7 +62,7 @@ def run_tasks(
                 {name: torch.as_tensor(v, device="cpu")[:, : task.num_samples] for name, v in own.items()}
                 for own in kept[:2]
             )
-            done.append(Posterior(samples, statistics, found.metadata, rows="chains"))
+            done.append(Posterior(samples, statistics, found.metadata, kind="chains"))
     except KeyboardInterrupt:
         pass
     except Exception as error:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import model_arguments
-from pyro_symmetric.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.executor import run_tasks
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
@@ -23,7 +22,8 @@ from pyro_symmetric.mcmc.run import Hook, run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Origin, Posterior
+from pyro_symmetric.posterior.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
+from pyro_symmetric.posterior.posterior import Origin, Posterior
 from pyro_symmetric.storage import PathLike
 
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
@@ -166,7 +166,7 @@ def sample(
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
     origin = Origin(settings.kernel, args, kwargs, device)
     if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress, hook=hook), rows="chains", origin=origin)
+        posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", origin=origin)
     else:
         posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), origin=origin)
     _warn_of_trouble(posterior, settings)

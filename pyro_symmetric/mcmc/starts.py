@@ -17,7 +17,7 @@ from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 INITIALISATIONS = ("prior", "uniform")

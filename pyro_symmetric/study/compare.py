@@ -22,7 +22,7 @@ import torch
 from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.fingerprint import digest
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_text
 from pyro_symmetric.study.folder import REPORT, RESULTS, Finished, Folder
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pyro_symmetric.fingerprint import differences, digest
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, load_json, save_json
 from pyro_symmetric.study.methods import Fit, Method
 from pyro_symmetric.study.problem import Problem

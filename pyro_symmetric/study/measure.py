@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import ChainStatistics, chain_statistics, evenly_spaced
 from pyro_symmetric.compare import (
     DistanceResult,
     independent_draws,
@@ -23,9 +22,10 @@ from pyro_symmetric.compare import (
 from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import plain
-from pyro_symmetric.diagnostics import R_HAT
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.diagnostics import R_HAT
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF, nll

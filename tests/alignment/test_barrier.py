@@ -14,7 +14,7 @@ from pyro_symmetric.alignment import GaussianWeights, barrier, loss_barrier
 from pyro_symmetric.guides import interpolate
 from pyro_symmetric.likelihoods import CategoricalLikelihood
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])
@@ -225,7 +225,7 @@ def test_plotting_takes_the_names_of_curves() -> None:
 def test_a_posterior_is_an_end_by_its_moments() -> None:
     model, first, second, x, y = classifier()
     draws = {site: second.loc[site] + torch.randn(2, 5, *shape) for site, shape in model.site_shapes.items()}
-    posterior = Posterior(draws, {}, {}, rows="chains")
+    posterior = Posterior(draws, {}, {}, kind="chains")
     flat = {site: value.flatten(0, 1) for site, value in draws.items()}
     by_hand = GaussianWeights({s: v.mean(0) for s, v in flat.items()}, {s: v.std(0, False) for s, v in flat.items()})
     curves = []

@@ -8,7 +8,7 @@ from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 
 from pyro_symmetric.alignment import GaussianWeights, align, features
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def random_weights(group, *batch):
@@ -67,7 +67,7 @@ def test_restarts_of_a_batch_reach_the_enumerated_optima(mlp):
 
 def posterior_of(group, centre, spread=0.1):
     noise = random_weights(group, 3, 40)
-    return Posterior({site: centre[site] + spread * noise[site] for site in centre}, rows="chains")
+    return Posterior({site: centre[site] + spread * noise[site] for site in centre}, kind="chains")
 
 
 def test_moments_of_a_posterior_are_those_of_its_draws(mlp):

@@ -6,7 +6,7 @@ from torch.distributions import Dirichlet
 
 from pyro_symmetric import Group
 from pyro_symmetric.alignment import align, align_many
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def states(n: int) -> Group:
@@ -33,6 +33,6 @@ def test_draws_of_a_hidden_markov_model_come_into_one_frame():
     group = states(n)
     log_odds = Dirichlet(torch.full((n,), 0.5)).sample((n,)).clamp_min(1e-4).log()
     planted = (log_odds + 0.2 * torch.randn(4, draws, n, n)).softmax(-1)
-    scattered = Posterior(group.sample((4, draws))({"T": planted}), rows="chains")
+    scattered = Posterior(group.sample((4, draws))({"T": planted}), kind="chains")
     aligned = align_many(scattered, group, progress=False).posterior.samples["T"]
     assert float(aligned.std((0, 1)).mean()) < 1.05 * float(planted.std((0, 1)).mean())

@@ -15,7 +15,7 @@ from pyro.infer.autoguide import (
 from torch.distributions import biject_to
 
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def model() -> None:
@@ -98,7 +98,7 @@ def test_networks_bring_their_statistics_and_draws_their_deviations():
     net = torch.nn.BatchNorm1d(3)
     assert to_gaussian(net).loc.keys() == {"weight", "bias", "running_mean", "running_var"}
     draws = torch.randn(2, 50, 3, dtype=torch.float64)
-    gaussian = to_gaussian(Posterior({"w": draws}, rows="chains"))
+    gaussian = to_gaussian(Posterior({"w": draws}, kind="chains"))
     torch.testing.assert_close(gaussian.loc["w"], draws.flatten(0, 1).mean(0))
     torch.testing.assert_close(gaussian.scale["w"], draws.flatten(0, 1).var(0, correction=0).sqrt())
 

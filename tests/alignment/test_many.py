@@ -9,7 +9,7 @@ from torch import nn
 from pyro_symmetric.alignment import Frame, GaussianWeights, align, align_many
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
 AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
@@ -92,7 +92,7 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
 
 def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     members, _, _ = scattered(GROUP, 3, 20)
-    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, rows="chains")
+    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, kind="chains")
     frame = align_many(posterior, GROUP, progress=False)
     assert frame.element.batch_shape == (3, 20)
     aligned = align_many(posterior, GROUP, progress=False).posterior
@@ -105,7 +105,7 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
 def test_chains_are_moved_as_wholes():
     centre, planted = random_weights(), GROUP.sample((4, 1))
     noisy = {site: centre[site] + 0.3 * value for site, value in random_weights(4, 50).items()}
-    posterior = Posterior(planted.inverse()(noisy), rows="chains")
+    posterior = Posterior(planted.inverse()(noisy), kind="chains")
     frame = align_many(posterior, GROUP, each="chain", progress=False)
     assert frame.element.batch_shape == (4, 1)
     assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 5), planted.select((slice(None), 0)))
@@ -137,7 +137,7 @@ def test_bad_members_are_named():
         align_many([], GROUP)
     with pytest.raises(ValueError, match=r"sources has batch shape \(0,\)"):
         align_many({site: value[:0] for site, value in members.items()}, GROUP)
-    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()}, rows="chains")
+    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()}, kind="chains")
     with pytest.raises(ValueError, match="posterior has 3 chains of 0 draws"):
         align_many(empty, GROUP)
     with pytest.raises(ValueError, match=r"sources\[1\] lacks the site 'mid'"):
@@ -228,6 +228,6 @@ def test_sites_that_no_group_knows_are_passed_on_whatever_they_hold():
     counters = torch.arange(8)
     aligned = align_many({**members, "count": counters}, GROUP, progress=False).aligned
     assert aligned["count"].equal(counters)
-    posterior = Posterior.from_samples({**members, "count": counters}, rows="chains", num_chains=2)
+    posterior = Posterior.from_samples({**members, "count": counters}, kind="chains", num_chains=2)
     for each in ("draw", "chain"):
         assert align_many(posterior, GROUP, each=each, progress=False).posterior.get_samples()["count"].equal(counters)

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 import pyro_symmetric as ps
 from pyro_symmetric.alignment import relabel
 from pyro_symmetric.groups import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 AXES = {"mu": ("k",), "weights": ("k",)}
 
@@ -26,7 +26,7 @@ def group_of(n):
 def posterior_of(probabilities, components):
     chains, draws = probabilities.shape[:2]
     mu = torch.arange(components).double().expand(chains, draws, components).clone()
-    return Posterior({"mu": mu, "weights": torch.full_like(mu, 1 / components)}, rows="chains")
+    return Posterior({"mu": mu, "weights": torch.full_like(mu, 1 / components)}, kind="chains")
 
 
 def objective(probabilities):
@@ -128,7 +128,7 @@ def test_labels_of_overlapping_clusters_are_found_again(method):
     moved = group.sample((4, 100))({"mu": mu, "sd": sd, "label": torch.arange(3.0).expand(4, 100, 3)})
     density = Normal(moved["mu"].unsqueeze(-2), moved["sd"].unsqueeze(-2)).log_prob(x[:, None])
     share = weights[moved["label"].long()].log().unsqueeze(-2)
-    posterior = Posterior(moved, {"lp": torch.zeros(4, 100)}, rows="chains")
+    posterior = Posterior(moved, {"lp": torch.zeros(4, 100)}, kind="chains")
     result = ps.relabel(posterior, group, (share + density).softmax(-1), method=method)
     labels = result.samples["label"].flatten(0, 1)
     assert float((labels == labels.mode(0).values).all(-1).float().mean()) > 0.99

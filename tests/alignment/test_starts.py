@@ -8,7 +8,7 @@ from pyro_symmetric.alignment import Frame, align_many
 from pyro_symmetric.compare.summary import summary
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def far_apart(components, chains, generator):
@@ -20,7 +20,7 @@ def far_apart(components, chains, generator):
         order = torch.arange(components).roll(1 + chain % (components - 1))
         locs[chain], weights[chain] = locs[chain][:, order], weights[chain][:, order]
     group = Group.declare({"locs": ("k",), "weights": ("k",)}, {"locs": shape[2:], "weights": shape[2:]})
-    return Posterior({"locs": locs, "weights": weights}, rows="chains"), group
+    return Posterior({"locs": locs, "weights": weights}, kind="chains"), group
 
 
 @pytest.mark.stochastic
@@ -54,7 +54,7 @@ def test_starts_that_disagree_are_told_of_and_the_best_is_kept(capsys):
     assert frame.history[-1] == min(frame.ends)
     assert not frame.starts_agree
     assert "starts disagree" in repr(frame)
-    summary(Posterior.from_samples(members, rows="chains", num_chains=2), group, restarts=4)
+    summary(Posterior.from_samples(members, kind="chains", num_chains=2), group, restarts=4)
     assert "starts disagree" in capsys.readouterr().out
     alike = Frame(*[None] * 5, True, "l2", (1.0, 1.0 + 1e-6))
     assert alike.starts_agree

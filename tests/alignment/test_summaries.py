@@ -16,7 +16,7 @@ from torch.distributions import Dirichlet, Normal
 from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.alignment import align_many
 from pyro_symmetric.canonical.overlap import uncertain_share
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}
 AXES = {"mu": ("k", None), "scale": ("k", None, None), "weights": ("k",)}
@@ -56,9 +56,9 @@ def flat(posterior, site):
 @pytest.mark.parametrize("unit", [1.0, 1000.0])
 def test_every_component_of_a_mixture_has_its_own_mean_and_deviation(unit):
     planted = mixture(8, 500, unit=unit)
-    posterior = Posterior(MIXTURE.sample((8, 500))(planted), rows="chains")
+    posterior = Posterior(MIXTURE.sample((8, 500))(planted), kind="chains")
     aligned = align_many(posterior, MIXTURE, progress=False).posterior
-    truth = Posterior(planted, rows="chains")
+    truth = Posterior(planted, kind="chains")
     order = torch.cdist(MU, flat(aligned, "mu").mean(0)).argmin(-1)
     assert sorted(order.tolist()) == [0, 1, 2, 3]
     for site in planted:
@@ -80,7 +80,7 @@ def test_the_units_of_a_site_do_not_matter():
 
 @pytest.mark.stochastic
 def test_loadings_up_to_order_and_sign_are_near_the_truth():
-    posterior = Posterior(SIGNED.sample((4, 250))(factor_analysis(4, 250)), rows="chains")
+    posterior = Posterior(SIGNED.sample((4, 250))(factor_analysis(4, 250)), kind="chains")
     found = align_many(posterior, SIGNED, progress=False).posterior.samples
     means = found["loadings"].mean((0, 1))
     distance = torch.stack([(LOADINGS - sign * means[:, None]).abs().amax(-1) for sign in (1, -1)]).amin(0)
@@ -122,7 +122,7 @@ def test_labels_are_those_in_which_most_draws_came():
         site: torch.cat([element({site: v[:3] for site, v in planted.items()})[site], planted[site][3:]])
         for site in planted
     }
-    posterior = Posterior(draws, rows="chains")
+    posterior = Posterior(draws, kind="chains")
     frame = align_many(posterior, MIXTURE, progress=False)
     assert frame.displaced.shape == (8, 100)
     stays = ~frame.displaced
@@ -167,7 +167,7 @@ def test_an_aligned_posterior_remembers_its_model():
         for site, shape in SHAPES.items():
             pyro.sample(site, dist.Normal(torch.zeros(shape), 1.0).to_event())
 
-    posterior = Posterior(mixture(2, 5), rows="chains").attach(model)
+    posterior = Posterior(mixture(2, 5), kind="chains").attach(model)
     assert align_many(posterior, MIXTURE, progress=False).posterior.model is model
 
 

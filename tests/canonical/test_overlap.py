@@ -14,7 +14,7 @@ import torch
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.overlap import uncertain_share
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 SHAPES = {"mu": torch.Size((4, 2)), "weights": torch.Size((4,))}
 GROUP = Group.declare({"mu": ("k", None), "weights": ("k",)}, SHAPES)
@@ -34,7 +34,7 @@ def test_mixed_labels_are_warned_of_under_every_key(key):
     with pytest.warns(UserWarning, match=r"the units' keys overlap: labels are mixed in \d+% of draws"):
         canonicalize(draws, GROUP, key)
     with pytest.warns(UserWarning, match="align_many or summary"):
-        Posterior(draws, rows="chains").map(canonicalize, GROUP, permutations=key)
+        Posterior(draws, kind="chains").map(canonicalize, GROUP, permutations=key)
 
 
 @pytest.mark.stochastic

@@ -9,7 +9,7 @@ import torch
 
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.mcmc.sampling import sampler_failures
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 CHAINS, DRAWS, ROWS = 8, 250, 60
 
@@ -34,11 +34,11 @@ def exact_draws(x, y, spread: float = 1.0) -> torch.Tensor:
 
 
 def sound(**statistics) -> Posterior:
-    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics, rows="chains")
+    return Posterior({"w": torch.randn(CHAINS, DRAWS, 3)}, statistics, kind="chains")
 
 
 def test_exact_draws_of_a_conjugate_model_pass(data):
-    posterior = Posterior({"w": exact_draws(*data)}, rows="chains").attach(conjugate, *data)
+    posterior = Posterior({"w": exact_draws(*data)}, kind="chains").attach(conjugate, *data)
     result = diagnose(posterior)
     assert [check.name for check in result.checks] == [
         *("finite", "moving", "weights", "effective draws", "temperature")
@@ -54,7 +54,7 @@ def test_the_temperature_is_that_of_the_draws(data, spread, expected):
     # z.grad U / D of Gaussian draws with variances c times too large averages to c + (the mean's part, 1 - 1 = 0):
     # E z.(z - m) P = c D, whatever the mean, since E (z - m) = 0.
     x, y = data
-    posterior = Posterior({"w": exact_draws(x, y, spread)}, rows="chains").attach(conjugate, x, y)
+    posterior = Posterior({"w": exact_draws(x, y, spread)}, kind="chains").attach(conjugate, x, y)
     finding = diagnose(posterior, num_draws=2000)["temperature"]
     assert finding.value == pytest.approx(expected, abs=0.5)  # 2,000 draws: a standard error of about 0.1
     assert finding.status == "fail"
@@ -73,25 +73,25 @@ def test_stuck_and_slow_chains_are_named():
 
 
 def test_chains_far_apart_fail_and_the_site_is_named():
-    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, rows="chains")
+    posterior = Posterior({"a": torch.randn(CHAINS, DRAWS), "b": torch.randn(CHAINS, DRAWS, 2)}, kind="chains")
     posterior.samples["b"][..., 1] += 10 * torch.arange(CHAINS)[:, None]
     result = diagnose(posterior)
     assert result["weights"].status == "fail"
     assert "site 'b'" in result["weights"].words
     assert diagnose(posterior)["effective draws"].status == "fail"
-    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)}, rows="chains")
+    drifting = Posterior({"a": torch.randn(1, DRAWS) + torch.linspace(0, 20, DRAWS)}, kind="chains")
     result = diagnose(drifting)
     assert result["weights"].status == "fail"  # one chain, by its halves
 
 
 def test_a_networks_weights_in_copies_are_a_warning_and_its_log_density_decides():
     weights = {"0.weight": torch.randn(CHAINS, DRAWS, 3) + 10 * torch.arange(CHAINS)[:, None, None]}
-    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"))
     assert (result["log density"].status, result["weights"].status) == ("pass", "warn")
     assert "symmetry= tells" in result["weights"].words
     assert result["effective draws"].status == "pass"
     apart = torch.randn(CHAINS, DRAWS) + 3 * torch.arange(CHAINS)[:, None]
-    assert diagnose(Posterior(weights, {"lp": apart}, rows="chains"))["log density"].status == "fail"
+    assert diagnose(Posterior(weights, {"lp": apart}, kind="chains"))["log density"].status == "fail"
 
 
 def two_sites(x, y):
@@ -103,9 +103,9 @@ def two_sites(x, y):
 def test_a_single_site_that_spreads_too_little_is_named_among_many_coordinates(data):
     # 256 draws: a standard error of 0.09 for one coordinate; 0.1 is ten of them away from 1.
     narrow, wide = torch.randn(CHAINS, DRAWS, 8), torch.randn(CHAINS, DRAWS)
-    sound = Posterior({"narrow": narrow, "wide": 3 + 5 * wide}, rows="chains").attach(two_sites, *data)
+    sound = Posterior({"narrow": narrow, "wide": 3 + 5 * wide}, kind="chains").attach(two_sites, *data)
     assert diagnose(sound)["temperature"].status == "pass"
-    cold = Posterior({"narrow": narrow, "wide": 3 + 1.5 * wide}, rows="chains").attach(two_sites, *data)
+    cold = Posterior({"narrow": narrow, "wide": 3 + 1.5 * wide}, kind="chains").attach(two_sites, *data)
     finding = diagnose(cold)["temperature"]
     assert finding.status == "fail"
     assert "'wide'" in finding.words
@@ -139,9 +139,9 @@ def test_a_sampler_whose_chains_must_agree_tells_of_disagreement_and_heavy_tails
 
 
 def test_few_draws_are_a_warning():
-    result = diagnose(Posterior({"w": torch.randn(4, 50, 3)}, rows="chains"))  # 200 independent draws
+    result = diagnose(Posterior({"w": torch.randn(4, 50, 3)}, kind="chains"))  # 200 independent draws
     assert result["effective draws"].status == "warn"
-    few = diagnose(Posterior({"w": torch.randn(4, 5)}, rows="chains"))
+    few = diagnose(Posterior({"w": torch.randn(4, 5)}, kind="chains"))
     assert few["weights"].status == "unknown"
     assert few["weights"] in few.failed
 

@@ -23,7 +23,7 @@ def drawn(*weights: float) -> Posterior:
     """Chains in either order of the components, which a posterior knows the model of."""
     locs = torch.tensor([-2.0, 2.0]) + 0.1 * torch.randn(4, 150, 2)
     locs[2:] = locs[2:].flip(-1)
-    return Posterior({"locs": locs}, rows="chains").attach(mixture, DATA, torch.tensor(weights))
+    return Posterior({"locs": locs}, kind="chains").attach(mixture, DATA, torch.tensor(weights))
 
 
 CALLS = {
@@ -43,7 +43,7 @@ def test_a_declared_exchange_of_unequal_components_is_refused(call):
 
 def test_draws_that_know_no_model_are_moved_as_they_are_told():
     posterior = drawn(0.48, 0.52)
-    ps.diagnose(Posterior(posterior.samples, rows="chains"), EXCHANGE)
+    ps.diagnose(Posterior(posterior.samples, kind="chains"), EXCHANGE)
     assert one_frame(posterior.get_samples(), EXCHANGE)["locs"].shape == (600, 2)
 
 
@@ -52,7 +52,7 @@ def test_a_prior_that_cannot_be_drawn_from_is_compared_at_the_draws():
         locs = pyro.sample("locs", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
         pyro.sample("x", dist.Normal(locs.sum() + 0.1 * locs[0], 1.0).expand(data.shape).to_event(1), obs=data)
 
-    posterior = Posterior({"locs": torch.randn(2, 20, 2)}, rows="chains").attach(improper, DATA)
+    posterior = Posterior({"locs": torch.randn(2, 20, 2)}, kind="chains").attach(improper, DATA)
     with pytest.raises(ValueError, match="not invariant"):
         ps.align_many(posterior, EXCHANGE)
 
@@ -68,7 +68,7 @@ def test_copies_that_lie_far_apart_hide_no_temperature(spread, expected):
 
     generator = torch.Generator().manual_seed(0)
     noise = spread * torch.randn(8, 250, 2, generator=generator)
-    posterior = Posterior({"locs": modes.repeat(4, 1)[:, None] + noise}, rows="chains").attach(two_modes)
+    posterior = Posterior({"locs": modes.repeat(4, 1)[:, None] + noise}, kind="chains").attach(two_modes)
     assert ps.diagnose(posterior)["temperature"].status == "unknown"
     diagnosis = ps.diagnose(posterior, EXCHANGE, num_draws=2_000)
     assert diagnosis["temperature"].status == expected

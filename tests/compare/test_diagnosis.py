@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from pyro_symmetric import Group, canonicalize, find_symmetry
-from pyro_symmetric.chain_statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.frames import one_frame
 from pyro_symmetric.compare.mmd import mmd_test
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 
 CHAINS, DRAWS = 4, 500
 
@@ -64,7 +64,7 @@ def in_copies(weights, symmetry):
 
 @pytest.mark.stochastic
 def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
-    result = diagnose(Posterior(one_mode(), rows="chains"), symmetry, model=model, x=x)
+    result = diagnose(Posterior(one_mode(), kind="chains"), symmetry, model=model, x=x)
     assert list(result.statistics) == ["weights", "modulo symmetry", "predictions"]
     assert all(result[space].status == "pass" for space in result.statistics)
     assert result.ok
@@ -73,7 +73,7 @@ def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
 @pytest.mark.stochastic
 def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_frame(model, x, symmetry):
     weights = in_copies(one_mode(), symmetry)
-    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    result = diagnose(Posterior(weights, kind="chains"), symmetry, model=model, x=x)
     found = {name: result[name].status for name in result.statistics}
     assert found == {"weights": "warn", "modulo symmetry": "pass", "predictions": "pass"}
     assert result.ok
@@ -85,7 +85,7 @@ def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_fr
 def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(model, x, symmetry):
     weights = one_mode()
     weights["2.bias"] = weights["2.bias"] + torch.tensor([0.0, 0.0, 5.0, 0.0])[:, None, None]
-    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    result = diagnose(Posterior(weights, kind="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "fail"
     assert result["modulo symmetry"].status == "warn"
     assert not result.ok
@@ -95,11 +95,11 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
 def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
     weights = one_mode()
     weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
-    assert diagnose(Posterior(weights, rows="chains"), model=model, x=x)["predictions"].status == "fail"
+    assert diagnose(Posterior(weights, kind="chains"), model=model, x=x)["predictions"].status == "fail"
     stuck = {site: value.clone() for site, value in one_mode().items()}
     for value in stuck.values():
         value[1] = value[1, :1]
-    assert diagnose(Posterior(stuck, rows="chains"), model=model, x=x)["moving"].words.startswith("chain 1 stuck")
+    assert diagnose(Posterior(stuck, kind="chains"), model=model, x=x)["moving"].words.startswith("chain 1 stuck")
 
 
 @pytest.mark.stochastic
@@ -110,7 +110,7 @@ def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
     weights["2.weight"][..., 2] = 1e-9 * torch.randn(CHAINS, DRAWS, 1)
     weights["0.bias"] = weights["0.bias"].clone()
     weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
-    result = diagnose(Posterior(weights, rows="chains"), symmetry, model=model, x=x)
+    result = diagnose(Posterior(weights, kind="chains"), symmetry, model=model, x=x)
     assert result["predictions"].status == "pass"
     assert result["modulo symmetry"].status == "warn"
     assert result.ok
@@ -133,7 +133,7 @@ def planted(kind, shifts, switching="chain", draws=250):
     weights = CENTRES[kind] + torch.randn(4, draws, 5, 3)
     weights[:, :, 2, 2] += shifts[:, None]
     copies = UNITS.sample((4, 1) if switching == "chain" else (4, draws))
-    return Posterior(copies({"w": weights}), rows="chains")
+    return Posterior(copies({"w": weights}), kind="chains")
 
 
 @pytest.mark.stochastic
@@ -174,7 +174,7 @@ def test_the_aligned_frame_depends_on_orbits_alone():
     frames = []
     for drawn in (weights, symmetry.sample((4, 20))(weights)):
         torch.manual_seed(0)
-        frames.append(one_frame(Posterior(drawn, rows="chains").map(canonicalize, symmetry), symmetry).samples)
+        frames.append(one_frame(Posterior(drawn, kind="chains").map(canonicalize, symmetry), symmetry).samples)
     for site, value in frames[0].items():
         assert torch.allclose(value, frames[1][site], atol=1e-5)
 
@@ -186,12 +186,12 @@ def test_the_aligned_frame_depends_on_orbits_alone():
 def test_draws_that_are_not_finite_are_named_and_never_agree(value):
     draws = torch.randn(CHAINS, DRAWS, 3)
     draws[2, 250:, :2] = value  # half of a chain, two of three weights
-    result = diagnose(Posterior({"w": draws, "v": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    result = diagnose(Posterior({"w": draws, "v": torch.randn(CHAINS, DRAWS)}, kind="chains"))
     assert [check.status for check in result.checks] == ["fail"]
     assert not result.ok
     assert "'w' in 250 of 2,000 draws (chain 2)" in repr(result)
     draws[:, :, 1] = value
-    everywhere = diagnose(Posterior({"w": draws}, rows="chains"))
+    everywhere = diagnose(Posterior({"w": draws}, kind="chains"))
     assert "'w' in 2,000 of 2,000 draws (chains 0, 1, 2, 3)" in repr(everywhere)
     json.dumps(result.to_dict())
 
@@ -199,25 +199,25 @@ def test_draws_that_are_not_finite_are_named_and_never_agree(value):
 @pytest.mark.stochastic
 def test_entries_that_never_change_are_left_out_and_told():
     triangle = torch.randn(CHAINS, DRAWS, 3, 3).tril()
-    result = diagnose(Posterior({"L": triangle}, rows="chains"))
+    result = diagnose(Posterior({"L": triangle}, kind="chains"))
     assert result["weights"].status == "pass"
     assert result.ok
     stuck = triangle.clone()
     stuck[:, :, 0, 2] = torch.arange(float(CHAINS))[:, None]  # one value in each chain
-    apart = diagnose(Posterior({"L": stuck}, rows="chains"))
+    apart = diagnose(Posterior({"L": stuck}, kind="chains"))
     assert apart["weights"].status == "fail"
 
 
 @pytest.mark.parametrize("shape", [(4, 0, 3), (0, 10, 3), (4, 10, 0)])
-@pytest.mark.parametrize("rows", ["chains", "independent"])
-def test_a_posterior_without_numbers_is_refused(shape, rows):
+@pytest.mark.parametrize("kind", ["chains", "independent"])
+def test_a_posterior_without_numbers_is_refused(shape, kind):
     with pytest.raises(ValueError, match="posterior"):
-        diagnose(Posterior({"w": torch.zeros(shape)}, rows=rows))
+        diagnose(Posterior({"w": torch.zeros(shape)}, kind=kind))
 
 
 def test_a_site_without_entries_is_left_out():
     draws = {"none": torch.zeros(CHAINS, DRAWS, 0), "w": torch.randn(CHAINS, DRAWS, 2)}
-    result = diagnose(Posterior(draws, rows="chains"))
+    result = diagnose(Posterior(draws, kind="chains"))
     assert result.ok
     assert list(result.statistics["weights"]) == ["w"]
 
@@ -226,21 +226,21 @@ def test_a_site_without_entries_is_left_out():
 def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
     draws = torch.randn(CHAINS, DRAWS, 2)
     draws[..., 0] = torch.arange(float(CHAINS))[:, None]
-    result = diagnose(Posterior({"w": draws}, rows="chains"))
+    result = diagnose(Posterior({"w": draws}, kind="chains"))
     assert result["weights"].value == torch.inf
     assert "R-hat of site 'w' inf" in result["weights"].words
     json.dumps(result.to_dict(), allow_nan=False)
-    assert "inf: " in Posterior({"w": draws}, rows="chains").summary_table()
+    assert "inf: " in Posterior({"w": draws}, kind="chains").summary_table()
 
 
 def test_what_cannot_be_told_is_not_ok():
-    found = diagnose(Posterior({"w": torch.randn(2, 1, 3)}, rows="chains"))
+    found = diagnose(Posterior({"w": torch.randn(2, 1, 3)}, kind="chains"))
     assert found["weights"].status == "unknown"
     assert not found.ok
 
 
 def test_numbers_are_those_of_the_predictions(model, x):
-    posterior = Posterior(one_mode(), rows="chains").thin(10)
+    posterior = Posterior(one_mode(), kind="chains").thin(10)
     result = diagnose(posterior, model=model, x=x)
     outputs = chain_statistics(model.outputs(posterior.samples, x))
     assert torch.allclose(result.statistics["predictions"]["predictions"].r_hat, outputs.r_hat)
@@ -251,7 +251,7 @@ def test_numbers_are_those_of_the_predictions(model, x):
 
 def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
     y = torch.randn(7, 1)
-    posterior = Posterior(one_mode(), rows="chains").thin(50)
+    posterior = Posterior(one_mode(), kind="chains").thin(50)
     attached = diagnose(posterior.attach(model, x, y)).to_dict()
     given = diagnose(posterior, model=model, x=x).to_dict()
     assert attached["statistics"] == given["statistics"]
@@ -260,23 +260,23 @@ def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
 
 def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
-    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"))
+    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"))
     assert list(result.statistics) == ["weights", "log density"]
     assert result.ok
     weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
     group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
-    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, rows="chains"), group)
+    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"), group)
     assert (apart["weights"].status, apart["modulo symmetry"].status) == ("warn", "fail")
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
-    assert list(diagnose(Posterior(weights, rows="chains")).statistics) == ["weights"]
-    assert diagnose(Posterior(weights, rows="chains")).ok
+    assert list(diagnose(Posterior(weights, kind="chains")).statistics) == ["weights"]
+    assert diagnose(Posterior(weights, kind="chains")).ok
 
 
 def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
     monkeypatch.setattr("pyro_symmetric.compare.diagnosis.MOST_NUMBERS", 4 * 50 * 30)
     monkeypatch.setattr("pyro_symmetric.compare.diagnosis.LEAST_ENTRIES", 20)
     draws = torch.randn(4, 50, 10, 10)
-    found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, rows="chains")).statistics["weights"]
+    found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, kind="chains")).statistics["weights"]
     assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)
     assert found["v"].r_hat.shape == (3,)
 
@@ -286,7 +286,7 @@ def test_troubles_of_the_sampler_enter_the_verdict():
     diverging[0, :20] = True
     energy = torch.randn(CHAINS, DRAWS).cumsum(1)  # a random walk: E-BFMI near 0
     statistics = {"diverging": diverging, "energy": energy, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
-    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, rows="chains"))
+    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, kind="chains"))
     assert result["divergences"].value == pytest.approx(20 / (CHAINS * DRAWS))
     assert result["acceptance"].value == pytest.approx(0.8)
     assert "1.00% of the draws diverged, should be 0" in result["divergences"].words
@@ -295,7 +295,7 @@ def test_troubles_of_the_sampler_enter_the_verdict():
 
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
     torch.manual_seed(0)
-    one = Posterior({"w": torch.randn(2, 200, 3)}, rows="chains")
+    one = Posterior({"w": torch.randn(2, 200, 3)}, kind="chains")
     twice = Posterior.concat([one, one])
     found = diagnose(twice)
     assert not found.ok
@@ -304,13 +304,13 @@ def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
     assert "copies" not in diagnose(one)
     with pytest.raises(ValueError, match="copies"):
         mmd_test(twice, one)
-    stuck = Posterior({"w": torch.zeros(3, 200, 3)}, rows="chains")  # which never move: nothing is copied
+    stuck = Posterior({"w": torch.zeros(3, 200, 3)}, kind="chains")  # which never move: nothing is copied
     assert "copies" not in diagnose(stuck)
 
 
 def test_independent_draws_are_counted_and_no_chain_is_spoken_of() -> None:
     torch.manual_seed(0)
-    many, few = (diagnose(Posterior.from_samples({"w": torch.randn(n, 2)}, rows="independent")) for n in (500, 100))
+    many, few = (diagnose(Posterior.from_samples({"w": torch.randn(n, 2)}, kind="independent")) for n in (500, 100))
     assert many.ok
     assert many["effective draws"].value == 500
     assert few["effective draws"].status == "warn"
@@ -321,9 +321,9 @@ def test_independent_draws_are_counted_and_no_chain_is_spoken_of() -> None:
 def test_one_entry_of_many_that_stands_out_is_told(shift: float) -> None:
     """R-hat of 2,000 entries of chains that agree reaches 1.02 here, and 1.1 in none of a million runs."""
     draws = torch.randn(4, 250, 100)
-    assert diagnose(Posterior({"w": draws}, rows="chains")).ok
+    assert diagnose(Posterior({"w": draws}, kind="chains")).ok
     draws[:2, :, 7] += shift
-    found = diagnose(Posterior({"w": draws}, rows="chains"))
+    found = diagnose(Posterior({"w": draws}, kind="chains"))
     assert not found.ok
     assert found["weights"].status == "fail"
 
@@ -331,7 +331,7 @@ def test_one_entry_of_many_that_stands_out_is_told(shift: float) -> None:
 def test_chains_whose_first_entries_never_change_are_no_copies_and_move() -> None:
     draws = torch.randn(4, 400, 40)
     draws[..., :20] = 0.0  # a unit that was pruned, or the zeros of a triangle
-    found = diagnose(Posterior({"w": draws}, rows="chains"))
+    found = diagnose(Posterior({"w": draws}, kind="chains"))
     assert found.ok
     draws[3] = draws[1]
-    assert "[3]" in diagnose(Posterior({"w": draws}, rows="chains"))["copies"].words
+    assert "[3]" in diagnose(Posterior({"w": draws}, kind="chains"))["copies"].words

@@ -10,7 +10,7 @@ from torch import nn
 import pyro_symmetric as ps
 from pyro_symmetric.compare.frames import canonical_frame, one_frame, pooled_frame
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
 # The largest weight, by which canonical forms sort, is alike for all units; the other tells them apart.
@@ -51,7 +51,7 @@ def test_the_frame_depends_on_the_set_of_draws_only(centres):
     for m in (1, 40):
         parts = pooled_frame([{"w": moved["w"][:m]}, {"w": moved["w"][m:]}], GROUP)
         assert torch.equal(torch.cat([part["w"] for part in parts]), frame[order])
-    chains = Posterior({"w": moved["w"].unflatten(0, (3, 40))}, rows="chains")
+    chains = Posterior({"w": moved["w"].unflatten(0, (3, 40))}, kind="chains")
     assert torch.equal(one_frame(chains, GROUP).samples["w"], frame[order].unflatten(0, (3, 40)))
 
 
@@ -138,6 +138,6 @@ def test_draws_are_counted_in_the_frame_in_which_they_are_compared():
     for _ in range(199):
         states.append(0.9 * states[-1] + 0.19**0.5 * torch.randn(4, 4, 2))
     w = TIED + torch.stack(states, 1)
-    p, q = (Posterior(GROUP.sample((2, 1))({"w": part}), rows="chains") for part in (w[:2], w[2:]))
+    p, q = (Posterior(GROUP.sample((2, 1))({"w": part}), kind="chains") for part in (w[:2], w[2:]))
     count = ps.mmd_test(*ps.common_frame(p, q, GROUP)).num_samples[0]
     assert count < 60  # of 400 draws, about 400 / 19 are worth as much; half of those count

@@ -4,7 +4,7 @@ import torch
 from pyro_symmetric.compare import common_frame, independent_draws, invariance_tests, mmd_test
 from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 RHO = 0.95
 GROUP = Group.declare({"w": ("unit", None)}, {"w": torch.Size([4, 2])})
@@ -15,7 +15,7 @@ def autoregression(chains=4, draws=400):
     states = [torch.randn(chains, 4, 2)]
     for _ in range(draws - 1):
         states.append(RHO * states[-1] + (1 - RHO**2) ** 0.5 * torch.randn(chains, 4, 2))
-    return Posterior({"w": torch.stack(states, 1)}, rows="chains")
+    return Posterior({"w": torch.stack(states, 1)}, kind="chains")
 
 
 def test_autoregressive_draws_count_by_their_effective_size():
@@ -26,15 +26,15 @@ def test_autoregressive_draws_count_by_their_effective_size():
 
 def test_every_chain_counts_once_at_least():
     stuck = torch.randn(6, 1, 4, 2) + 1e-3 * torch.randn(6, 50, 4, 2)
-    assert independent_draws(Posterior({"w": stuck}, rows="chains")) == 6
+    assert independent_draws(Posterior({"w": stuck}, kind="chains")) == 6
 
 
 def test_independent_rows_all_count_and_those_of_a_dictionary():
     weights = {"w": torch.randn(4, 5, 4, 2)}
-    assert independent_draws(Posterior(weights, rows="independent")) == 20
+    assert independent_draws(Posterior(weights, kind="independent")) == 20
     flat = {"w": weights["w"].flatten(0, 1)}
     assert invariance_tests(flat, GROUP).num_samples == (20,)
-    assert mmd_test(flat, Posterior(weights, rows="independent")).num_samples == (20, 20)
+    assert mmd_test(flat, Posterior(weights, kind="independent")).num_samples == (20, 20)
     with pytest.raises(TypeError, match="weights_q are a tensor"):
         mmd_test(flat, flat["w"])
 
@@ -50,7 +50,7 @@ def test_tests_of_a_samplers_draws_keep_their_level():
         same += mmd_test(first, second, num_permutations=99).rejected
     assert invariance <= 4
     assert same <= 4
-    as_they_come = invariance_tests(Posterior(first.samples, rows="independent"), GROUP)
+    as_they_come = invariance_tests(Posterior(first.samples, kind="independent"), GROUP)
     assert as_they_come.num_samples == (1600,)
     assert as_they_come.rejected
 
@@ -76,13 +76,13 @@ def alternating():
 def test_chains_whose_sizes_move_slowly_keep_the_level(draws):
     # 20 repetitions at level 0.05: more than 5 rejections have probability 3e-4. By bulk effective sample sizes alone
     # these are rejected with probability 0.95 and 0.5.
-    pairs = [[Posterior({"w": draws()}, rows="chains") for _ in range(2)] for _ in range(20)]
+    pairs = [[Posterior({"w": draws()}, kind="chains") for _ in range(2)] for _ in range(20)]
     assert sum(mmd_test(*pair, num_permutations=39).rejected for pair in pairs) <= 5
 
 
 def test_no_more_than_half_of_the_draws_of_chains_count():
     alternating_signs = torch.tensor([1.0, -1.0]).repeat(100)[:, None] + 0.1 * torch.randn(4, 200, 1)
-    assert independent_draws(Posterior({"w": alternating_signs}, rows="chains")) <= 400
+    assert independent_draws(Posterior({"w": alternating_signs}, kind="chains")) <= 400
 
 
 def test_a_difference_is_seen_in_a_samplers_draws():
@@ -96,7 +96,7 @@ def in_copies(chains=4, draws=250, shift=0.0):
     """Independent draws about units far apart, each chain in a copy of its own."""
     weights = torch.tensor([[10.0, 0.0], [20.0, 0.0], [30.0, 0.0], [40.0, 0.0]]) + torch.randn(chains, draws, 4, 2)
     weights[..., 2, 1] += shift
-    return Posterior(GROUP.sample((chains, 1))({"w": weights}), rows="chains")
+    return Posterior(GROUP.sample((chains, 1))({"w": weights}), kind="chains")
 
 
 def test_a_shift_is_seen_in_chains_that_sit_in_copies():
@@ -122,7 +122,7 @@ def test_chains_modulo_symmetry_keep_the_level():
 
 def test_thinning_keeps_the_last_draws():
     unmixed = torch.arange(6.0)[:, None, None] * 100 + torch.linspace(0, 1, 50)[:, None] + 1e-3 * torch.randn(6, 50, 2)
-    posterior = Posterior({"w": unmixed}, rows="chains")
+    posterior = Posterior({"w": unmixed}, kind="chains")
     assert independent_draws(posterior) == 6
     assert torch.equal(thinned(posterior)["w"], unmixed[:, -1])  # the first would be where chains started
 
@@ -144,11 +144,11 @@ def test_broken_draws_are_refused_even_if_thinning_would_drop_them():
 def test_one_weight_that_never_moves_hides_no_slow_one():
     slow = torch.linspace(0, 1, 200).expand(1, 200)[..., None] + 1e-3 * torch.randn(1, 200, 2)
     slow[..., 0] = 1.0
-    assert independent_draws(Posterior({"w": slow, "v": torch.randn(1, 200, 3)}, rows="chains")) < 5
+    assert independent_draws(Posterior({"w": slow, "v": torch.randn(1, 200, 3)}, kind="chains")) < 5
 
 
 def test_a_chain_without_two_independent_draws_says_so():
     drift = torch.linspace(0, 1, 50)[None, :, None].expand(1, 50, 2) + 1e-4 * torch.randn(1, 50, 2)
-    posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"}, rows="chains")
+    posterior = Posterior({"w": drift}, metadata={"kernel": "NUTS"}, kind="chains")
     with pytest.raises(ValueError, match="of 50 draws only 1 may be taken as independent"):
-        mmd_test(posterior, Posterior.from_samples({"w": torch.randn(20, 2)}, rows="independent"))
+        mmd_test(posterior, Posterior.from_samples({"w": torch.randn(20, 2)}, kind="independent"))

@@ -9,12 +9,12 @@ from scipy import stats
 from pyro_symmetric import compare
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis, Units
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def invariance_tests(weights, group, **options):
     """Of independent draws."""
-    return compare.invariance_tests(Posterior.from_samples(weights, rows="independent"), group, **options)
+    return compare.invariance_tests(Posterior.from_samples(weights, kind="independent"), group, **options)
 
 
 def counts_of(factor):
@@ -247,7 +247,7 @@ def test_thinning_mends_the_size_on_autocorrelated_draws():
         return {"w": torch.stack(chain)}
 
     naive, _ = rejections(group, draw, 25)
-    chains = [Posterior.from_samples(draw(), rows="chains") for _ in range(25)]
+    chains = [Posterior.from_samples(draw(), kind="chains") for _ in range(25)]
     results = [compare.invariance_tests(chain, group) for chain in chains]
     assert int(naive.sum()) > 12
     assert sum(result.rejected for result in results) <= 6  # Binomial(25, 0.05): above 6 with probability 2e-4

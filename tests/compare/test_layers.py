@@ -46,5 +46,5 @@ def test_chains_and_draws_that_are_not_flattened_are_warned_of():
     draws = {"0.weight": torch.randn(4, 50, 3, 2), "0.bias": torch.randn(4, 50, 3), "2.bias": torch.randn(4, 50, 2)}
     with pytest.warns(UserWarning, match="4 samples, and all sites an axis of size 50 next; if these are chains"):
         ps.mmd(draws, draws)
-    chains = ps.Posterior(draws, rows="chains")
+    chains = ps.Posterior(draws, kind="chains")
     assert ps.mmd(chains, chains).num_samples == (200, 200)

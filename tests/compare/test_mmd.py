@@ -8,7 +8,7 @@ import torch
 from pyro_symmetric.compare import common_frame
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 MODULE = sys.modules["pyro_symmetric.compare.mmd"]  # the package's name for it is that of the function
 
@@ -159,5 +159,5 @@ def test_a_symmetry_is_removed_from_both_sides():
     moved = group.sample((40,))(q)
     assert mmd(p, moved)["mean"] > 0.05
     assert mmd(*common_frame(p, moved, group))["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
-    chains = mmd(*common_frame(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, rows="chains"), moved, group))
+    chains = mmd(*common_frame(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, kind="chains"), moved, group))
     assert chains["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)

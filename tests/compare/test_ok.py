@@ -20,7 +20,7 @@ def in_copies() -> Posterior:
     weights = dist.Dirichlet(torch.tensor([50.0, 70.0, 30.0])).sample((4, 250))
     locs = torch.tensor([-4.0, 0.0, 5.0]) + 0.2 * torch.randn(4, 250, 3)
     moved = GROUP.sample((4, 1))({"weights": weights, "locs": locs})
-    return Posterior(moved, {"lp": torch.randn(4, 250)}, {"warmup_r_hat": 2.0, "num_warmup": 100}, rows="chains")
+    return Posterior(moved, {"lp": torch.randn(4, 250)}, {"warmup_r_hat": 2.0, "num_warmup": 100}, kind="chains")
 
 
 @pytest.mark.stochastic
@@ -40,7 +40,7 @@ def test_chains_that_differ_modulo_symmetry_are_not_ok():
 
 def test_a_networks_weights_that_disagree_tell_nothing_by_themselves():
     apart = torch.randn(4, 250, 3) + 5 * torch.arange(4.0)[:, None, None]
-    found = ps.diagnose(Posterior({"0.weight": apart}, rows="chains"))
+    found = ps.diagnose(Posterior({"0.weight": apart}, kind="chains"))
     assert found["weights"].status == "unknown"
     assert not found.ok
 
@@ -70,7 +70,7 @@ def test_chains_that_started_at_one_point_are_told_of(tmp_path):
 def test_chains_in_two_modes_are_told_of_however_little_one_of_them_weighs():
     """Thirteen chains in a spike that holds a thousandth, three in the mode that holds the rest."""
     spike, broad = 0.01 * torch.randn(13, 200, 20), 3.0 + torch.randn(3, 200, 20)
-    found = ps.diagnose(Posterior({"z": torch.cat([spike, broad])}, rows="chains"))
+    found = ps.diagnose(Posterior({"z": torch.cat([spike, broad])}, kind="chains"))
     assert not found.ok
     assert found["weights"].status == "fail"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 GROUP = ps.Group.declare({"mu": ("k", None), "weights": ("k",)}, {"mu": torch.zeros(4, 2), "weights": torch.zeros(4)})
 MU = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
@@ -20,7 +20,7 @@ def mixture(*batch):
 
 @pytest.mark.stochastic
 def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
-    posterior = Posterior(GROUP.sample((4, 200))(mixture(4, 200)), rows="chains")
+    posterior = Posterior(GROUP.sample((4, 200))(mixture(4, 200)), kind="chains")
     torch.manual_seed(0)
     ps.summary(posterior, GROUP, progress=False)
     shown = capsys.readouterr().out
@@ -39,7 +39,7 @@ def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
 @pytest.mark.parametrize("moves", ["permute", "flip"])
 def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
     group = ps.Group.declare({"u": ("k",)}, {"u": torch.Size((4,))}, moves=moves)
-    ps.summary(Posterior({"u": torch.randn(4, 250, 4)}, rows="chains"), group, progress=False)
+    ps.summary(Posterior({"u": torch.randn(4, 250, 4)}, kind="chains"), group, progress=False)
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("modulo ")
     assert shown[1].startswith("labels are uncertain: in ")
@@ -50,14 +50,14 @@ def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
 
 def test_a_site_that_the_group_forgot_is_named(capsys):
     group = ps.Group.declare({"mu": ("k", None)}, {"mu": torch.zeros(4, 2)})
-    ps.summary(Posterior(mixture(2, 5), rows="chains"), group, progress=False)
+    ps.summary(Posterior(mixture(2, 5), kind="chains"), group, progress=False)
     assert "left as drawn: the sites ['weights']" in capsys.readouterr().out.splitlines()[1]
-    ps.summary(Posterior(mixture(2, 5), rows="chains"), GROUP, progress=False)
+    ps.summary(Posterior(mixture(2, 5), kind="chains"), GROUP, progress=False)
     assert "left as drawn" not in capsys.readouterr().out
 
 
 def test_options_are_those_of_alignment_and_the_interval_is_the_tables(capsys):
-    posterior = Posterior(mixture(2, 5), rows="chains")
+    posterior = Posterior(mixture(2, 5), kind="chains")
     ps.summary(posterior, GROUP, prob=0.5, cost="l2", progress=False)
     shown = capsys.readouterr().out
     assert "mean l2 cost" in shown.splitlines()[0]

@@ -22,7 +22,7 @@ from pyro_symmetric.discovery.model_check import check_priors
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
 from pyro_symmetric.groups import Action, Axis, Group, Units
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def chain(*layers: nn.Module, between: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -208,7 +208,7 @@ def test_a_grouped_kernel_that_is_used_twice_moves_rows_and_columns_alike() -> N
 
     symmetry = checked(Twice(), images(), 2 * 6**2, signs=6)
     drawn = symmetry.permutations.sample((40,))({k: torch.randn(40, *s) for k, s in symmetry.site_shapes.items()})
-    tested = invariance_tests(Posterior.from_samples(drawn, rows="independent"), symmetry.permutations).of("a")["sites"]
+    tested = invariance_tests(Posterior.from_samples(drawn, kind="independent"), symmetry.permutations).of("a")["sites"]
     assert "b.weight" not in tested.split(", ")
     assert "b.bias" in tested.split(", ")
 
@@ -482,7 +482,7 @@ def test_invariance_of_draws_is_tested_within_groups(block) -> None:
     drawn = {site: torch.randn(400, *shape) for site, shape in symmetry.site_shapes.items()}
     drawn["2.weight"][:, :3, 0] += 1.0  # the first input of the first group is another; false alarms: level 0.01
     for group, rejected in ((0, True), (1, False)):
-        posterior = Posterior.from_samples(drawn, rows="independent")
+        posterior = Posterior.from_samples(drawn, kind="independent")
         result = invariance_tests(posterior, _columns_of(symmetry, group), level=0.01)
         assert bool(result.rejected) == rejected
 

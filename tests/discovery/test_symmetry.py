@@ -111,7 +111,7 @@ def test_act_takes_posteriors_and_dicts() -> None:
     weights = {name: torch.randn(2, 7, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
     weights["noise_scale"] = torch.rand(2, 7, dtype=torch.float64)
     element = symmetry.permutations.sample()
-    posterior = ps.Posterior(weights, {"lp": torch.randn(2, 7)}, rows="chains")
+    posterior = ps.Posterior(weights, {"lp": torch.randn(2, 7)}, kind="chains")
     moved = symmetry.act(element, posterior)
     assert torch.equal(moved.statistics["lp"], posterior.statistics["lp"])
     assert torch.equal(moved.samples["0.weight"], symmetry.act(element, weights)["0.weight"])

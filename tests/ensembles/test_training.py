@@ -13,7 +13,7 @@ from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def blobs(rows=60):

@@ -42,7 +42,7 @@ MOVES = {
     ),
     "align_many": lambda weights, symmetry: ps.align_many(weights, symmetry).aligned,
     "posterior": lambda weights, symmetry: (
-        ps.Posterior.from_samples(weights, rows="independent").map(ps.canonicalize, symmetry).get_samples()
+        ps.Posterior.from_samples(weights, kind="independent").map(ps.canonicalize, symmetry).get_samples()
     ),
 }
 
@@ -147,7 +147,7 @@ def test_a_declared_group_may_leave_out_sites_whatever_their_names():
     weights |= {"net.1.bias": torch.randn(2, 8, 2), "noise.weight": torch.randn(2, 8, 1)}
     axes = {"net.0.weight": ("unit", None), "net.0.bias": ("unit",), "net.1.weight": (None, "unit")}
     group = ps.Group.declare(axes, {site: weights[site].shape[2:] for site in axes})
-    posterior = ps.Posterior(weights, rows="chains")
+    posterior = ps.Posterior(weights, kind="chains")
     assert group.sample((2, 8))(weights)["net.1.bias"].equal(weights["net.1.bias"])
     ps.align_many(posterior, group, max_rounds=2)
     ps.summary(posterior, group)

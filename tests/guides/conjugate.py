@@ -54,4 +54,4 @@ def exact_draws(components: int, shape: tuple[int, int], data: torch.Tensor = DA
     locs = total / precision + torch.randn_like(total) / precision.sqrt()
     weights = torch.distributions.Dirichlet(count + 1).sample()
     draws = {"weights": weights.float(), "locs": locs.float()}
-    return ps.Posterior.from_samples(draws, rows="independent", num_chains=shape[0]).attach(mixture(components), data)
+    return ps.Posterior.from_samples(draws, kind="independent", num_chains=shape[0]).attach(mixture(components), data)

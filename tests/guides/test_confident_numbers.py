@@ -122,7 +122,7 @@ def test_draws_of_a_proper_posterior_have_an_evidence_though_a_prior_is_improper
     n, apart = len(DATA), (DATA - DATA.mean()).double().square().sum()
     truth = float(-0.5 * apart - 0.5 * (n - 1) * math.log(2 * math.pi) - 0.5 * math.log(n))
     draws = {"loc": DATA.mean() + torch.randn(4, 500) / n**0.5, "w": torch.randn(4, 500, 2)}
-    posterior = ps.Posterior(draws, rows="independent").attach(flat, DATA)
+    posterior = ps.Posterior(draws, kind="independent").attach(flat, DATA)
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     first, second = (posterior.select(draws=half) for half in (slice(0, 250), slice(250, None)))
     found = ps.evidence(ps.guides.fit_gaussian(first, group), DATA, posterior=second)
@@ -135,7 +135,7 @@ def test_no_interval_is_printed_where_it_means_nothing(bridged: bool) -> None:
     sketch = ps.AutoSymmetrized(pair, GROUP).setup(DATA)
     guide = ps.AutoGaussian(layout_of(sketch), torch.tensor([-40.0, 40.0]), torch.full((2,), 0.05))
     draws = {"locs": torch.tensor([-1.6, 1.6]) + 0.5 * torch.randn(4, 100, 2)}
-    posterior = ps.Posterior(draws, rows="independent") if bridged else None
+    posterior = ps.Posterior(draws, kind="independent") if bridged else None
     found = evidence_of(guide, ps.log_joint(pair, DATA), GROUP, posterior=posterior, num_samples=400)
     assert found.doubts
     assert "interval" not in repr(found)

@@ -66,7 +66,7 @@ def test_the_evidence_of_a_regression_with_equal_columns_is_in_closed_form() -> 
     precision = torch.eye(3).double() / 4 + float(x @ x) * torch.ones(3, 3).double()
     mean = torch.linalg.solve(precision, float(x @ y) * torch.ones(3).double())
     exact = dist.MultivariateNormal(mean, precision_matrix=precision)
-    posterior = ps.Posterior.from_samples({"w": exact.sample((1000,)).float()}, rows="independent")
+    posterior = ps.Posterior.from_samples({"w": exact.sample((1000,)).float()}, kind="independent")
     sketch = AutoDiagonalNormal(model)
     sketch(x, y)
     wide = ps.AutoGaussian(layout_of(sketch), mean.float() + 0.1, scale_tril=1.3 * exact.scale_tril.float())
@@ -106,7 +106,7 @@ def test_a_guide_that_misses_a_mode_is_noticed() -> None:
     guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
     mean = torch.where(torch.rand(4, 500, 1) < 2 / 3, torch.tensor([0.0, 2.0]), torch.tensor([6.0, 9.0]))
     draws = mean + 0.3 * torch.randn(4, 500, 2)
-    posterior = ps.Posterior({"w": draws}, rows="chains")
+    posterior = ps.Posterior({"w": draws}, kind="chains")
     found = evidence_of(guide, two_orbits, group, posterior=posterior, num_samples=2000, chunk=2000)
     assert found.pareto_k < 0.7
     assert found.bridge.log_evidence == pytest.approx(2.0, abs=0.2)
@@ -152,7 +152,7 @@ def test_an_estimator_that_knows_draws_of_the_guide_alone_is_doubted_and_takes_n
     guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
     found = evidence_of(guide, two_orbits, group, HalfKnown(), num_samples=64)
     assert any("can't tell" in doubt for doubt in found.doubts)
-    posterior = ps.Posterior({"w": torch.randn(2, 50, 2)}, rows="chains")
+    posterior = ps.Posterior({"w": torch.randn(2, 50, 2)}, kind="chains")
     with pytest.raises(TypeError, match="estimator"):
         evidence_of(guide, two_orbits, group, HalfKnown(), posterior=posterior)
 
@@ -191,7 +191,7 @@ def test_chains_that_disagree_are_doubted() -> None:
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
     draws = torch.tensor([0.0, 2.0]) + torch.linspace(0.1, 1, 4)[:, None, None] * torch.randn(4, 200, 2)
-    posterior = ps.Posterior({"w": draws}, rows="chains")
+    posterior = ps.Posterior({"w": draws}, kind="chains")
     found = evidence_of(guide, two_orbits, group, posterior=posterior, num_samples=800)
     assert any("R-hat" in doubt for doubt in found.doubts)
 
@@ -207,11 +207,11 @@ def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(chains: 
         states.append(0.999 * states[-1] + (1 - 0.999**2) ** 0.5 * torch.randn(chains, 2))
     draws = torch.tensor([0.0, 2.0]) + 0.3 * torch.stack(states, 1)
     found = evidence_of(
-        guide, two_orbits, group, posterior=ps.Posterior({"w": draws}, rows="chains"), num_samples=400 * chains
+        guide, two_orbits, group, posterior=ps.Posterior({"w": draws}, kind="chains"), num_samples=400 * chains
     )
     assert any("effective" in doubt for doubt in found.doubts) or chains == 4
     assert any("R-hat" in doubt for doubt in found.doubts)
-    few = evidence_of(guide, two_orbits, group, posterior=ps.Posterior({"w": draws[:, :6]}, rows="independent"))
+    few = evidence_of(guide, two_orbits, group, posterior=ps.Posterior({"w": draws[:, :6]}, kind="independent"))
     assert any("effective" in doubt for doubt in few.doubts)
     assert not any("R-hat" in doubt for doubt in few.doubts)
 
@@ -229,7 +229,7 @@ def test_sparse_simplices_have_their_evidence_and_draws_at_the_border_are_doubte
     group = ps.Group.declare({"p": ("k",)}, {"p": torch.Size([4])})
     prior = dist.Dirichlet(torch.full((4,), 0.15))
     guide = ps.AutoGaussian(one_site_layout(sparse), torch.zeros(3), torch.full((3,), 12.0))
-    posterior = ps.Posterior({"p": dist.Dirichlet(torch.full((4,), 0.05)).sample((2, 300))}, rows="chains")
+    posterior = ps.Posterior({"p": dist.Dirichlet(torch.full((4,), 0.05)).sample((2, 300))}, kind="chains")
     found = evidence_of(
         guide, lambda w: prior.log_prob(w["p"]), group, posterior=posterior, num_samples=60_000, chunk=20_000
     )
@@ -267,7 +267,7 @@ def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(l
 
     found = evidence_of(guide, density, group)
     assert any("largest weights may be missing" in doubt for doubt in found.doubts) == doubted
-    draws = ps.Posterior({"w": torch.tensor([-30.0, 30.0]) + torch.randn(1, 2000, 2)}, rows="independent")
+    draws = ps.Posterior({"w": torch.tensor([-30.0, 30.0]) + torch.randn(1, 2000, 2)}, kind="independent")
     bridged = evidence_of(guide, density, group, posterior=draws, num_samples=2000)
     assert abs(bridged.best.log_evidence + math.log(0.5)) < 4.5 * bridged.best.error + 0.01
     assert all(doubt.startswith("importance sampling") for doubt in bridged.doubts)

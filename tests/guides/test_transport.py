@@ -16,7 +16,7 @@ from pyro_symmetric.alignment import GaussianWeights
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import AutoGaussian, barycentre, interpolate, load_guide, push_forward, save_guide
 from pyro_symmetric.guides.layout import GuideLayout, LatentSite
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 SITES = GuideLayout(
     (
@@ -63,7 +63,7 @@ def test_what_comes_out_is_a_guide_that_trains_and_is_saved(tmp_path: Any) -> No
 
 def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
     draws = torch.randn(2, 6, 3).double()
-    posterior = Posterior({"w": draws}, {}, {}, rows="chains")
+    posterior = Posterior({"w": draws}, {}, {}, kind="chains")
     mean, scale = draws.flatten(0, 1).mean(0), draws.flatten(0, 1).std(0, correction=0)
     plain = {"w": torch.ones(3).double()}
     between = interpolate(posterior, plain, 0.25)

@@ -18,7 +18,7 @@ from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, window_ends
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 RUN = {"num_samples": 20, "num_chains": 4, "engine": "eager", "progress": False}
 LENGTHS = HamiltonianKernel.warmups

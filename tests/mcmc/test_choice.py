@@ -13,7 +13,7 @@ from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
 from pyro_symmetric.mcmc.choice import DENSE, chosen
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 
 def normal(y):
@@ -130,6 +130,6 @@ def test_a_banana_s_second_moment_is_right_or_diagnose_says_that_it_may_not_be()
 
     posterior = sample(banana, num_samples=100, num_warmup=200, num_chains=16, progress=False)
     square = posterior.samples["b"].square()
-    found = Posterior({"square": square}, rows="chains").diagnostics()["square"]
+    found = Posterior({"square": square}, kind="chains").diagnostics()["square"]
     error = square.std() / float(found["n_eff"]) ** 0.5
     assert abs(square.mean() - 3.04) < 5 * error or diagnose(posterior)["divergences"].status == "fail"

@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import HMC, Density, log_joint, sample
-from pyro_symmetric.predict import predict
+from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.weights import unflatten
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.8], dtype=torch.float64)

@@ -13,7 +13,7 @@ from torch import nn
 
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)

@@ -17,10 +17,10 @@ from pyro.nn import PyroModule, PyroSample
 from scipy import special
 from torch import Tensor, nn
 
-from pyro_symmetric import predict
-from pyro_symmetric.chain_statistics import chain_statistics
 from pyro_symmetric.mcmc import HMC, NUTS, Density, sample
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior import predict
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.weights import unflatten
 
 X, Y = torch.linspace(-2, 2, 8).reshape(4, 2), torch.tensor([0.3, -1.2, 2.0, 0.8])

@@ -30,7 +30,7 @@ from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import LOCK, Checkpoint, read_store
 
@@ -464,7 +464,7 @@ def test_a_state_that_somebody_made_runs_no_code_and_builds_no_other_classes(tmp
     monkeypatch.chdir(tmp_path)
     run("HMC", seed=1, num_samples=2, store=tmp_path / "s")
     checkpoint = Checkpoint.read(tmp_path / "s")
-    for bad in (Crafted(), Posterior({"w": torch.ones(1, 2)}, rows="chains"), HMC(model), 3, {"state": 1}, [], None):
+    for bad in (Crafted(), Posterior({"w": torch.ones(1, 2)}, kind="chains"), HMC(model), 3, {"state": 1}, [], None):
         content = io.BytesIO()
         torch.save(bad, content)
         replace(checkpoint, state=content.getvalue()).write(tmp_path / "s")

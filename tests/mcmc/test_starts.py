@@ -12,7 +12,7 @@ from pyro_symmetric.guides import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.mcmc.starts import resolve, starting_points
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 STILL = {"num_samples": 1, "num_warmup": 0, "progress": False}
 
@@ -32,7 +32,7 @@ def start(initial, num_chains: int = 3):
 def test_a_posteriors_last_draws_are_where_its_chains_go_on():
     a = torch.arange(3 * 4 * 2.0).reshape(3, 4, 2)
     b = torch.arange(1, 13.0).reshape(3, 4)
-    posterior = Posterior({"a": a, "b": b}, rows="chains")
+    posterior = Posterior({"a": a, "b": b}, kind="chains")
     assert torch.allclose(start(posterior)["a"], a[:, -1])
     assert torch.allclose(start(posterior, 2)["b"], b[:2, -1])
     more = start(posterior, 8)["b"].round().int().tolist()  # then the draws before, the oldest of one chain left out

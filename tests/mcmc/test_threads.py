@@ -15,7 +15,7 @@ from pyro_symmetric.compare import diagnose, mmd_test
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.predict import predict
+from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.store import FolderRecorder
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)

@@ -8,7 +8,7 @@ from pyro_symmetric import compare
 from pyro_symmetric.compare import mmd, mmd_test
 from pyro_symmetric.compare._tests import _exact_table
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 
 REPETITIONS = 500
 LEVEL = 0.05
@@ -16,7 +16,7 @@ LEVEL = 0.05
 
 def invariance_tests(weights, group, **options):
     """Of independent draws."""
-    return compare.invariance_tests(Posterior.from_samples(weights, rows="independent"), group, **options)
+    return compare.invariance_tests(Posterior.from_samples(weights, kind="independent"), group, **options)
 
 
 def group():
@@ -113,7 +113,7 @@ def autoregression(correlation, chains, draws):
     states = [torch.randn(chains, 4, 2)]
     for _ in range(draws - 1):
         states.append(correlation * states[-1] + (1 - correlation**2) ** 0.5 * torch.randn(chains, 4, 2))
-    return Posterior({"w": torch.stack(states, 1)}, rows="chains")
+    return Posterior({"w": torch.stack(states, 1)}, kind="chains")
 
 
 @pytest.mark.stochastic
@@ -131,5 +131,5 @@ def test_tests_of_chains_keep_their_level(correlation, chains, draws):
     bound = stats.binom.ppf(1 - 2e-4, REPETITIONS, LEVEL)
     assert invariance <= bound
     assert same <= bound
-    taken_as_independent = Posterior(first.samples, rows="independent")
+    taken_as_independent = Posterior(first.samples, kind="independent")
     assert compare.invariance_tests(taken_as_independent, symmetry, level=LEVEL).rejected

@@ -15,7 +15,7 @@ import torch
 
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.run import packed, unpacked
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, inside, load_json, load_tensors, save_tensors
 from pyro_symmetric.store import CHECKPOINT, KIND, LOCK, VERSION, Checkpoint, FolderRecorder, read_store
 

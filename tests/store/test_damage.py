@@ -20,7 +20,7 @@ from torch import nn
 
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import LOCK
 
@@ -53,7 +53,7 @@ def save(path: Path, seed: int) -> None:
     generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
     draws = {"w": torch.randn(2, 50, 3, generator=generator), "b": torch.randn(2, 50, generator=generator).double()}
     path.mkdir()
-    Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, rows="chains").save(path / "draws")
+    Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, kind="chains").save(path / "draws")
 
 
 def save_a_guide(path: Path, seed: int) -> None:

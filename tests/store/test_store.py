@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyro_symmetric.store as store
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import save_tensors
 from pyro_symmetric.store import (
     CHECKPOINT,
@@ -202,7 +202,7 @@ def test_files_and_folders_of_other_things_are_left_alone(tmp_path):
         FolderRecorder(tmp_path, 1)
     for taken in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(FileExistsError, match="something else than a saved posterior"):
-            Posterior({"w": torch.ones(1, 2)}, rows="chains").save(taken)
+            Posterior({"w": torch.ones(1, 2)}, kind="chains").save(taken)
     assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"thesis.tex": "mine"}
 
 

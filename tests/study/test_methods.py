@@ -123,7 +123,7 @@ def test_modes_are_pooled_with_equal_shares() -> None:
     fits = [
         Fit(
             "a",
-            ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, rows="chains"),
+            ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, kind="chains"),
             [1.0],
             "loss",
             evidence={"elbo": 1.0},

@@ -290,7 +290,7 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     problem = build_problem(settings())
     weights = {site: torch.randn(4, 30, *shape) for site, shape in problem.model.site_shapes.items()}
     weights["0.bias"][:2] += 50
-    fit = Fit("hmc", ps.Posterior(weights, rows="chains"), [], "")
+    fit = Fit("hmc", ps.Posterior(weights, kind="chains"), [], "")
     reference = reference_of(fit, draws_of(fit.posterior, problem), problem)
     first, second = reference.halves
     assert first.count == second.count == reference.draws.count == 24
@@ -397,7 +397,7 @@ def test_adding_a_method_is_one_small_class(tmp_path: Path, monkeypatch: pytest.
 
             def fit(self, problem: Any, progress: bool) -> Any:
                 draws = {site: prior.sample((24,)) for site, prior in problem.model.priors().items()}
-                yield Fit("prior", ps.Posterior.from_samples(draws, rows="independent"))
+                yield Fit("prior", ps.Posterior.from_samples(draws, kind="independent"))
 
         study, _ = run(tmp_path, methods=("prior", "hmc"))
         assert study.results["methods"]["prior"]["distance"]["to"] == "hmc"
@@ -424,7 +424,7 @@ def test_a_method_with_a_seed_of_its_own_leaves_the_generators_to_other_threads(
             draws = {site: torch.randn(24, *shape, generator=generator) for site, shape in shapes}
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(drawn_seed).result(timeout=60)
-            yield Fit(self.name, ps.Posterior.from_samples(draws, rows="independent"))
+            yield Fit(self.name, ps.Posterior.from_samples(draws, kind="independent"))
 
     monkeypatch.setitem(METHODS, "threaded", Threaded)
     first, again = (

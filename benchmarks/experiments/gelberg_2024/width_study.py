@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
         guide, seconds = train(model, group, method, x, data.train_y, seed, options)
         found = judge(guide, model, group, method, (x, data.train_y), (test_x, data.test_y), options)
-        row = {**key, "title": data.title, "log_order": group.log_order(), "seconds_per_step": seconds, **found}
+        row = {**key, "title": data.name, "log_order": group.log_order(), "seconds_per_step": seconds, **found}
         results.add(row)
     report(results, options)
     if options.out is not None:

@@ -69,7 +69,7 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
     rows.append(test("four chains", chains, group))
     few = chains.thin(max(1, chains.num_samples // rows[0]["draws"]))
     moved = few.map(group.sample((few.num_chains, few.num_samples)))
-    rows.append(test("four chains, moved by random elements", ps.Posterior(moved.samples, rows="independent"), group))
+    rows.append(test("four chains, moved by random elements", ps.Posterior(moved.samples, kind="independent"), group))
     members = ensemble(
         model,
         (x, y),

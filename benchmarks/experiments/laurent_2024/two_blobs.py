@@ -37,7 +37,7 @@ WEIGHT_DECAY = 5e-3
 
 def independent(weights: dict[str, Tensor]) -> ps.Posterior:
     """Networks that know nothing of each other."""
-    return ps.Posterior.from_samples(weights, rows="independent")
+    return ps.Posterior.from_samples(weights, kind="independent")
 
 
 def blobs(rows: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from pyro_symmetric.ensembles import ensemble
 
 def independent(weights: dict[str, Tensor]) -> ps.Posterior:
     """Networks that know nothing of each other."""
-    return ps.Posterior.from_samples(weights, rows="independent")
+    return ps.Posterior.from_samples(weights, kind="independent")
 
 
 def pair_p_values(units: Tensor) -> Tensor:

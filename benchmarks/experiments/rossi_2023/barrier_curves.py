@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
                 key["prior_variance"] = prior
                 if not results.find(**key):
                     found = compare(data, kind, width, temperature, prior, seed, options)
-                    results.add({**key, "title": data.title, **found})
+                    results.add({**key, "title": data.name, **found})
     report(results, options)
     if options.out is not None:
         plot(results, options)

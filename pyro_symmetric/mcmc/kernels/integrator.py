@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import rounding
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.posterior.statistics import rounding
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
 
@@ -57,7 +57,7 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
 
     Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
     chains would be stuck: rounding alone would refuse every other step, however short. If that lasts while chains are
-    sampled, :func:`~pyro_symmetric.diagnostics.blurred` says so.
+    sampled, :func:`~pyro_symmetric.posterior.diagnostics.blurred` says so.
     """
     error = after - before
     if error.dtype == torch.float32:

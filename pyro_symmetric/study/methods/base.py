@@ -10,7 +10,7 @@
 ...
 ...     def fit(self, problem, progress):
 ...         weights = {site: prior.sample((self.draws,)) for site, prior in problem.model.priors().items()}
-...         yield Fit(self.name, Posterior.from_samples(weights, rows="independent"))
+...         yield Fit(self.name, Posterior.from_samples(weights, kind="independent"))
 
 A method of several independent runs says how many by the field that ``counted`` names: ``modes``, or ``chains``. Those
 that know it by ``many`` can be asked for as ``single-<name>`` (one run) and ``multi-<name>`` (``many`` runs), too.
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pyro_symmetric.calls import did_you_mean
-from pyro_symmetric.draws import beside
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.draws import beside
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.settings import StudySettings
 
@@ -64,7 +64,7 @@ class Fit:
     @property
     def is_chain(self) -> bool:
         """True if draws are successive states of Markov chains, so that R-hat and ESS mean something."""
-        return self.posterior.rows == "chains"
+        return self.posterior.kind == "chains"
 
 
 @dataclass(frozen=True)
@@ -192,5 +192,5 @@ def pooled(fits: list[Fit]) -> Fit:
     """One fit whose draws are those of several independent ones, with equal shares."""
     if len(fits) == 1:
         return fits[0]
-    draws = Posterior(beside([fit.posterior.samples for fit in fits]), rows=fits[0].posterior.rows)
+    draws = Posterior(beside([fit.posterior.samples for fit in fits]), kind=fits[0].posterior.kind)
     return replace(fits[0], posterior=draws, evidence=None, details={"modes": len(fits)})

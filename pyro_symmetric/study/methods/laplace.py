@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric._torchvision import prepare_torchvision
 from pyro_symmetric.models import BayesianModel, GaussianPrior
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.methods.networks import LOSS, _Networks, _on_cpu, losses_of, weights_of
 from pyro_symmetric.study.problem import Problem, noise_scale
@@ -51,7 +51,7 @@ class _Laplace(_Networks):
             for mode in range(self.modes)
         ]
         samples = {site: torch.stack([mode[site] for mode in modes]) for site in model.site_shapes}
-        yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(samples), kind="independent"), losses, LOSS)
 
     def _draw(self, problem: Problem, mode: Weights, draws: int) -> Weights:
         """Weights ``(draws, ...)`` around one trained network. A noise that is learnt stays at its trained value."""

@@ -15,7 +15,7 @@ from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.guides import swag
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, register
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.settings import StudySettings
@@ -105,7 +105,7 @@ class Dropout(_Networks):
         weights, losses = weights_of(trained, problem), losses_of(trained, problem)
         count = self._draws_each(problem)
         repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
-        yield Fit(self.name, Posterior(_on_cpu(dropped(repeated, group, self.rate)), rows="independent"), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(dropped(repeated, group, self.rate)), kind="independent"), losses, LOSS)
 
 
 @register
@@ -149,7 +149,7 @@ class SwagNetworks(_Networks):
             iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
             draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
         samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
-        yield Fit(self.name, Posterior(_on_cpu(samples), rows="independent"), losses, LOSS)
+        yield Fit(self.name, Posterior(_on_cpu(samples), kind="independent"), losses, LOSS)
 
 
 def dropped(weights: Weights, group: Group, rate: float) -> Weights:

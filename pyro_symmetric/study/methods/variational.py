@@ -23,7 +23,7 @@ from pyro_symmetric.guides import (
 )
 from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.training import fit_guide
@@ -69,7 +69,7 @@ class _Variational(Method):
         orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
         draws = guide.sample_posterior(shape, **orbit)
         worth = evidence_of(guide, lambda w: model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
-        posterior = Posterior.from_samples(draws, rows="independent")
+        posterior = Posterior.from_samples(draws, kind="independent")
         return Fit(label, posterior, losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
 
     def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arviz_export import to_arviz
-from pyro_symmetric.diagnostics import counts, description, diagnostics, entries_table, sites_table
-from pyro_symmetric.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
+from pyro_symmetric.posterior.arviz import to_arviz
+from pyro_symmetric.posterior.diagnostics import counts, description, diagnostics, entries_table, sites_table
+from pyro_symmetric.posterior.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
 from pyro_symmetric.storage import PathLike, StoreError, load_json
 from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-Rows = Literal["chains", "independent"]
+Kind = Literal["chains", "independent"]
 
-ROWS: tuple[Rows, ...] = get_args(Rows)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMS = {"wide": wide_frame, "long": long_frame}
 HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
 
@@ -57,7 +57,7 @@ class Origin:
 class Posterior:
     """Draws from a posterior, or from what stands for it.
 
-    >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, rows="chains")
+    >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, kind="chains")
     >>> posterior.get_samples()["w"].shape
     torch.Size([400, 3])
 
@@ -65,7 +65,7 @@ class Posterior:
     :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample statistics (``diverging``,
         ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``, ``step_size`` ...).
     :param metadata: anything that JSON can hold: the sampler and its settings, seed, time.
-    :param rows: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
+    :param kind: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
         ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
         count chains by their effective sample size and independent draws one by one, so this has no default.
     :param origin: what they were drawn from, if that is known; see :meth:`attach`.
@@ -74,16 +74,16 @@ class Posterior:
     samples: Weights
     statistics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
-    rows: Rows = field(kw_only=True)
+    kind: Kind = field(kw_only=True)
     origin: Origin | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, what in HELD.items():
             object.__setattr__(self, name, dict(arguments.mapping(name, getattr(self, name), what)))
         object.__setattr__(self, "metadata", Metadata(self.metadata))
-        if self.rows not in ROWS:
+        if self.kind not in KINDS:
             raise ValueError(
-                f"rows is {self.rows!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
+                f"kind is {self.kind!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
             )
         if not self.samples:
             raise ValueError("samples is empty; a posterior needs the draws of at least one site")
@@ -95,17 +95,17 @@ class Posterior:
         cls,
         weights: Mapping[str, Tensor],
         *,
-        rows: Rows,
+        kind: Kind,
         num_chains: int = 1,
         statistics: Mapping[str, Tensor] | None = None,
         metadata: dict[str, Any] | None = None,
     ) -> Posterior:
         """A posterior of flat draws: independent ones (an ensemble, draws of a guide), or chains laid end to end.
 
-        >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), rows="independent")
+        >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), kind="independent")
 
         :param weights: site -> ``(S, *site_shape)``.
-        :param rows: ``"independent"`` or ``"chains"``, as of a :class:`Posterior`.
+        :param kind: ``"independent"`` or ``"chains"``, as of a :class:`Posterior`.
         :param num_chains: into how many chains of ``S / num_chains`` consecutive draws to cut them.
         :param statistics: name -> ``(S,)``.
         """
@@ -114,7 +114,7 @@ class Posterior:
         arguments.whole("num_chains", num_chains, 1)
         kinds = ("weights", weights), ("statistics", statistics or {})
         samples, numbers = (in_chains(kind, entries, num_chains) for kind, entries in kinds)
-        return cls(samples, numbers, {} if metadata is None else metadata, rows=rows)
+        return cls(samples, numbers, {} if metadata is None else metadata, kind=kind)
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
@@ -130,7 +130,7 @@ class Posterior:
             raise ValueError("parts is empty; it must hold at least one posterior")
         for number, part in enumerate(parts):
             for name, found, wanted in (
-                ("rows", part.rows, parts[0].rows),
+                ("kind", part.kind, parts[0].kind),
                 ("sites", dict(part.site_shapes), dict(parts[0].site_shapes)),
                 ("statistics", list(part.statistics), list(parts[0].statistics)),
                 ("num_samples", part.num_samples, parts[0].num_samples),
@@ -139,7 +139,7 @@ class Posterior:
                     raise ValueError(f"parts[{number}] has {name} {found}, but parts[0] has {wanted}; they must agree")
         samples, statistics = (beside([getattr(part, kind) for part in parts]) for kind in ("samples", "statistics"))
         metadata = _joint([part.metadata for part in parts], [part.num_chains for part in parts])
-        return cls(samples, statistics, metadata, rows=parts[0].rows, origin=parts[0].origin)
+        return cls(samples, statistics, metadata, kind=parts[0].kind, origin=parts[0].origin)
 
     # where it comes from --------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Posterior:
         return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
 
     def __repr__(self) -> str:
-        return description(self.samples, self.statistics, self.metadata, self.rows)
+        return description(self.samples, self.statistics, self.metadata, self.kind)
 
     def _free(self) -> dict[str, Tensor]:
         """The draws without deterministic sites."""
@@ -296,7 +296,7 @@ class Posterior:
     ) -> pandas.DataFrame:
         """The draws as a pandas data frame, for tables and plots of one's own.
 
-        >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 2), "s": torch.rand(4, 100)}, rows="chains")
+        >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 2), "s": torch.rand(4, 100)}, kind="chains")
         >>> wide = posterior.to_dataframe()
         >>> wide.shape, list(wide.columns), wide.index.names
         ((400, 3), ['w[0]', 'w[1]', 's'], FrozenList(['chain', 'draw']))
@@ -338,7 +338,7 @@ class Posterior:
 
         >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
         >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
-        >>> posterior = ps.Posterior(draws, rows="chains")
+        >>> posterior = ps.Posterior(draws, kind="chains")
         >>> tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
         >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
         (['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive'], {'chain': 4, 'draw': 50, 'row': 5})
@@ -357,7 +357,7 @@ class Posterior:
     # how good it is -------------------------------------------------------------------------------------------------
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.diagnostics.diagnostics`.
+        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.posterior.diagnostics.diagnostics`.
 
         Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
 
@@ -368,7 +368,7 @@ class Posterior:
 
     def summary_table(self) -> str:
         """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
-        return sites_table(self.samples, self.statistics, counts(self.rows, self.num_chains, self.num_samples))
+        return sites_table(self.samples, self.statistics, counts(self.kind, self.num_chains, self.num_samples))
 
     def summary(self, prob: float = 0.9) -> None:
         """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
@@ -392,7 +392,7 @@ class Posterior:
         :raises OSError: if it can't be written (full disk, missing or read-only folder), or if there is something else.
         :raises ValueError: if the metadata can't be written as JSON.
         """
-        save_store(path, Contents(self.samples, self.statistics, {**self.metadata, "rows": self.rows}))
+        save_store(path, Contents(self.samples, self.statistics, {**self.metadata, "kind": self.kind}))
 
     @classmethod
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
@@ -419,7 +419,7 @@ class Posterior:
             return replace(joint, metadata={**joint.metadata, **noted, "interrupted": not whole})
         samples, statistics, metadata = read_store(folder, verify=verify)
         try:
-            return cls(samples, statistics, metadata, rows=metadata.pop("rows", "chains"))
+            return cls(samples, statistics, metadata, kind=metadata.pop("kind", "chains"))
         except (TypeError, ValueError) as error:  # a checkpoint that nothing of ours has written
             raise StoreError(f"{path} is damaged: {error!r}") from error
 

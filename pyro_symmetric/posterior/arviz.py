@@ -14,10 +14,10 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO
 from pyro_symmetric.calls import did_you_mean
-from pyro_symmetric.draws import array
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
-from pyro_symmetric.predict import pointwise_log_likelihood, predict
+from pyro_symmetric.posterior.draws import array
+from pyro_symmetric.posterior.predict import pointwise_log_likelihood, predict
 from pyro_symmetric.weights import Shapes
 
 if TYPE_CHECKING:

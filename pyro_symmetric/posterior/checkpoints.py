@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import PathLike
 from pyro_symmetric.weights import Weights
 
@@ -91,7 +91,7 @@ def read_checkpoints(
         told = f"{len(not_finite)} checkpoints hold a NaN or an infinity: {not_finite}"
         warnings.warn(told, RuntimeWarning, stacklevel=2)
     metadata = {"files": names, "not_finite": not_finite}
-    return Posterior({site: value[None] for site, value in samples.items()}, {}, metadata, rows="independent")
+    return Posterior({site: value[None] for site, value in samples.items()}, {}, metadata, kind="independent")
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_symmetric.chain_statistics import (
+from pyro_symmetric.posterior.draws import entry_names
+from pyro_symmetric.posterior.statistics import (
     also_of_one,
     chain_statistics,
     copied_chains,
@@ -28,7 +29,6 @@ from pyro_symmetric.chain_statistics import (
     standing_still,
     watched,
 )
-from pyro_symmetric.draws import entry_names
 
 Status = Literal["fail", "warn", "pass", "unknown"]
 
@@ -380,23 +380,23 @@ def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
     return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
 
 
-def counts(rows: str, num_chains: int, num_samples: int) -> str:
+def counts(kind: str, num_chains: int, num_samples: int) -> str:
     """The number of draws in words, such as ``4 chains of 100 draws``.
 
-    :param rows: ``"chains"`` or ``"independent"``.
+    :param kind: ``"chains"`` or ``"independent"``.
     """
-    kind, of = ("row", "independent draws") if rows == "independent" else ("chain", "draws")
-    return f"{num_chains} {kind}{'s' * (num_chains != 1)} of {num_samples} {of}"
+    unit, of = ("row", "independent draws") if kind == "independent" else ("chain", "draws")
+    return f"{num_chains} {unit}{'s' * (num_chains != 1)} of {num_samples} {of}"
 
 
 def description(
-    samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], metadata: Mapping[str, Any], rows: str
+    samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], metadata: Mapping[str, Any], kind: str
 ) -> str:
     """The draws in words: their number, their sites with shapes, how they were made, their statistics."""
     num_chains, num_samples = next(iter(samples.values())).shape[:2]
     weights, width = sum(v.shape[2:].numel() for v in samples.values()), max(map(len, samples))
-    alone = rows == "independent" and num_chains == 1
-    held = f"{num_samples} independent draws" if alone else counts(rows, num_chains, num_samples)
+    alone = kind == "independent" and num_chains == 1
+    held = f"{num_samples} independent draws" if alone else counts(kind, num_chains, num_samples)
     maker = f", by {metadata['kernel']}" if "kernel" in metadata else ""
     lines = [f"Posterior({held}, {weights} weight{'' if weights == 1 else 's'}{maker})"]
     lines += [f"  {site:<{width}}  {tuple(value.shape[2:])}" for site, value in samples.items()]

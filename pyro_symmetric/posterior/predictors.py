@@ -1,4 +1,4 @@
-"""Networks, and traces of any Pyro model, mapped over draws: :mod:`pyro_symmetric.predict` evaluates them in chunks."""
+"""Networks, and traces of any Pyro model, mapped over draws; ``predict`` evaluates them in chunks."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import refuse_options
-from pyro_symmetric.chain_statistics import evenly_spaced
-from pyro_symmetric.predictors import Predictor, predictor_of
+from pyro_symmetric.posterior.predictors import Predictor, predictor_of
+from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Shapes, Weights
 
 Draws = Mapping[str, Tensor] | Posterior
@@ -49,7 +49,7 @@ def chains_of(draws: Any, name: str = "posterior", shapes: Shapes | None = None)
     if isinstance(draws, Posterior):
         return draws
     _require_shapes(arguments.weights(name, draws, "a Posterior"), name, shapes, ("chains", "draws"))
-    return Posterior(dict(draws), rows="chains")
+    return Posterior(dict(draws), kind="chains")
 
 
 def as_given(given: Any, moved: Weights) -> Any:
