@@ -1,4 +1,4 @@
-"""Every distribution that Pyro exports, made from real numbers ``t``: what a table and tests share."""
+"""Every distribution that Pyro exports, made from real numbers ``t``."""
 
 from __future__ import annotations
 
