@@ -19,8 +19,6 @@ EXPERIMENTS = {
     },
     "experiments.laurent_2024.two_blobs": ["--networks", "300"],
     "experiments.laurent_2024.two_circles": [],
-    "experiments.laurent_2024.mass_at_convergence": [],
-    "experiments.laurent_2024.sorting_dynamics": [],
     "experiments.laurent_2024.functional_collapse": [],
     "experiments.laurent_2024.unit_marginals": ["--data", "diabetes"],
     "experiments.laurent_2024.hmc_or_ensemble": ["--data", "diabetes"],
