@@ -1,14 +1,15 @@
-"""The weights of a thousand networks in two dimensions, before and after symmetries are removed (figures
-13 and 14 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+"""The weights of ten thousand networks in two dimensions, before and after symmetries are removed (figures 13 and 14 of
+Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
     python -m benchmarks.experiments.laurent_2024.two_circles --out figures
 
-Perceptrons with one hidden layer on two circles, all trained at once. Their weights are drawn by principal components
-and by t-SNE, as trained, without scalings, and without scalings and permutations. Printed are the total variance of
-the weights, how much of it the first two components hold, and the mean distance to the nearest other network as a share
-of the mean distance: copies of a mode are far apart and alike, so that removing them leaves less variance in fewer
-directions. Scales are taken away by going to the least mass: units at norm one, of which some are nearly dead, would
-have biases and outgoing weights so large that they decide all of it.
+The recipe is that of appendix D.7: perceptrons of two inputs, three hidden ReLU units and one output, 13 parameters, on
+two circles; 300 epochs of stochastic gradient descent in batches of 8 at a rate of 0.03 with an L2 penalty of 0.003.
+Their weights are drawn by principal components and by t-SNE, as trained, without scalings, and without scalings and
+permutations. Printed are the total variance of the weights, the shares of the first two components (the paper: 18 and
+15 %), and the mean distance to the nearest other network as a share of the mean distance: copies of a mode are far
+apart and alike. Scales are taken away by going to the least mass: units at norm one, of which some are nearly dead,
+would have biases and outgoing weights so large that they decide all of it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import pyro_symmetric as ps
 from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, without_symmetries
 from pyro_symmetric.ensembles import ensemble
 
+SHOWN = 1_000  # networks of the pictures, and of distances
+
 
 def circles(rows: int) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import make_circles
@@ -33,7 +36,7 @@ def circles(rows: int) -> tuple[Tensor, Tensor]:
 
 def stages(options: Any) -> tuple[dict[str, Tensor], float]:
     """Flattened weights of the networks after each removal, and the networks' accuracy."""
-    x, y = circles(500)
+    x, y = circles(200)
     net = nn.Sequential(nn.Linear(2, options.width), nn.ReLU(), nn.Linear(options.width, 1))
     symmetry = ps.find_symmetry(net, x[:2])
     posterior = ensemble(
@@ -42,8 +45,9 @@ def stages(options: Any) -> tuple[dict[str, Tensor], float]:
         options.networks,
         loss="binary_cross_entropy",
         epochs=options.epochs,
-        batch_size=50,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        batch_size=8,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.03, weight_decay=0.003),
+        cosine=False,
         progress=options.progress,
     )
     weights = posterior.get_samples()
@@ -61,16 +65,16 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         centred = (points - points.mean(0)).double()
         _, values, directions = torch.linalg.svd(centred, full_matrices=False)
         variances = values.square() / (len(points) - 1)
-        distances = torch.cdist(centred, centred)
-        nearest = (distances + torch.diag(torch.full((len(points),), torch.inf))).amin(1)
+        distances = torch.cdist(centred[:SHOWN], centred[:SHOWN])
+        nearest = (distances + torch.diag(torch.full((len(distances),), torch.inf))).amin(1)
         numbers[name] = {
             "variance": float(variances.sum()),
-            "two": float(variances[:2].sum() / variances.sum()),
+            "two": (variances[:2] / variances.sum()).tolist(),
             "nearest": float(nearest.mean() / distances.mean()),
         }
-        planes[name] = centred @ directions[:2].T
+        planes[name] = centred[:SHOWN] @ directions[:2].T
     if options.out is not None:
-        figure(planes, {name: tsne(points) for name, points in flat.items()}, options, seed)
+        figure(planes, {name: tsne(points[:SHOWN]) for name, points in flat.items()}, options, seed)
     return {"accuracy": accuracy, "stages": numbers}
 
 
@@ -91,22 +95,27 @@ def figure(planes: dict[str, Tensor], maps: dict[str, Tensor], options: Any, see
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__, seeds=1)
-    arguments.add_argument("--networks", type=int, default=1_000)
-    arguments.add_argument("--epochs", type=int, default=200)
+    arguments = parser(__doc__, seeds=3)
+    arguments.add_argument("--networks", type=int, default=10_000)
+    arguments.add_argument("--epochs", type=int, default=300)
     arguments.add_argument("--width", type=int, default=3)
     options = parse(arguments, argv)
     if options.quick:
-        options.networks, options.epochs = 100, 5
+        options.networks, options.epochs = 100, 20
     results = Results.of(options, "networks", "epochs", "width")
     results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     for row in results.rows:
         print_table(
             f"seed {row['seed']}: weights of {options.networks:,} networks of {options.width} hidden units, "
             f"mean accuracy {row['accuracy']:.3f}",
-            ("weights", "variance", "in two components", "nearest / mean distance"),
+            ("weights", "variance", "first component", "second", "nearest / mean distance"),
             [
-                (name, f"{stage['variance']:.2f}", f"{stage['two']:.1%}", f"{stage['nearest']:.3f}")
+                (
+                    name,
+                    f"{stage['variance']:.2f}",
+                    *(f"{share:.1%}" for share in stage["two"]),
+                    f"{stage['nearest']:.3f}",
+                )
                 for name, stage in row["stages"].items()
             ],
         )
