@@ -16,7 +16,7 @@ import copy
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.nn.functional import mse_loss
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
 from pyro_symmetric.calls import described, input_problem, over_weights, with_weights
-from pyro_symmetric.likelihoods import Likelihood, likelihood_of
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
@@ -120,6 +120,8 @@ class BayesianModel(nn.Module):
     :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes
         it.
     :param num_data: size ``N`` of the whole data set; ``None`` takes every call's rows as all there are.
+    :param temperature: ``T`` of a posterior :math:`\propto (p(y|x,w) p(w))^{1/T}`, cold below 1. A Gaussian prior's
+        power is one of :math:`\sqrt T` times the scale; other priors, and likelihoods of one's own, are refused.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class BayesianModel(nn.Module):
         prior: float | GaussianPrior | PriorFunction = 1.0,
         likelihood: str | Likelihood = "categorical",
         num_data: int | None = None,
+        temperature: float = 1.0,
     ):
         super().__init__()
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
@@ -139,14 +142,15 @@ class BayesianModel(nn.Module):
         self.net = copy.deepcopy(net).eval()
         _hold_frozen(self.net)
         self.net.requires_grad_(False)
-        self.prior: PriorFunction = prior
-        self.likelihood: Likelihood = likelihood_of(likelihood)
+        self.prior: PriorFunction
+        self.likelihood: Likelihood
+        self.prior, self.likelihood = _tempered(prior, likelihood_of(likelihood), temperature)
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
         if not self._parameters_of_net():
             raise ValueError("net has no parameters; there is nothing to put a prior on")
-        if isinstance(prior, GaussianPrior):
-            prior.require_matches(self._parameters_of_net())
+        if isinstance(self.prior, GaussianPrior):
+            self.prior.require_matches(self._parameters_of_net())
         self.priors()  # a prior of the wrong shape is reported here, not in the first step
 
     def __repr__(self) -> str:
@@ -317,6 +321,22 @@ class BayesianModel(nn.Module):
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) -> tuple[PriorFunction, Likelihood]:
+    """Prior and likelihood of the joint density to the power ``1 / temperature``."""
+    if arguments.positive("temperature", temperature) == 1:
+        return prior, likelihood
+    if not isinstance(prior, GaussianPrior) or not isinstance(likelihood, CategoricalLikelihood | GaussianLikelihood):
+        raise ValueError(
+            f"temperature is {temperature:g}, which needs a GaussianPrior and one of this library's likelihoods, not "
+            f"{prior!r} and {likelihood!r}; temper these yourself"
+        )
+    root = math.sqrt(temperature)
+    prior = replace(prior, scale=root * prior.scale, scales={name: root * s for name, s in prior.scales.items()})
+    if isinstance(likelihood, GaussianLikelihood):
+        likelihood = replace(likelihood, prior_scale=root * likelihood.prior_scale)
+    return prior, replace(likelihood, temperature=temperature * likelihood.temperature)
 
 
 def _require_real_weights(net: nn.Module) -> None:

@@ -63,6 +63,22 @@ def test_temperature_divides_the_log_likelihood_only() -> None:
     torch.testing.assert_close(model.log_joint(weights, x, y), expected)
 
 
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", GaussianLikelihood(0.5, temperature=2.0)])
+def test_a_cold_posterior_is_a_power_of_prior_and_likelihood(likelihood: object) -> None:
+    net = nn.Linear(3, 2 if likelihood == "categorical" else 1)
+    x = torch.randn(9, 3)
+    y = torch.randint(2, (9,)) if likelihood == "categorical" else torch.randn(9)
+    warm, cold = (
+        BayesianModel(net, GaussianPrior(0.7, scales={"bias": 2.0}), likelihood, num_data=30, temperature=temperature)
+        for temperature in (1.0, 0.1)
+    )
+    points = [{name: prior.sample() for name, prior in warm.priors().items()} for _ in range(2)]
+    differences = [model.log_joint(points[0], x, y) - model.log_joint(points[1], x, y) for model in (warm, cold)]
+    torch.testing.assert_close(differences[1], 10 * differences[0], rtol=1e-4, atol=1e-3)  # but for a constant
+    with pytest.raises(ValueError, match="temper these yourself"):
+        BayesianModel(net, lambda name, value: dist.Laplace(0.0, 1.0), temperature=0.5)
+
+
 def test_outputs_of_a_batch_equal_a_loop_over_networks() -> None:
     model, x, _ = problem("categorical")
     weights = draw(model, 2, 3)
