@@ -59,7 +59,7 @@ INSIDE = {
         ["cells", "rules", "selection"],
         ["explain", "units"],
         ["symmetry"],
-        ["calm", "export", "model_check"],
+        ["deterministic", "export", "model_check"],
         ["jacobian", "outputs", "trace"],
         ["completeness", "scaling", "verify"],
         ["find"],

@@ -82,7 +82,6 @@ def measure(case: Case) -> Iterator[Any]:
         "seconds_to_verify": verified - found,
         **{name: column(symmetry, net, inputs) for name, column in COLUMNS.items()},
         "error": outcome.error,
-        "train_error": outcome.train_error,
         "tolerance": outcome.tolerance,
         "sound": bool(outcome),
         "broken": [f"{one.name} ({one.move})" for one in outcome.broken],
@@ -145,7 +144,6 @@ def row(result: dict[str, Any]) -> str:
     """One line of the table."""
     if "failed" in result:
         return f"| {result['name']} | | | | | | | | | | {result['failed'].replace('|', '/')} |"
-    worst = max(result["error"], result["train_error"])
     passes = (result["seconds_to_find"] + result["seconds_to_verify"]) / max(result["forward_seconds"], 1e-4)
     text = "yes" if result["sound"] else f"NO: {', '.join(result['broken'])}"
     text += " (units left out)" if result["left_out"] else ""
@@ -154,7 +152,7 @@ def row(result: dict[str, Any]) -> str:
         result["signs"], f"{result['seconds_to_find']:.1f}", f"{result['seconds_to_verify']:.1f}", f"{passes:.0f}",
         result["completeness"] or "-",
     )  # fmt: skip
-    return f"| {result['name']} | {' | '.join(map(str, numbers))} | {text}, {worst:.0e} |"
+    return f"| {result['name']} | {' | '.join(map(str, numbers))} | {text}, {result['error']:.0e} |"
 
 
 def versions() -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -95,12 +93,6 @@ def site_names(net: nn.Module) -> dict[str, str]:
     return names
 
 
-def has_training_branch(net: nn.Module) -> bool:
-    """True if some module (PyTorch's own apart, which are known) asks if it is being trained."""
-    kinds: set[Any] = {type(module) for module in net.modules()}
-    return any("self.training" in _source(kind) for kind in kinds)
-
-
 # small steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -188,13 +180,3 @@ def _experts_looked_up(net: nn.Module) -> Iterator[None]:
         finally:
             for key, config in sorting.items():
                 setattr(config, name, before[key])
-
-
-@functools.cache
-def _source(kind: Any) -> str:
-    if kind.__module__.startswith("torch.nn."):
-        return ""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""

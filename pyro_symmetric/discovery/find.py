@@ -33,7 +33,7 @@ from pyro_symmetric.discovery.scaling.attachment import attached
 from pyro_symmetric.discovery.scaling.multipliers import multipliers
 from pyro_symmetric.discovery.scaling.trace import MultiplierTrace
 from pyro_symmetric.discovery.scaling.trace import walked as equations_of
-from pyro_symmetric.discovery.selection import Names, held_sites
+from pyro_symmetric.discovery.selection import Names, frozen_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
 from pyro_symmetric.discovery.trace import UnknownOperator, walked
 from pyro_symmetric.discovery.units import permuted_units
@@ -98,7 +98,7 @@ def find_symmetry(
     for name, value in {"buffers": buffers, "strict": strict, "verify": verify, "logits": logits}.items():
         arguments.flag(name, value)
     _require_parameters(net)
-    held = held_sites(net, site_names(net), only, freeze)
+    held = frozen_sites(net, site_names(net), only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:
         require_finite(parameters, "net")

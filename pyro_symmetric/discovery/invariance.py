@@ -55,13 +55,12 @@ class Change(NamedTuple):
 class FunctionOfWeights(Protocol):
     """A function of weights that knows how precise its values are."""
 
-    @property
-    def name(self) -> str:
-        """The function in words."""
+    name: str  # the function in words
+    unit: str  # what its changes are measured in, in words
 
     @property
-    def unit(self) -> str:
-        """The unit of its changes, in words."""
+    def tolerance(self) -> float:
+        """The largest change that passes as rounding."""
 
     def change(self, element: Element) -> Change:
         """The effect of an element on the function."""
@@ -91,8 +90,7 @@ class BrokenMove:
     unit: str = ""
 
     def __str__(self) -> str:
-        change = f"a change of {self.change:.3g} {self.unit}".rstrip()
-        text = f"units {self.name!r}: {change} when they are {DONE[self.move]}"
+        text = f"units {self.name!r}: a change of {self.change:.3g} {self.unit} when they are {DONE[self.move]}"
         if self.sites:
             text += f"; what changes is the density of {', '.join(map(repr, self.sites))}"
         hints = [
@@ -109,33 +107,24 @@ class Verification:
 
     :param function: the function in words.
     :param broken: the moves that change it.
-    :param error: the largest change that was seen: of an output, relative to the largest output, in eval mode; of a
-        log-density, in nats.
-    :param tolerance: the relative change that passes as rounding; of a log-density whose values alone are known, the
-        change in nats.
-    :param train_error: the same as ``error`` in train mode with batch statistics and without dropout (a scaling in
-        front of a batch normalisation is exact in eval mode only, and left out).
-    :param passes: which changes pass as rounding, in words.
+    :param error: the largest change that was seen: of an output, relative to the largest output; of a log-density, in
+        nats.
+    :param tolerance: the relative change that passes as rounding.
     """
 
     function: str
     broken: tuple[BrokenMove, ...]
     error: float
     tolerance: float
-    train_error: float = 0.0
-    passes: str = ""
 
     def __bool__(self) -> bool:
         return not self.broken
 
     def __str__(self) -> str:
         if self:
-            error = max(self.error, self.train_error)
-            return f"{self.function}: invariant under the group; the largest change seen is {error:.1e}"
-        names = [found.name for found in self.broken]
-        return "\n".join(
-            [f"{self.function}: not invariant under the units {names}", *map(str, self.broken), self.passes]
-        ).strip()
+            return f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e}"
+        head = f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"
+        return "\n".join([head, *map(str, self.broken), f"relative changes of {self.tolerance:.1g} pass as rounding"])
 
     def require(self) -> None:
         """:raises ValueError: if the function isn't invariant, with all that is known about it."""
@@ -144,6 +133,20 @@ class Verification:
                 f"{self}\nDo the prior, the likelihood, or buffers such as running statistics treat units differently, "
                 "or is the declaration wrong?"
             )
+
+
+def verified(group: Group, function: FunctionOfWeights, trials: int | None = None) -> Verification:
+    """Try random elements, and if one changes the function, single moves until those that do are known.
+
+    :param trials: how many; by default so many that a wrong move passes less than once in a million times.
+    """
+    changes: list[Change] = []
+    for element in tried(group, parts_of(group), trials):
+        changes.append(function.change(element))
+        if changes[-1].broken:
+            break
+    broken = broken_moves(group, function) if changes[-1].broken else ()
+    return Verification(function.name, broken, max(change.size for change in changes), function.tolerance)
 
 
 def parts_of(group: Group) -> list[Part]:

@@ -23,14 +23,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described_call, refuse_options
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
-from pyro_symmetric.discovery.invariance import (
-    BrokenMove,
-    SiteAndDim,
-    Verification,
-    broken_moves,
-    parts_of,
-    tried,
-)
+from pyro_symmetric.discovery.invariance import BrokenMove, SiteAndDim, Verification, tried, verified
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
@@ -178,14 +171,8 @@ def _is_observed(site: Any) -> bool:
 
 
 def _verified(group: Group, density: JointDensity | FunctionDensity) -> Verification:
-    changes = []
-    for element in tried(group, parts_of(group)):
-        changes.append(density.change(element))
-        if changes[-1].broken:
-            break
-    broken = broken_moves(group, density) if changes[-1].broken else ()
-    broken = tuple(_with_hint(found, group, density) for found in broken)
-    return Verification(density.name, broken, max(change.size for change in changes), density.tolerance)
+    found = verified(group, density)
+    return replace(found, broken=tuple(_with_hint(one, group, density) for one in found.broken))
 
 
 def _with_hint(broken: BrokenMove, group: Group, density: JointDensity | FunctionDensity) -> BrokenMove:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from pyro_symmetric._process import drawn_seed, with_both_branches, without_fast_attention, without_warnings
-from pyro_symmetric.discovery.calm import NUMBERS, Calm
-from pyro_symmetric.discovery.export import has_training_branch, try_out
+from pyro_symmetric.discovery.deterministic import NUMBERS, Deterministic
+from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError, only, parts_of
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
@@ -54,12 +53,11 @@ def prepared(
     """
     if any(parameter.is_meta for parameter in net.parameters()):
         raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
-    precisions = [(torch.float64, True), (None, True), (None, False)] if dtype is None else [(dtype, True)]
     reason: Exception | None = None
-    for precision, calm in precisions:
+    for precision in [torch.float64, None] if dtype is None else [dtype]:
         for redraw in (True, False):
             try:
-                return Outputs(symmetry, net, args, kwargs, precision, calm, redraw)
+                return Outputs(symmetry, net, args, kwargs, precision, redraw)
             except DoesNotRun as error:
                 reason = reason or error
     try_out(copied(net).eval(), args, kwargs)
@@ -71,7 +69,6 @@ class Outputs:
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :param dtype: the copy's precision; the network's own by default.
-    :param calm: whether dropout does nothing, and casts go to the copy's precision.
     :param redraw: whether real and complex inputs are replaced by random numbers.
     :raises DoesNotRun: if the copy doesn't run in eval mode, or its outputs aren't numbers.
     """
@@ -85,10 +82,9 @@ class Outputs:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
-        calm: bool = True,
         redraw: bool = True,
     ):
-        self.symmetry, self.dtype, self.calm = symmetry, dtype, calm
+        self.dtype, self.logits = dtype, symmetry.logits
         self.net = copied(net, dtype)
         with torch.no_grad():
             self.weights, self.origin = _randomised(symmetry, self.net, net)
@@ -97,37 +93,36 @@ class Outputs:
         # Tracing saw the numbers that these give first.
         self.generators = [(place, name, moved_on(place[name])) for place, name in own_generators(self.net)]
         given = [_given(x, dtype, redraw) for x in self.call.tensors]
-        self.inputs = {False: _enough(given), True: given}
+        self.inputs = dict.fromkeys((False, True), _enough(given))
         try:
             eval_outputs = self._outputs(False)
         except DoesNotRun:  # a network may not take fewer images
-            self.inputs[False] = given
+            self.inputs = dict.fromkeys((False, True), given)
             eval_outputs = self._outputs(False)
         _require_comparable(eval_outputs)
-        self.before = {False: eval_outputs, True: self._outputs(True) if _differs_in_training(net) else None}
-        self.tolerance = TOLERANCE if dtype == torch.float64 else self.rounding()
+        self.before: dict[bool, list[Tensor] | None] = {False: eval_outputs, True: None}
+        if difference(eval_outputs, self._outputs(True)) > 0:  # training does something else than eval mode
+            self.inputs[True] = given
+            self.before[True] = self._outputs(True)
+        self.measured = dtype != torch.float64
+        self.tolerance = self.rounding() if self.measured else TOLERANCE
 
     def change(self, element: Element) -> Change:
-        """The effect of an element on the outputs in either mode."""
-        error = max(self.errors(element))
-        return Change(not error < self.tolerance, error)
-
-    def errors(self, element: Element) -> tuple[float, float]:
-        """The largest relative change of an output under an element, in eval and in train mode.
+        """The effect of an element on the outputs in either mode.
 
         Scales that are exact for running variances plus epsilon aren't for those of a batch: train mode is without.
         """
-        group = self.symmetry.group
+        group = element.group
         inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
         exact = only(
             element, {(move, name) for move, name in parts_of(group) if move != "scale" or name not in inexact}
         )
-        return self._error(element, False), self._error(exact, True)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return next(iter(self.origin.values())).device
+        error = max(self._error(element, False), self._error(exact, True))
+        if not error < self.tolerance:
+            self.require_repeatable()
+            if not self.measured:  # in float64, too, rounding errors may be large
+                self.tolerance, self.measured = self.rounding(), True
+        return Change(not error < self.tolerance, error)
 
     def rounding(self) -> float:
         """The change that passes: a few times what the last digit of all weights changes.
@@ -174,22 +169,37 @@ class Outputs:
         return difference(self.before[train], self._outputs(train))
 
     def _outputs(self, train: bool) -> list[Tensor] | None:
-        mode = Calm(self.dtype, noise=not train) if self.calm else None
-        devices = {value.device for value in (*self.weights.values(), *self.inputs[train])}
+        """All outputs; None if the network has no such mode (a batch of one, say). Statistics stay.
+
+        :raises DoesNotRun: if it doesn't run in eval mode.
+        """
+        buffers = {name: value.clone() for name, value in self.net.named_buffers()}
         for place, name, generator in self.generators:
             place[name] = copy.deepcopy(generator)
-        with repeated(self.seed, devices) as draws:
-            outputs = outputs_of(self.call, self.inputs[train], train, mode)
+        devices = {value.device for value in (*self.weights.values(), *self.inputs[train])}
+        quiet = torch.no_grad(), without_fast_attention(), with_both_branches(), without_warnings()
+        refreshed(self.net, train)
+        try:
+            with contextlib.ExitStack() as stack:
+                for context in quiet:
+                    stack.enter_context(context)
+                draws = stack.enter_context(repeated(self.seed, devices))
+                mode = stack.enter_context(Deterministic(self.dtype, noise=not train))
+                outputs = self.call(*self.inputs[train])
+        except Exception as error:
+            if not train:
+                raise DoesNotRun(f"{type(error).__name__}: {error}") from error
+            if not isinstance(error, ValueError | RuntimeError):
+                raise
+            return None
+        finally:
+            with torch.no_grad():
+                for name, value in self.net.named_buffers():
+                    if name in buffers and value.shape == buffers[name].shape:
+                        value.copy_(buffers[name])
         self.host_draws |= draws.host or bool(self.generators)
-        self.coarsest = max(self.coarsest, mode.coarsest if mode else 0.0)
-        if self.symmetry.logits and outputs is not None:
-            outputs = [output.log_softmax(-1) if output.dim() else output for output in outputs]
-        return outputs
-
-
-def _differs_in_training(net: nn.Module) -> bool:
-    """True if training does something else than eval mode, dropout apart."""
-    return has_training_branch(net) or any(isinstance(module, _NormBase) for module in net.modules())
+        self.coarsest = max(self.coarsest, mode.coarsest)
+        return [out.log_softmax(-1) if out.dim() else out for out in outputs] if self.logits else outputs
 
 
 def _randomised(symmetry: Symmetry, copy: nn.Module, net: nn.Module) -> tuple[Weights, Weights]:
@@ -227,30 +237,6 @@ def _enough(inputs: list[Tensor]) -> list[Tensor]:
     if len(inputs) != 1 or inputs[0].dim() != 4 or not inputs[0].numel():
         return inputs
     return [inputs[0][: math.ceil(ENOUGH / inputs[0][0].numel())]]
-
-
-def outputs_of(net: TensorsOnly, inputs: Sequence[Tensor], train: bool, mode: Calm | None) -> list[Tensor] | None:
-    """All outputs; None if the network has no such mode (a batch of one, say). Statistics stay.
-
-    :raises DoesNotRun: if it doesn't run in eval mode.
-    """
-    buffers = {name: value.clone() for name, value in net.named_buffers()}
-    refreshed(net, train)
-    try:
-        plain = without_fast_attention(), with_both_branches(), without_warnings()
-        with torch.no_grad(), plain[0], plain[1], plain[2], mode or contextlib.nullcontext():
-            return net(*inputs)
-    except Exception as error:
-        if not train:
-            raise DoesNotRun(f"{type(error).__name__}: {error}") from error
-        if not isinstance(error, ValueError | RuntimeError):
-            raise
-        return None
-    finally:
-        with torch.no_grad():
-            for name, value in net.named_buffers():
-                if name in buffers and value.shape == buffers[name].shape:
-                    value.copy_(buffers[name])
 
 
 def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:

@@ -30,20 +30,18 @@ def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
     return found
 
 
-def held_sites(net: nn.Module, first_names: dict[str, str], only: Names | None, freeze: Names) -> dict[str, str]:
+def frozen_sites(net: nn.Module, first_names: dict[str, str], only: Names | None, freeze: Names) -> dict[str, str]:
     """The sites that stay, and why; see :func:`~pyro_symmetric.find_symmetry`.
 
     :param first_names: every name of a site -> its first name, for weights that are tied.
     """
-    held = {}
     if only is None:
         trained = {name: value.requires_grad for name, value in net.named_parameters()}
-        if any(trained.values()):
-            held = {name: "is frozen (requires_grad=False)" for name, trains in trained.items() if not trains}
+        still = (name for name, trains in trained.items() if any(trained.values()) and not trains)
+        frozen = dict.fromkeys(still, "is frozen (requires_grad=False)")
     else:
         chosen = {first_names[name] for name in named("only", only, first_names)}
         if not chosen:
             raise ValueError("only is empty; it must name at least one module, parameter or buffer that may move")
-        held = {site: "isn't among those that may move" for site in first_names.values() if site not in chosen}
-    frozen = {first_names[name] for name in named("freeze", freeze, first_names)}
-    return held | {site: "is among those that stay" for site in frozen}
+        frozen = dict.fromkeys(set(first_names.values()) - chosen, "isn't among those that may move")
+    return frozen | {first_names[name]: "is among those that stay" for name in named("freeze", freeze, first_names)}

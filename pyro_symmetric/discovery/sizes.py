@@ -12,28 +12,8 @@ from typing import Any
 import torch
 
 # Operators that take such a size (or a factor) and make no other use of its value.
-TAKE_SIZES = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "expand",
-        "full",
-        "full_like",
-        "empty",
-        "zeros",
-        "ones",
-        "new_full",
-        "new_empty",
-        "rand",
-        "randn",
-        "arange",
-        "mul",
-        "div",
-        "add",
-        "sub",
-    ]
-)
+TAKE_SIZES = frozenset("view _unsafe_view reshape expand full full_like empty zeros ones new_full".split())  # noqa: SIM905
+TAKE_SIZES |= frozenset("new_empty rand randn arange mul div add sub".split())  # noqa: SIM905
 FIRST = 26  # the number of the first stand-in among all primes: 101
 
 

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
-from pyro_symmetric.discovery.invariance import (
-    BrokenMove,
-    InconclusiveError,
-    Verification,
-    broken_moves,
-    parts_of,
-    tried,
-)
+from pyro_symmetric.discovery.invariance import BrokenMove, InconclusiveError, Verification, verified
 from pyro_symmetric.discovery.outputs import prepared
 from pyro_symmetric.discovery.symmetry import Symmetry
 
@@ -62,7 +55,6 @@ def verify(
     net: nn.Module,
     *inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
-    tolerance: float | None = None,
     trials: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Verification:
@@ -84,11 +76,11 @@ def verify(
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers if it
         takes these. In eval mode a batch of large images is cut to its first one or few, if the network takes so few.
     :param kwargs: keyword arguments of its ``forward``.
-    :param tolerance: the largest relative change of an output that passes: 1e-6 in float64, more if the network's own
-        rounding errors change it by more; these are measured.
     :param trials: how many random elements are tried; by default so many that a wrong move passes less than once in a
         million times.
-    :param dtype: the precision of the comparison: float64, or the network's own if it doesn't run in float64.
+    :param dtype: the precision of the comparison: float64, or the network's own if it doesn't run in float64. A change
+        of 1e-6 of the largest output passes, or a larger one if the network's rounding errors, which are measured, are
+        as large.
     :raises ValueError: if the network doesn't take the inputs.
     :raises InconclusiveError: if nothing can be told: the network draws random numbers that can't be drawn again, its
         rounding errors are as large as its outputs, or it is on the meta device.
@@ -96,14 +88,12 @@ def verify(
     arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     arguments.mapping("kwargs", kwargs, "of keyword arguments of the network's forward", none="none")
-    if tolerance is not None:
-        arguments.number("tolerance", tolerance, least=0)
     arguments.whole("trials", trials, 1, none="as many as it takes")
     arguments.dtype("dtype", dtype, none="float64, or the network's own")
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
             raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")
-    return _compared(symmetry, net, inputs, kwargs, tolerance, trials, dtype)[0]
+    return verified(symmetry.group, prepared(symmetry, net, inputs, kwargs, dtype), trials)
 
 
 def repaired(
@@ -115,60 +105,26 @@ def repaired(
     """
     dropped: list[BrokenMove] = []
     try:
-        result, host_draws = _compared(symmetry, net, inputs, kwargs)
-        while result.broken:
-            found, dropped = result, [*dropped, *result.broken]
-            for one in result.broken:
+        outputs = prepared(symmetry, net, inputs, kwargs)
+        while broken := verified(symmetry.group, outputs).broken:
+            dropped += broken
+            for one in broken:
                 symmetry = symmetry.without([one.name], one.move)
-            result, host_draws = _compared(symmetry, net, inputs, kwargs)
     except InconclusiveError as error:
         warnings.warn(
             f"{error}. The group is what the rules prove; no element of it was tried.", UnverifiedSymmetry, stacklevel=3
         )
     if dropped:
         names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
+        cause = (
+            "The network draws random numbers from NumPy or Python, of which tracing sees a few draws only."
+            if outputs.host_draws
+            else "A rule is wrong: one that you registered, or one of pyro_symmetric; then please report the network."
+        )
         warnings.warn(
-            f"verification failed for the units {names}: these moves are left out of the group. "
-            f"{_cause(found, host_draws)} ({'; '.join(map(str, dropped[:5]))}; {found.passes}.)",
+            f"verification failed for the units {names}: these moves are left out of the group. {cause} "
+            f"({'; '.join(map(str, dropped[:5]))}; {outputs.tolerance:.1g} would pass as rounding.)",
             BrokenSymmetry,
             stacklevel=3,
         )
     return symmetry
-
-
-def _cause(found: Verification, host_draws: bool) -> str:
-    """Why moves may fail that the rules had proposed."""
-    if host_draws:
-        return "The network draws random numbers from NumPy or Python, of which tracing sees a few draws only."
-    if found.error < found.tolerance:
-        return "They fail in train mode alone, which computes something else than eval mode."
-    return "A rule is wrong: one that you registered, or one of pyro_symmetric; then please report the network."
-
-
-def _compared(
-    symmetry: Symmetry,
-    net: nn.Module,
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    tolerance: float | None = None,
-    trials: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Verification, bool]:
-    """The result, and whether the network draws random numbers that tracing can't see."""
-    outputs = prepared(symmetry, net, inputs, kwargs, dtype)
-    outputs.tolerance = outputs.tolerance if tolerance is None else tolerance
-    error, train_error, rounded = 0.0, 0.0, tolerance is not None
-    for element in tried(symmetry.group, parts_of(symmetry.group), trials):
-        errors = outputs.errors(element)
-        error, train_error = max(error, errors[0]), max(train_error, errors[1])
-        if not max(errors) < outputs.tolerance:
-            outputs.require_repeatable()
-            if not rounded:  # in float64, too, rounding errors may be large
-                outputs.tolerance, rounded = max(outputs.tolerance, outputs.rounding()), True
-            if not max(errors) < outputs.tolerance:
-                break
-    holds = max(error, train_error) < outputs.tolerance
-    broken = () if holds else broken_moves(symmetry.group, outputs)
-    passes = f"{outputs.tolerance:.1g} {outputs.unit} would pass as rounding"
-    found = Verification(outputs.name, broken, error, outputs.tolerance, train_error, passes)
-    return found, outputs.host_draws

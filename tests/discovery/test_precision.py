@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
 from pyro_symmetric.groups import Group
 
@@ -90,39 +89,6 @@ def test_casts_go_to_double_precision_while_a_network_is_verified(name: str) -> 
     result = verify(symmetry, net, x, trials=3)
     assert result
     assert result.error < 1e-12
-
-
-class Experts(nn.Module):
-    """Three experts of 16 hidden units in half precision, by one product of groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.out = nn.Linear(8, 3, bias=False), nn.Linear(8, 2)
-        self.up, self.down = nn.Parameter(torch.randn(3, 8, 16) / 3), nn.Parameter(torch.randn(3, 16, 8) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, expert = self.router(x).softmax(-1).max(-1, keepdim=True)
-        order = expert[:, 0].argsort()
-        ends = torch.bincount(expert[:, 0], minlength=3).cumsum(0).to(torch.int32)
-        up, down = self.up.to(torch.bfloat16), self.down.to(torch.bfloat16)
-        hidden = torch.nn.functional.grouped_mm(x[order].to(torch.bfloat16), up, offs=ends).relu()
-        result = torch.nn.functional.grouped_mm(hidden, down, offs=ends).to(x.dtype)
-        return self.out(x + weight * result[order.argsort()])
-
-
-def test_products_of_groups_are_compared_in_double_precision() -> None:
-    net, x = Experts(), torch.randn(20, 8)
-    axes = {"up": (None, None, "hidden"), "down": (None, "hidden", None)}
-    symmetry = Symmetry(Group.declare(axes, dict(net.named_parameters())))
-    result = verify(symmetry, net, x, trials=3)
-    assert result
-    assert result.tolerance == 1e-6
-    assert result.error < 1e-12
-    declared = Group.declare({"up": axes["up"]}, dict(net.named_parameters()))
-    assert not verify(Symmetry(declared), net, x)
-    single = verify(symmetry, net, x, dtype=torch.float32)
-    assert single
-    assert single.tolerance < 1e-4
 
 
 def coarse(s: Layers, x: Tensor) -> Tensor:

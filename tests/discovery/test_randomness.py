@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.discovery.calm import Calm
+from pyro_symmetric.discovery.deterministic import Deterministic
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
@@ -141,7 +141,7 @@ def test_noise_of_train_mode_alone_breaks_no_symmetry(name: str) -> None:
     assert quietly(net, x).permutations.factors == {"a": 6, "b": 4}
     # Train mode is still compared: a layer that it alone uses is missed if it doesn't move.
     axes = {"a.weight": ("a", None), "a.bias": ("a",)}
-    assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).train_error > 1e-3
+    assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).error > 1e-3
 
 
 def test_labels_that_are_dropped_in_train_mode_alone_break_no_symmetry() -> None:
@@ -159,11 +159,11 @@ def test_labels_that_are_dropped_in_train_mode_alone_break_no_symmetry() -> None
     net, x, labels = Guided(), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
     symmetry = quietly(net, x, labels)
     assert symmetry.permutations.factors == {"classes": 6}
-    assert verify(symmetry, net, x, labels).train_error < 1e-12
+    assert verify(symmetry, net, x, labels).error < 1e-12
     # Train mode is still compared, with the labels that it keeps.
     axes = {"a.weight": ("a", None), "a.bias": ("a",)}
     wrong = verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x, labels)
-    assert wrong.train_error > 1e-3
+    assert wrong.error > 1e-3
 
 
 def test_means_of_noise_are_those_of_many_draws() -> None:
@@ -175,7 +175,7 @@ def test_means_of_noise_are_those_of_many_draws() -> None:
         "exponential": lambda n: torch.empty(n).exponential_(0.5),
     }
     for draw in draws.values():
-        with Calm(torch.float64, noise=False):
+        with Deterministic(torch.float64, noise=False):
             mean = draw(3)
         assert (mean == mean[0]).all()
         sample = draw(100_000)

@@ -1,4 +1,4 @@
-"""Calm runs of a network while it is verified: in one precision, with masks at their means, and by plain operators."""
+"""Deterministic runs of a network while it is verified: in one precision, and with masks at their means."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ MEANS: dict[Any, tuple[tuple[float, ...], Callable[..., float]]] = {
 }
 
 
-class Calm(TorchDispatchMode):
+class Deterministic(TorchDispatchMode):
     """Masks of dropout have the value of their mean, and all real and complex numbers have one precision.
 
     So dropout and stochastic depth do nothing, whoever calls them, and no rounding hides behind a cast.
 
     :param dtype: the precision; every number keeps its own if none is given.
     :param noise: whether random numbers are drawn; otherwise normal, uniform and exponential ones are their means.
-    :ivar coarsest: the largest relative rounding error of the numbers that were computed.
+    :ivar coarsest: the largest relative rounding error of the numbers that were computed in their own precision.
     """
 
     def __init__(self, dtype: torch.dtype | None, noise: bool = True):
         super().__init__()
-        self.dtype, self.noise = dtype, noise
+        self.dtype, self.noise, self.coarsest = dtype, noise, 0.0
         self.others = {own for own in NUMBERS if own != in_precision(own, dtype)}
-        self.coarsest = 0.0 if dtype is None else torch.finfo(dtype).eps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -49,33 +48,21 @@ class Calm(TorchDispatchMode):
             return mean
         if not self.noise and getattr(func, "overloadpacket", None) in MEANS:
             return _mean_of_noise(func, args, kwargs)
-        if self.dtype is None:
-            result = func(*args, **kwargs)
-            self._note(result)
-            return result
         if self._differs(args) or self._differs(kwargs.values()):
             args, kwargs = self._raised(func, args, kwargs)
-        if getattr(func, "overloadpacket", None) is getattr(aten, "_grouped_mm", ()):
-            return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
+        if self.dtype is None and isinstance(result, Tensor) and result.dtype in NUMBERS:
+            self.coarsest = max(self.coarsest, torch.finfo(result.dtype).eps)
         made = isinstance(result, Tensor) and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
         return self._in_precision(result) if made else result
-
-    def _note(self, result: Any) -> None:
-        for value in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(value, Tensor) and value.dtype in NUMBERS:
-                self.coarsest = max(self.coarsest, torch.finfo(value.dtype).eps)
 
     def _differs(self, values: Iterable[Any]) -> bool:
         """True if something among arguments has, or asks for, another precision."""
         for value in values:
-            if isinstance(value, Tensor):
-                if value.dtype in self.others:
+            if isinstance(value, list | tuple):
+                if self._differs(value):
                     return True
-            elif isinstance(value, torch.dtype):
-                if value in self.others:
-                    return True
-            elif isinstance(value, list | tuple) and self._differs(value):
+            elif isinstance(value, Tensor | torch.dtype) and getattr(value, "dtype", value) in self.others:
                 return True
         return False
 
@@ -86,7 +73,7 @@ class Calm(TorchDispatchMode):
             return pytree.tree_map(self._in_precision, (tuple(args), kwargs))
         if changed.dtype not in NUMBERS or func.overloadpacket is aten.copy_:
             return args, kwargs
-        follow = Calm(changed.dtype)._in_precision
+        follow = Deterministic(changed.dtype)._in_precision
         return tuple(x if x is changed else pytree.tree_map(follow, x) for x in args), kwargs
 
     def _in_precision(self, value: Any) -> Any:
@@ -131,27 +118,3 @@ def _written(func: Any) -> list[int]:
     if schema is None or not schema.is_mutable:
         return []
     return [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _grouped_mm(
-    one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
-) -> Tensor:
-    """Matrix products of groups, whose kernel knows few precisions.
-
-    :param offs: the ends of the groups along the axis that is summed over, or the one that has no axis of groups.
-    """
-    ends = [] if offs is None else offs.tolist()
-    runs = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-    if offs is None:
-        found = one @ other
-    elif one.dim() == other.dim() == 2:  # the axis that is summed over
-        found = torch.stack([one[:, run] @ other[run] for run in runs])
-    elif one.dim() == 2:
-        found = one.new_zeros(one.shape[0], other.shape[-1])
-        for group, run in enumerate(runs):
-            found[run] = one[run] @ other[group]
-    else:
-        found = one.new_zeros(one.shape[1], other.shape[-1])
-        for group, run in enumerate(runs):
-            found[:, run] = one[group] @ other[:, run]
-    return (found if bias is None else found + bias).to(out_dtype or one.dtype)
