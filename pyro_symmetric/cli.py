@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +30,10 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the return value is the exit code."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     try:
-        with warnings_in_words():
+        with warnings.catch_warnings():  # without the file and the line of source that raised one
+            warnings.showwarning = lambda said, *_, **__: print(f"pyro-symmetric: {said}", file=sys.stderr)
             return options.run(options)
     except KeyboardInterrupt:
         print("\nStopped. Methods that had finished are kept; the same command resumes there.", file=sys.stderr)
@@ -45,20 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"pyro-symmetric: {error}", file=sys.stderr)
         return 2
-
-
-@contextlib.contextmanager
-def warnings_in_words() -> Iterator[None]:
-    """Show what a warning says, without the file and the line of source that raised it."""
-
-    def format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
-        return f"pyro-symmetric: {message}\n"
-
-    before, warnings.formatwarning = warnings.formatwarning, format_warning
-    try:
-        yield
-    finally:
-        warnings.formatwarning = before
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -104,8 +88,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="METHOD.PART=N",
-        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated; "
-        "help lists all parts with their defaults",
+        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated",
     )
     parser.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
@@ -116,18 +99,16 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def compare(options: argparse.Namespace) -> int:
     """Run the study and say where the report is."""
     from pyro_symmetric.study import run_study
-    from pyro_symmetric.study.methods import list_budgets, list_methods
+    from pyro_symmetric.study.methods import list_methods
     from pyro_symmetric.study.tables import summary_table
 
     if options.methods == ("help",):
-        print(list_methods())
-        return 0
-    if "help" in options.budget:
-        print(list_budgets(options.quick))
+        print(list_methods(options.quick))
         return 0
     out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
     study = run_study(settings_of(options), out, progress=options.progress)
-    print(f"\n{summary_table(study)}\n\nReport: {study.report}")
+    tables = summary_table(study.results["methods"], study.problem.is_classification)
+    print(f"\n{tables}\n\nReport: {study.report}")
     return 0
 
 
@@ -135,16 +116,12 @@ def settings_of(options: argparse.Namespace) -> StudySettings:
     """The settings that the options of ``compare`` describe."""
     from pyro_symmetric.study import StudySettings
 
-    given = {one.name: getattr(options, one.name, None) for one in fields(StudySettings)}
-    overall = [scale for pattern, scale in options.prior_scale if pattern is None]
-    return StudySettings(
-        **given
-        | {
-            "prior_scale": overall[-1] if overall else StudySettings().prior_scale,
-            "prior_scales": {pattern: scale for pattern, scale in options.prior_scale if pattern is not None},
-            "budgets": by_method(options.budget),
-        }
-    )
+    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(StudySettings)}
+    scales, budgets = dict(options.prior_scale), dict[str, dict[str, int | float]]()
+    for method, part, number in options.budget:
+        budgets.setdefault(method, {})[part] = number
+    given |= {"prior_scale": scales.pop("", StudySettings.prior_scale), "prior_scales": scales, "budgets": budgets}
+    return StudySettings(**given)
 
 
 def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -185,10 +162,9 @@ def symmetries(options: argparse.Namespace) -> int:
 
     from pyro_symmetric.discovery.find import find_symmetry
 
-    shape = options.input or (2, 3, 224, 224)
-    net = load_net(options.net, shape[1:], options.outputs)
-    # A batch of one can't be told from an axis that is broadcast.
-    x = torch.randn(max(2, shape[0]), *shape[1:], device="cpu")
+    rows, *shape = options.input or (2, 3, 224, 224)
+    net = load_net(options.net, tuple(shape), options.outputs)
+    x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch of one can't be told from an axis that is broadcast
     try:
         symmetry = find_symmetry(net, x, strict=options.strict)
     except ValueError as error:
@@ -234,12 +210,12 @@ def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch
     return models.get_model(name, weights=None).eval()
 
 
+# argparse answers a ValueError of these by the option's name and what was given
+
+
 def widths(text: str) -> tuple[int, ...]:
     """``32,32`` -> (32, 32)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} doesn't list widths; write 32 or 32,32") from None
+    return tuple(int(part) for part in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -247,34 +223,15 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def budget(text: str) -> tuple[str, str, int | float] | str:
-    """``method.part=number``, or ``help``."""
-    if text == "help":
-        return text
-    found = re.fullmatch(r"([\w-]+)\.(\w+)=(.+)", text)
-    try:
-        if found is None:
-            raise ValueError
-        number = float(found[3])
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no budget; write ensemble.modes=1000, or help to see what there is"
-        ) from None
-    return found[1], found[2], int(number) if number.is_integer() else number
+def budget(text: str) -> tuple[str, str, int | float]:
+    """``method.part=number`` -> (method, part, number)."""
+    path, number = text.split("=")
+    method, part = path.split(".")
+    value = float(number)
+    return method, part, int(value) if value.is_integer() else value
 
 
-def by_method(budgets: Sequence[tuple[str, str, int | float]]) -> dict[str, dict[str, int | float]]:
-    """``method -> part -> number``."""
-    result: dict[str, dict[str, int | float]] = {}
-    for method, part, number in budgets:
-        result.setdefault(method, {})[part] = number
-    return result
-
-
-def prior_scale(text: str) -> tuple[str | None, float]:
-    """``0.5`` or ``pattern=0.5``."""
+def prior_scale(text: str) -> tuple[str, float]:
+    """``0.5`` or ``pattern=0.5`` -> (pattern or "", 0.5)."""
     pattern, _, number = text.rpartition("=")
-    try:
-        return pattern or None, float(number)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no standard deviation; write 0.5 or 1.*=0.5") from None
+    return pattern, float(number)

@@ -1,4 +1,9 @@
-"""A whole study: fit every method, keep each as it finishes, compare all with the reference, write the report."""
+"""A whole study: fit every method, keep each as it finishes, compare all with the reference, write the report.
+
+Its folder holds ``settings.json``, by which a study is known, ``results.json``, ``report.html``, the draws of finished
+methods in ``samples`` and what the others have so far in ``unfinished``. Nothing of these names is touched in a folder
+that is no study's.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,25 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyro
 import torch
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
-from pyro_symmetric.fingerprint import digest
+from pyro_symmetric.fingerprint import differences, digest
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, write_text
-from pyro_symmetric.study.folder import REPORT, RESULTS, Finished, Folder
+from pyro_symmetric.storage import StoreError, load_json, save_json, write_text
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
-from pyro_symmetric.study.methods import Method, make_method
+from pyro_symmetric.study.methods import Fit, Method, make_method
 from pyro_symmetric.study.problem import Problem, build_problem
 from pyro_symmetric.study.settings import StudySettings
 
@@ -35,8 +38,11 @@ Say = Callable[[str], None]
 # Module -> the package that brings it: what a report is made with.
 PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 VERSIONS = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
-# Weights times rows below which one thread computes as fast as several.
-SMALL_PROBLEM = 10_000_000
+SMALL_PROBLEM = 10_000_000  # weights times rows below which one thread computes as fast as several
+FORMAT = "pyro-symmetric study"
+NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
+CURVE_POINTS = 1000  # of a curve that are kept: more than a plot can show
+KEPT = [one.name for one in fields(Fit) if one.name != "posterior"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Study:
     """
 
     problem: Problem
-    fits: dict[str, Finished]
+    fits: dict[str, Fit]
     draws: dict[str, Draws]
     results: dict[str, Any]
     out: Path
@@ -78,9 +84,7 @@ def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True
     methods = [make_method(name, settings.quick, settings.budgets.get(name)) for name in settings.methods]
     make_method(settings.reference)
     require_packages(methods)
-    for method in methods:
-        if method.title == settings.reference:
-            require_reference(method, settings)
+    require_reference(methods, settings)
     with own_randomness(settings.seed, settings.torch_device):
         problem = build_problem(settings)
     with threads_for(problem):
@@ -88,7 +92,7 @@ def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True
 
 
 def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool, say: Say) -> Study:
-    settings, folder = problem.settings, Folder.of(out, problem)
+    settings, mark = problem.settings, claim(out, problem)
     for line in problem.describe():
         say(line)
     methods = suited(methods, problem, say)
@@ -98,17 +102,17 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
             f"No distances will be measured: the reference {settings.reference!r} is not among the methods "
             f"{', '.join(titles)}."
         )
-    fits: dict[str, Finished] = {}
+    fits: dict[str, Fit] = {}
     for method in methods:
-        fits |= folder.load(method, say) or fit(method, problem, folder, progress, say)
-    draws = {label: draws_of(finished.fit.posterior, problem) for label, finished in fits.items()}
-    basis = fits.get(settings.reference)
-    reference = reference_of(basis.fit, draws[settings.reference], problem) if basis else None
+        fits |= load(method, out, mark, say) or fitted(method, problem, out, mark, progress, say)
+    draws = {label: draws_of(fit.posterior, problem) for label, fit in fits.items()}
+    basis = settings.reference
+    reference = reference_of(basis, fits[basis].posterior, draws[basis], problem) if basis in fits else None
     rows = {}
-    for label, finished in fits.items():
+    for label, fit in fits.items():
         say(f"Measuring {label} ...")
         with own_randomness(settings.seed, problem.x.device):  # some tests simulate their null distribution
-            rows[label] = measure(finished.fit, draws[label], reference, problem, finished.seconds)
+            rows[label] = measure(label, fit, draws[label], reference, problem)
     from pyro_symmetric.study.report import write_report  # with matplotlib
 
     results = {
@@ -126,11 +130,12 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
     return study
 
 
+# what is needed -----------------------------------------------------------------------------------------------------
+
+
 def require_packages(methods: Sequence[Method]) -> None:
     """:raises ImportError: naming what isn't installed of all that the study will need."""
-    needed = dict(PACKAGES)
-    for method in methods:
-        needed |= method.packages
+    needed = PACKAGES | {module: package for method in methods for module, package in method.packages.items()}
     if missing := [package for module, package in needed.items() if importlib.util.find_spec(module) is None]:
         raise ImportError(
             f"the study needs {' and '.join(missing)}, not installed here; pip install 'pyro-symmetric[study]' brings "
@@ -138,13 +143,15 @@ def require_packages(methods: Sequence[Method]) -> None:
         )
 
 
-def require_reference(method: Method, settings: StudySettings) -> None:
+def require_reference(methods: Sequence[Method], settings: StudySettings) -> None:
     """:raises ValueError: if the reference will have too few draws to be split."""
-    if (draws := method.num_draws(settings)) < MIN_REFERENCE:
-        raise ValueError(
-            f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed, so that one half "
-            f"can be compared with the other: --budget {method.title}.{method.counted}={MIN_REFERENCE}, say"
-        )
+    for method in methods:
+        draws = method.most_draws(method.parts) if method.most_draws else settings.draws
+        if method.title == settings.reference and draws < MIN_REFERENCE:
+            raise ValueError(
+                f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed, so that one "
+                f"half can be compared with the other: --budget {method.title}.{method.counted}={MIN_REFERENCE}, say"
+            )
 
 
 def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method]:
@@ -152,7 +159,7 @@ def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method
 
     :raises ValueError: if it is too large for all.
     """
-    reasons = {method.title: method.too_large(problem) for method in methods}
+    reasons = {method.title: method.too_large(problem, method.parts) for method in methods}
     told = [f"{title} is left out: {reason}." for title, reason in reasons.items() if reason]
     if len(told) == len(methods):
         raise ValueError(f"the problem is too large for every method: {' '.join(told)}")
@@ -161,56 +168,56 @@ def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method
     return [method for method in methods if not reasons[method.title]]
 
 
-def fit(method: Method, problem: Problem, folder: Folder, progress: bool, say: Say) -> dict[str, Finished]:
+# fitting ------------------------------------------------------------------------------------------------------------
+
+
+def fitted(method: Method, problem: Problem, out: Path, mark: Any, progress: bool, say: Say) -> dict[str, Fit]:
     """Fit a method, or resume where it was stopped, and write each of its fits."""
-    scratch = folder.scratch(method)
-    resumed = scratch.exists()
+    say(f"Fitting {method.title} ...")
+    # Its own seed, so that a method gives the same draws whichever others run before it.
+    seed = int(digest([problem.settings.seed, method.title])[:8], 16)
+    scratch, start = scratch_of(out, method), time.perf_counter()
+    resumed, own = scratch.exists(), replace(problem, seed=seed, scratch=scratch)
+
+    def attempt() -> list[Fit]:
+        with own_randomness(seed, problem.x.device):
+            return list(method.fit(own, method.parts, progress))
+
     try:
-        return _fit(method, problem, folder, progress, say)
+        found = attempt()
     except StoreError as error:
         if not resumed:
             raise
         say(f"{scratch} can't resume and is made anew: {error}")
         shutil.rmtree(scratch)
-    return _fit(method, problem, folder, progress, say)
-
-
-def _fit(method: Method, problem: Problem, folder: Folder, progress: bool, say: Say) -> dict[str, Finished]:
-    say(f"Fitting {method.title} ...")
-    # Its own seed, so that a method gives the same draws whichever others run before it.
-    seed = int(digest([problem.settings.seed, method.title])[:8], 16)
-    scratch, start = folder.scratch(method), time.perf_counter()
-    with own_randomness(seed, problem.x.device) if method.draws_globally else contextlib.nullcontext():
-        found = list(method.fit(replace(problem, seed=seed, scratch=scratch), progress))
+        found = attempt()
     if problem.x.is_cuda:
         torch.cuda.synchronize()
     # Of a method that was stopped, the earlier parts count as well.
-    seconds = max(time.perf_counter() - start, sum(one.spent for one in found))
-    labelled = [replace(one, label=method.prefix + one.label) for one in found]
-    finished = {one.label: Finished(one, seconds) for one in labelled}
-    for one in finished.values():
-        folder.save(method, one)
+    seconds = max(time.perf_counter() - start, sum(map(_noted_seconds, found)))
+    fits = {label: replace(fit, seconds=seconds) for label, fit in zip(method.rows, found, strict=True)}
+    for label, fit in fits.items():
+        save(fit, label, method, out, mark)
     say(f"  {method.title} took {seconds:.1f} s.")
     if not scratch.exists():
-        return finished
+        return fits
     # Draws may be mapped from files in there: from here on, from those that were written last.
     shutil.rmtree(scratch, ignore_errors=True)
-    return {label: Finished.of(Posterior.load(folder.store(label))) for label in finished}
+    return {label: replace(fit, posterior=Posterior.load(store_of(out, label))) for label, fit in fits.items()}
+
+
+def _noted_seconds(fit: Fit) -> float:
+    """Seconds that the draws took, if that was noted as they were made."""
+    noted = fit.posterior.metadata.get("seconds", 0.0)
+    return float(sum(noted.values()) if isinstance(noted, Mapping) else noted)
 
 
 @contextlib.contextmanager
 def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """Generators of PyTorch (the CPU's and the device's), numpy and Python that begin at a seed, and an empty parameter
-    store; all are put back afterwards. They belong to the process, so one thread at a time has them."""
+    """PyTorch's generators (the CPU's and the device's) that begin at a seed, and an empty parameter store; the
+    caller's are put back afterwards. They belong to the process, so one thread at a time has them."""
     with forked(seed, device), pyro.get_param_store().scope():
-        found = random.getstate(), np.random.get_state()  # noqa: NPY002 (what others draw from)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            random.setstate(found[0])
-            np.random.set_state(found[1])  # noqa: NPY002
+        yield
 
 
 @contextlib.contextmanager
@@ -239,3 +246,76 @@ def environment(settings: StudySettings) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "platform": f"{platform.system()} {platform.machine()}",
     }
+
+
+# the folder ---------------------------------------------------------------------------------------------------------
+
+
+def claim(path: Path, problem: Problem) -> dict[str, Any]:
+    """Make the folder and note in it whose it is, or check that it is this study's; the study's fingerprint.
+
+    :raises ValueError: if the folder is another study's.
+    :raises OSError: if it holds files of these names that no study wrote, or can't be made.
+    """
+    mark, noted = problem.fingerprint(), None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, StoreError):
+        noted = load_json(path / NOTED, "settings")
+    held = [name for name in (NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED) if os.path.lexists(path / name)]
+    if held and (noted is None or noted.get("format") != FORMAT):
+        raise FileExistsError(
+            f"{path} is no study's folder, but holds {', '.join(held)}, where a study would write; choose another "
+            "--out. It was left as it is"
+        )
+    if noted is not None and (differing := differences(noted.get("fingerprint"), mark)):
+        raise ValueError(f"{path} holds another study ({'; '.join(differing)}); choose another --out")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": mark}
+        save_json(path / NOTED, note, "settings")  # first: whose the rest is
+        (path / SAMPLES).mkdir(exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise OSError(f"{path} can't be made a folder: {error}") from error
+    return mark
+
+
+def save(fit: Fit, label: str, method: Method, out: Path, mark: Any) -> None:
+    """Write the posterior with all that belongs to the fit in its metadata."""
+    stride = max(1, len(fit.losses) // CURVE_POINTS)
+    own = {name: getattr(fit, name) for name in KEPT} | {"losses": fit.losses[::stride], "loss_stride": stride}
+    made = {"study": mark, "method": method.title, "label": label, "budget": dict(method.budget)}
+    shutil.rmtree(store_of(out, label), ignore_errors=True)  # another study's, or damaged
+    replace(fit.posterior, metadata={**fit.posterior.metadata, **own, **made}).save(store_of(out, label))
+
+
+def load(method: Method, out: Path, mark: Any, say: Say) -> dict[str, Fit]:
+    """The fits of a method that finished earlier; empty if any is missing, damaged or another's."""
+    fits = {}
+    for label in method.rows:
+        path = store_of(out, label)
+        if not path.exists():
+            return {}
+        try:
+            posterior = Posterior.load(path)
+            about = posterior.metadata
+            fits[label] = Fit(posterior, **{name: about[name] for name in KEPT})
+        except (StoreError, KeyError, FileNotFoundError) as error:
+            say(f"{path} is damaged and will be made anew: {error}")
+            return {}
+        if [about.get(name) for name in ("study", "method", "label")] != [mark, method.title, label] or (
+            about.get("budget") != dict(method.budget)
+        ):
+            say(f"{path} is of another study, method or budget and will be made anew.")
+            return {}
+    shutil.rmtree(scratch_of(out, method), ignore_errors=True)  # of a stop just before it was removed
+    say(f"Reusing {method.title} from {out / SAMPLES} (it took {fits[method.rows[0]].seconds:.1f} s).")
+    return fits
+
+
+def store_of(out: Path, label: str) -> Path:
+    """The folder of the draws of a fit."""
+    return out / SAMPLES / label.replace(" ", "-")
+
+
+def scratch_of(out: Path, method: Method) -> Path:
+    """The folder in which a method keeps what it has before it is finished, on this budget."""
+    return out / UNFINISHED / f"{method.title}-{digest(dict(method.budget))[:8]}"

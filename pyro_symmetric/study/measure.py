@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.compare import (
-    DistanceResult,
-    independent_draws,
-    invariance_tests,
-    marginal_wasserstein,
-    mmd,
-    scores,
-    total_variation,
-)
+from pyro_symmetric.compare import independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
+from pyro_symmetric.compare import total_variation as total_variation_of
 from pyro_symmetric.compare.frames import pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
-from pyro_symmetric.compare.results import plain
+from pyro_symmetric.compare.results import DistanceResult, plain
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.posterior import Posterior
@@ -31,12 +24,12 @@ from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF, nll
 from pyro_symmetric.weights import Weights
 
-# Training rows and draws that are enough to tell an underfit from an overfit.
-TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100
+TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100  # that are enough to tell an underfit from an overfit
 MIN_REFERENCE = 4
-# Test rows whose predictions are followed along chains: enough for a worst case, few enough to be instant.
-FOLLOWED_ROWS = 32
+FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains: enough for a worst case
 CHUNK = 32
+
+Distances = dict[str, dict[str, DistanceResult]]  # "raw", "removed" and "prediction" -> distance -> result
 
 
 @dataclass(frozen=True)
@@ -60,16 +53,11 @@ class Draws:
         return len(next(iter(self.raw.values())))
 
 
-Distances = dict[str, dict[str, DistanceResult]]  # "raw", "removed" and "prediction" -> distance -> result
-
-
 @dataclass(frozen=True)
 class Reference:
-    """The reference that all methods are compared with.
+    """The method that all others are compared with.
 
-    :param label: the method that made it.
-    :param draws: its draws.
-    :param halves: as many draws again from each half of its chains.
+    :param halves: as many draws as are compared from each half of its chains.
     :param own: the distances of the halves, how far the reference is from itself; their kernels serve for all methods.
     """
 
@@ -87,52 +75,18 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     return Draws(raw, problem.canonical(raw), law, nll(_scores(law, problem, problem.dataset.test_y)))
 
 
-def reference_of(fit: Fit, draws: Draws, problem: Problem) -> Reference:
+def reference_of(label: str, posterior: Posterior, draws: Draws, problem: Problem) -> Reference:
     """Make a fit the reference.
 
     :raises ValueError: if it has too few draws to be split.
     """
     if draws.count < MIN_REFERENCE:
-        raise ValueError(
-            f"the reference {fit.label!r} has {draws.count} draws; at least {MIN_REFERENCE} are needed, so that one "
-            "half can be compared with the other"
-        )
-    by_chain = "chains" if fit.posterior.num_chains > 1 else "draws"
-    half = (fit.posterior.num_chains if by_chain == "chains" else fit.posterior.num_samples) // 2
-    cuts = (fit.posterior.select(**{by_chain: part}) for part in (slice(0, half), slice(half, None)))
+        raise ValueError(f"the reference {label!r} has {draws.count} draws; at least {MIN_REFERENCE} are needed")
+    by_chain = "chains" if posterior.num_chains > 1 else "draws"
+    half = (posterior.num_chains if by_chain == "chains" else posterior.num_samples) // 2
+    cuts = (posterior.select(**{by_chain: part}) for part in (slice(0, half), slice(half, None)))
     first, second = (draws_of(part, problem) for part in cuts)
-    return Reference(fit.label, draws, (first, second), between(first, second, problem.symmetry))
-
-
-def measure(fit: Fit, draws: Draws, reference: Reference | None, problem: Problem, seconds: float) -> dict[str, Any]:
-    """One row of the report, as JSON."""
-    chains = {site: chain_statistics(value) for site, value in fit.posterior.samples.items()} if fit.is_chain else {}
-    independent = max(2, independent_draws(fit.posterior, chains)) if fit.is_chain else draws.count
-    data = problem.dataset
-    outside = None if data.ood_x is None else predictions(draws.raw, problem, data.ood_x)
-    row: dict[str, Any] = {
-        "draws": draws.count,
-        "seconds": seconds,
-        "prediction": _scores(draws.law, problem, data.test_y, outside),
-        "training": training_scores(draws.raw, problem),
-        "invariance": invariance(draws, problem, min(independent, draws.count)) if draws.count > 1 else None,
-        "evidence": fit.evidence,
-        "barrier": fit.barrier,
-        "details": fit.details,
-        "chains": chain_diagnostics(fit.posterior, chains, problem) if fit.is_chain else None,
-        "distance": None,
-    }
-    if reference is not None and draws.count > 1:  # a single network is no sample
-        itself = fit.label == reference.label
-        first, second = reference.halves if itself else (draws, reference.draws)
-        found = reference.own if itself else between(first, second, problem.symmetry, reference.own)
-        totals = {name: plain(result.totals) for name, result in found["prediction"].items()}
-        row["distance"] = {
-            "to": OWN_HALF if itself else reference.label,
-            "prediction": {**totals, "nll_gap": first.nll - second.nll},
-            **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "removed")},
-        }
-    return row
+    return Reference(label, draws, (first, second), between(first, second, problem.symmetry))
 
 
 def between(first: Draws, second: Draws, symmetry: Symmetry, like: Distances | None = None) -> Distances:
@@ -141,12 +95,33 @@ def between(first: Draws, second: Draws, symmetry: Symmetry, like: Distances | N
 
     :param like: earlier results, whose kernels are used again.
     """
-    found = {"prediction": {"total_variation": total_variation(first.law, second.law)}}
+    found = {"prediction": {"total_variation": total_variation_of(first.law, second.law)}}
     removed = pooled_frame([first.canonical, second.canonical], symmetry)
     for kind, (p, q) in {"raw": (first.raw, second.raw), "removed": removed}.items():
         kernels = None if like is None else like[kind]["mmd"]
         found[kind] = {"mmd": mmd(p, q, bandwidths=kernels), "wasserstein": marginal_wasserstein(p, q)}
     return found
+
+
+def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem) -> dict[str, Any]:
+    """One row of the report, as JSON."""
+    data, posterior, is_chain = problem.dataset, fit.posterior, fit.posterior.kind == "chains"
+    chains = {site: chain_statistics(value) for site, value in posterior.samples.items()} if is_chain else {}
+    independent = max(2, independent_draws(posterior, chains)) if is_chain else draws.count
+    outside = None if data.ood_x is None else predictions(draws.raw, problem, data.ood_x)
+    return {
+        "draws": draws.count,
+        "seconds": fit.seconds,
+        "prediction": _scores(draws.law, problem, data.test_y, outside),
+        "training": _training_scores(draws.raw, problem),
+        "invariance": _invariance(draws, problem, min(independent, draws.count)) if draws.count > 1 else None,
+        "evidence": fit.evidence,
+        "barrier": fit.barrier,
+        "details": fit.details,
+        "chains": _chains(posterior, chains, problem) if is_chain else None,
+        # A single network is no sample.
+        "distance": _distance(label, draws, reference, problem) if reference and draws.count > 1 else None,
+    }
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
@@ -174,7 +149,22 @@ def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
     return members if problem.is_classification else (members, noise_scale(problem.model, weights))
 
 
-def training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _distance(label: str, draws: Draws, reference: Reference, problem: Problem) -> dict[str, Any]:
+    itself = label == reference.label
+    first, second = reference.halves if itself else (draws, reference.draws)
+    found = reference.own if itself else between(first, second, problem.symmetry, reference.own)
+    predicted = {"total_variation": plain(found["prediction"]["total_variation"].totals)}
+    return {
+        "to": OWN_HALF if itself else reference.label,
+        "prediction": {**predicted, "nll_gap": first.nll - second.nll},
+        **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "removed")},
+    }
+
+
+def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
     """Scores of (at most a thousand) training rows, by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
@@ -191,24 +181,20 @@ def _scores(law: Prediction, problem: Problem, y: Tensor, outside: Tensor | None
     return scores.regression(data.unstandardize_y(means), noise * data.y_scale, targets).to_dict()
 
 
-def invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
+def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
     """Corollary tests of permutation invariance, on as many draws as are independent."""
     keep = evenly_spaced(draws.count, independent)
     known = {site: value[keep] for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
-    result = invariance_tests(known, problem.symmetry.permutations).to_dict()
-    return {**result, "num_draws": result["num_samples"][0]}
+    return {**invariance_tests(known, problem.symmetry.permutations).to_dict(), "num_draws": len(keep)}
 
 
 @torch.no_grad()
-def chain_diagnostics(posterior: Posterior, chains: Mapping[str, ChainStatistics], problem: Problem) -> dict[str, Any]:
+def _chains(posterior: Posterior, chains: Mapping[str, ChainStatistics], problem: Problem) -> dict[str, Any]:
     """R-hat and ESS of weights and of predictions, divergences, acceptance."""
     weights = {site: value.to(problem.x.device) for site, value in posterior.samples.items()}
     followed = chain_statistics(predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()).summary()
     sites, statistics = [found.summary() for found in chains.values()], posterior.statistics
-    means = {
-        name: float(statistics[name].double().mean()) if name in statistics else None
-        for name in ("acceptance_rate", "kinetic_temperature")
-    }
+    mean = {name: float(value.double().mean()) for name, value in statistics.items()}
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,
@@ -217,6 +203,6 @@ def chain_diagnostics(posterior: Posterior, chains: Mapping[str, ChainStatistics
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],
         "divergences": int(posterior.divergences.sum()) if "diverging" in statistics else None,
-        "acceptance": means["acceptance_rate"],
-        "kinetic_temperature": means["kinetic_temperature"],
+        "acceptance": mean.get("acceptance_rate"),
+        "kinetic_temperature": mean.get("kinetic_temperature"),
     }

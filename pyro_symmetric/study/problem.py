@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import datasets
@@ -16,13 +18,14 @@ from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.fingerprint import as_json, digest
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.models import BayesianModel, GaussianPrior
-from pyro_symmetric.study.network import build_net, check_net, settle_statistics
-from pyro_symmetric.study.settings import StudySettings
+from pyro_symmetric.networks import NETWORKS, net_from_callable
+from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
 from pyro_symmetric.weights import Weights
 
 NO_OOD = "No out-of-distribution inputs: classes are held out where there are at least 5; --ood names another data set."
+STATISTICS_ROWS = 256  # at a time
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,15 @@ class Problem:
         """True if targets are classes."""
         return self.dataset.task == "classification"
 
-    def canonical(self, weights: Weights) -> Weights:
-        """One representative of each draw's orbit: units ordered by their largest incoming weight, at the scales of the
-        least norm of all parameters."""
-        return canonical_frame(weights, self.symmetry)
-
     @property
     def num_weights(self) -> int:
         """The number of weights, and of a learnt noise."""
         return sum(shape.numel() for shape in self.model.site_shapes.values())
+
+    def canonical(self, weights: Weights) -> Weights:
+        """One representative of each draw's orbit: units ordered by their largest incoming weight, at the scales of the
+        least norm of all parameters."""
+        return canonical_frame(weights, self.symmetry)
 
     def describe(self) -> list[str]:
         """The problem in a few lines."""
@@ -109,33 +112,60 @@ def build_problem(settings: StudySettings) -> Problem:
     dataset = datasets.load(settings.data, hold_out=held, dtype=dtype, device=device, **asked, **there)
     if settings.ood:
         dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **there)
-    net = build_net(settings, dataset).to(device=device, dtype=dtype)
-    check_net(net, dataset)
-    check_settings(settings, net, dataset)
-    settle_statistics(net, dataset.train_x)
-    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=dataset.task == "classification").holding(net)
-    prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
-    model = BayesianModel(net, prior, _likelihood(settings, dataset), num_data=len(dataset.train_x))
-    return Problem(settings, dataset, model, symmetry)
-
-
-def check_settings(settings: StudySettings, net: nn.Module, dataset: Dataset) -> None:
-    """:raises ValueError: for settings that would have no effect on these data and this network."""
-    if settings.noise is not None and dataset.task == "classification":
+    is_classification = dataset.task == "classification"
+    if settings.noise is not None and is_classification:
         raise ValueError(f"--noise {settings.noise} is for regressions; {dataset.name} is a classification data set")
+    net = build_net(settings, dataset)
+    settle_statistics(net, dataset.train_x)
+    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=is_classification).holding(net)
+    prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
+    noise = {"temperature": settings.temperature}
+    likelihood = CategoricalLikelihood(**noise) if is_classification else GaussianLikelihood(settings.noise, **noise)
+    return Problem(settings, dataset, BayesianModel(net, prior, likelihood, len(dataset.train_x)), symmetry)
+
+
+def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
+    """The network by name, by widths (an MLP), or by the user's own callable, where the data are and in their dtype.
+
+    :raises ValueError: if it doesn't fit the data, or a pattern of the prior matches none of its parameters.
+    """
+    shape, outputs = tuple(dataset.input_shape), dataset.num_outputs
+    if settings.net in NETWORKS:
+        net = NETWORKS[settings.net](shape, outputs)
+    elif settings.net is not None:
+        net = net_from_callable(settings.net, shape, outputs)
+    else:
+        widths = (dataset.num_features, *settings.hidden)
+        layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+        for first, second in itertools.pairwise(widths):
+            layers += [nn.Linear(first, second), ACTIVATIONS[settings.activation]()]
+        net = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
+    try:
+        with torch.no_grad():
+            net = net.to(dataset.train_x)
+            found = tuple(net.eval()(dataset.train_x[:2]).shape)
+    except Exception as error:
+        raise ValueError(f"the network fails on two rows of {dataset.name}, of shape {shape} each: {error}") from error
+    if found != (2, outputs) and not (found == (2,) and outputs == 1):
+        raise ValueError(f"the network's output for two rows has shape {found}; {dataset.name} needs {(2, outputs)}")
     names = [name for name, _ in net.named_parameters()]
     for pattern in settings.prior_scales:
         if not fnmatch.filter(names, pattern):
             raise ValueError(f"--prior-scale {pattern}=... matches no parameter; the network's are {', '.join(names)}")
+    return net
+
+
+def settle_statistics(net: nn.Module, x: Tensor) -> None:
+    """Give batch normalisation that has seen no data the statistics of these, at the weights that ``net`` has.
+
+    A Bayesian network holds them fixed; at mean 0 and variance 1, where they start, such layers normalise nothing.
+    """
+    layers = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not any(layer.num_batches_tracked is None or int(layer.num_batches_tracked) for layer in layers):
+        torch.optim.swa_utils.update_bn(x.tensor_split(-(-len(x) // STATISTICS_ROWS)), net)
 
 
 def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
     """Standard deviation of a regression's noise: fixed, or one for each draw."""
     fixed = getattr(model.likelihood, "scale", None)
     return weights["noise_scale"] if fixed is None else fixed
-
-
-def _likelihood(settings: StudySettings, dataset: Dataset) -> Likelihood:
-    if dataset.task == "classification":
-        return CategoricalLikelihood(settings.temperature)
-    return GaussianLikelihood(settings.noise, temperature=settings.temperature)

@@ -29,18 +29,13 @@ FEWEST_ROWS = 5
 
 def write_report(study: Study) -> None:
     """Write ``report.html`` into the study's folder."""
-    write_text(study.report, render(study), "report")
-
-
-def render(study: Study) -> str:
-    """The report as HTML."""
     import jinja2
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("pyro_symmetric.study", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     rows = study.results["methods"]
-    return environment.get_template("report.html").render(
+    text = environment.get_template("report.html").render(
         title=f"Posteriors of a neural network on {study.problem.dataset.name}",
         problem=study.results["problem"],
         conclusion=conclusion(rows, study.problem.settings.reference),
@@ -48,12 +43,13 @@ def render(study: Study) -> str:
         concerns=study.results["concerns"],
         quick=study.problem.settings.quick,
         methods=[(name, _described(name, study.problem)) for name in study.problem.settings.methods],
-        tables=[(t, t.rows(rows)) for t in tables(study.problem.is_classification) if t.rows(rows)],
+        tables=tables(rows, study.problem.is_classification),
         verdicts={name: row["invariance"]["verdict"] for name, row in rows.items() if row["invariance"]},
         figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],
         settings=study.results["settings"],
         environment=study.results["environment"],
     )
+    write_text(study.report, text, "report")
 
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:
@@ -79,9 +75,9 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     barriers = {name: row["barrier"] for name, row in rows.items() if row["barrier"]}
     shown += [(f"Loss barrier of {name}", caption, plots.barriers(curves)) for name, curves in barriers.items()]
     curves = {
-        name: (done.fit.losses, int(done.fit.posterior.metadata.get("loss_stride", 1)), done.fit.loss_label)
-        for name, done in study.fits.items()
-        if len(done.fit.losses) > 1
+        name: (fit.losses, int(fit.posterior.metadata.get("loss_stride", 1)), fit.loss_label)
+        for name, fit in study.fits.items()
+        if len(fit.losses) > 1
     }
     if curves:
         shown.append(("Training", "What each method minimised, or followed, step by step.", plots.loss_curves(curves)))
@@ -91,7 +87,7 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
 def _described(name: str, problem: Problem) -> str:
     settings = problem.settings
     method = make_method(name, settings.quick, settings.budgets.get(name))
-    reason = method.too_large(problem)
+    reason = method.too_large(problem, method.parts)
     return f"{method.description} Left out here: {reason}." if reason else method.description
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric import arguments
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
@@ -25,7 +24,6 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
-LEAST = {"--draws": 8, "--max-train": 2, "--max-test": 2}
 DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
 
 # Neither changes what a finished method has computed, so a study may be continued with others.
@@ -84,7 +82,7 @@ class StudySettings:
     temperature: float = option(1.0, "likelihood temperature (default: 1)", "T")
     methods: tuple[str, ...] = option(
         DEFAULT_METHODS,
-        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); help lists all of them",
+        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); help lists all of them, with their budgets",
         "A[,B...]",
     )
     reference: str = option("hmc", "the method that the others are compared with (default: hmc)", "METHOD")
@@ -100,37 +98,25 @@ class StudySettings:
         object.__setattr__(self, "methods", tuple(dict.fromkeys(self.methods)))
         object.__setattr__(self, "prior_scales", dict(self.prior_scales))
         object.__setattr__(self, "budgets", {name: dict(budget) for name, budget in self.budgets.items()})
-        listed = ",".join(map(str, self.methods))
-        widths, names = ",".join(map(str, self.hidden)), ", ".join(ACTIVATIONS)
-        whole = {f"--{name.replace('_', '-')}": getattr(self, name) for name in ("draws", "max_train", "max_test")}
-        positive = {"--prior-scale": self.prior_scale, "--temperature": self.temperature, "--noise": self.noise}
-        positive |= {f"--prior-scale {pattern}": scale for pattern, scale in self.prior_scales.items()}
-        checks: list[tuple[bool, str, Any, str]] = [
-            (
-                bool(self.hidden) and min(self.hidden) >= 1,
-                "--hidden",
-                widths or "empty",
-                "one or more widths of at least 1, such as 32 or 32,32",
-            ),
-            (bool(self.methods), "--methods", "empty", "one or more names of methods, such as mean-field,hmc"),
-            *((n in self.methods, f"--budget {n}", "of no method asked for", f"of {listed}") for n in self.budgets),
-            (
-                self.activation in ACTIVATIONS,
-                "--activation",
-                self.activation,
-                f"one of {names}{did_you_mean(self.activation, ACTIVATIONS)}",
-            ),
-            (self.dtype in DTYPES, "--dtype", self.dtype, f"one of {', '.join(DTYPES)}"),
-            (self.device in ("cpu", "cuda", "auto"), "--device", self.device, "cpu, cuda or auto"),
-            (0 <= self.seed < 2**31, "--seed", self.seed, "a whole number from 0 to 2147483647"),
-            *((v is None or v >= LEAST[n], n, v, f"at least {LEAST[n]}") for n, v in whole.items()),
-            *((v is None or (math.isfinite(v) and v > 0), n, v, "a positive number") for n, v in positive.items()),
-        ]
-        for right, name, found, wanted in checks:
-            if not right:
-                raise ValueError(f"{name} is {found}; it must be {wanted}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda was asked for, but PyTorch sees no CUDA device here; use cpu or auto")
+        for name in ("hidden", "methods"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is empty; it must list one or more")
+        for width in self.hidden:
+            arguments.whole("a width of --hidden", width, 1)
+        for name in self.budgets:
+            arguments.one_of("a method of --budget", name, self.methods)
+        arguments.one_of("--activation", self.activation, ACTIVATIONS)
+        arguments.one_of("--dtype", self.dtype, DTYPES)
+        arguments.one_of("--device", self.device, ("cpu", "cuda", "auto"))
+        arguments.device("--device", None if self.device == "auto" else self.device)
+        arguments.whole("--seed", self.seed, 0, 2**31 - 1)
+        arguments.whole("--draws", self.draws, 8)
+        arguments.whole("--max-train", self.max_train, 2, none="all")
+        arguments.whole("--max-test", self.max_test, 2, none="all")
+        arguments.positive("--noise", self.noise, none="one that is learnt")
+        arguments.positive("--temperature", self.temperature)
+        for scale in (self.prior_scale, *self.prior_scales.values()):
+            arguments.positive("--prior-scale", scale)
 
     @property
     def torch_device(self) -> torch.device:
@@ -147,6 +133,10 @@ class StudySettings:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         return {**asdict(self), "hidden": list(self.hidden), "methods": list(self.methods)}
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that decide results, as JSON."""
+        return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}
 
     def command(self, out: str | Path) -> str:
         """The command line that repeats the study, as one types it: what differs from the defaults."""
@@ -165,7 +155,3 @@ class StudySettings:
             else:
                 words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         return shlex.join([*words, "--out", str(out)])
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that decide results, as JSON."""
-        return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}

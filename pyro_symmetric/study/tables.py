@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pyro_symmetric.study.compare import Study
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 
@@ -21,79 +17,50 @@ RISES = (
     "With symmetries removed the number can rise: as drawn, a method that is spread over all copies resembles any "
     "reference that is, whatever its shape within a copy; removed, only that shape is left to be compared."
 )
+TABLES = tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text("utf-8"))
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column: its heading, where to find it in a row of results (parted by /), how to print it, whether the largest
-    (``"max"``) or the smallest (``"min"``) is best, if any, and what it means."""
+class Table(NamedTuple):
+    """A table of the report.
 
-    title: str
-    path: str
-    form: str
-    best: str
-    meaning: str
-
-    def value(self, row: Row) -> Any:
-        """The number in a row of results, or ``None``."""
-        found: Any = row
-        for key in self.path.split("/"):
-            found = None if found is None else found.get(key)
-        return found
-
-    def text(self, row: Row) -> str:
-        """The number as a person reads it."""
-        value = self.value(row)
-        if value is None or isinstance(value, str):
-            return value or MISSING
-        # Smaller p-values say nothing more, and their digits are those of an approximation.
-        return "<1e-12" if self.form.endswith("g") and 0 <= value < 1e-12 else format(value, self.form)
-
-    def winner(self, rows: list[Row]) -> Any:
-        """The best of some rows; ``None`` if none is better, or there are no two."""
-        known = [value for value in map(self.value, rows) if isinstance(value, int | float)]
-        return BEST[self.best](known) if self.best and len(known) > 1 else None
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the report: its heading, what it is about, its columns after the one that names the method, and
-    whether the reference, compared with its own half, may be the best of a column."""
+    :param title: its heading.
+    :param lead: what it is about.
+    :param columns: heading and meaning of each column after the one that names the method.
+    :param rows: method -> for each column the text, and whether it is the best.
+    """
 
     title: str
     lead: str
-    columns: tuple[Column, ...]
-    rivals: bool = True
-
-    def rows(self, methods: Mapping[str, Row]) -> dict[str, list[tuple[str, bool]]]:
-        """Method -> for each column the text, and whether it is the best. Methods without any number are left out."""
-        shown = {name: row for name, row in methods.items() if any(c.value(row) is not None for c in self.columns)}
-        rivals = [row for row in shown.values() if self._competes(row)]
-        best = [(column, column.winner(rivals)) for column in self.columns]
-        return {
-            name: [(c.text(row), row in rivals and top is not None and c.value(row) == top) for c, top in best]
-            for name, row in shown.items()
-        }
-
-    def _competes(self, row: Row) -> bool:
-        return self.rivals or (bool(row["distance"]) and row["distance"]["to"] != OWN_HALF)
+    columns: list[tuple[str, str]]
+    rows: dict[str, list[tuple[str, bool]]]
 
 
-def _read() -> dict[str, Table]:
-    text = resources.files(__package__).joinpath("tables.toml").read_text("utf-8")
-    return {
-        name: Table(**{**own, "columns": tuple(Column(*column) for column in own["columns"])})
-        for name, own in tomllib.loads(text).items()
-    }
-
-
-TABLES = _read()
-
-
-def tables(is_classification: bool) -> list[Table]:
-    """All tables of a report."""
+def tables(methods: Mapping[str, Row], is_classification: bool) -> list[Table]:
+    """All tables of a report with any number in them. Methods without any are left out of a table."""
     other = "regression" if is_classification else "classification"
-    return [table for name, table in TABLES.items() if name != other]
+    found = [table_of(name, methods) for name in TABLES if name != other]
+    return [table for table in found if table.rows]
+
+
+def table_of(name: str, methods: Mapping[str, Row]) -> Table:
+    """One of the tables that ``tables.toml`` lists, filled."""
+    about = TABLES[name]
+    columns = about["columns"]
+    values = {method: [value_at(row, path) for _, path, *_ in columns] for method, row in methods.items()}
+    shown = {method: own for method, own in values.items() if any(value is not None for value in own)}
+    # In a table of distances the reference, compared with its own half, doesn't compete.
+    rivals = [
+        m for m in shown if about.get("rivals", True) or value_at(methods[m], "distance/to") not in (None, OWN_HALF)
+    ]
+    best = [_best([shown[m][k] for m in rivals], column[3]) for k, column in enumerate(columns)]
+    rows = {
+        method: [
+            (_text(value, column[2]), method in rivals and top is not None and value == top)
+            for value, column, top in zip(own, columns, best, strict=True)
+        ]
+        for method, own in shown.items()
+    }
+    return Table(about["title"], about["lead"], [(title, meaning) for title, *_, meaning in columns], rows)
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
@@ -108,7 +75,7 @@ def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
         ("in what they predict", "distance/prediction/total_variation/mean"),
         ("in weights (symmetries removed)", "distance/removed/mmd/median"),
     ):
-        values = {name: Column("", path, "", "", "").value(row) for name, row in rows.items()}
+        values = {name: value_at(row, path) for name, row in rows.items()}
         found = {name: value for name, value in values.items() if name != reference and value is not None}
         if len(found) > 1:
             near, far = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
@@ -124,14 +91,33 @@ def nll(scores: Row) -> float:
     return float(scores["nll"] if "nll" in scores else -scores["log_predictive_density"])
 
 
-def summary_table(study: Study) -> str:
+def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
     """The tables for a terminal."""
     import pandas as pd
 
     parts = []
-    for table in tables(study.problem.is_classification):
-        if cells := table.rows(study.results["methods"]):
-            frame = pd.DataFrame([[text for text, _ in row] for row in cells.values()], index=list(cells))
-            frame.columns = pd.Index([column.title for column in table.columns])
-            parts.append(f"{table.title}\n{frame.to_string()}")
+    for table in tables(methods, is_classification):
+        cells = [[text for text, _ in row] for row in table.rows.values()]
+        frame = pd.DataFrame(cells, index=list(table.rows), columns=pd.Index([title for title, _ in table.columns]))
+        parts.append(f"{table.title}\n{frame.to_string()}")
     return "\n\n".join(parts)
+
+
+def value_at(row: Row, path: str) -> Any:
+    """The number at a place in a row of results, keys parted by /; ``None`` if there is none."""
+    found: Any = row
+    for key in path.split("/"):
+        found = None if found is None else found.get(key)
+    return found
+
+
+def _text(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or MISSING
+    # Smaller p-values say nothing more, and their digits are those of an approximation.
+    return "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
+
+
+def _best(values: list[Any], which: str) -> Any:
+    known = [value for value in values if isinstance(value, int | float)]
+    return BEST[which](known) if which and len(known) > 1 else None

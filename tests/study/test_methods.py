@@ -2,10 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,15 @@ import pyro_symmetric as ps
 from pyro_symmetric.cli import main
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.study import StudySettings
-from pyro_symmetric.study.methods import METHODS, Fit, Method, make_method, variational
+from pyro_symmetric.study.methods import Fit, make_method, variational
 from pyro_symmetric.study.methods.base import pooled
-from pyro_symmetric.study.methods.laplace import FullLaplace
 from pyro_symmetric.study.methods.networks import dropped
 from pyro_symmetric.study.problem import build_problem
+
+
+def fitted(name: str, problem: Any, **budget: Any) -> list[Fit]:
+    method = make_method(name, budget=budget)
+    return list(method.fit(problem, method.parts, False))
 
 
 def test_dropped_weights_compute_what_dropped_units_compute() -> None:
@@ -98,7 +100,7 @@ def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
 def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
     problem, mean, covariance = linear_problem()
     torch.manual_seed(0)
-    (fit,) = FullLaplace(steps=800, learning_rate=0.05, batch_size=40).fit(problem, progress=False)
+    fit = fitted("laplace-full", problem, steps=800, learning_rate=0.05, batch_size=40)[0]
     draws = torch.cat([fit.posterior.samples[site][0].reshape(-1, n) for site, n in (("weight", 2), ("bias", 1))], 1)
     # 20,000 draws: five standard errors of mean and covariance; false alarms in under 1e-4 of the seeds.
     deviation = covariance.diagonal().sqrt()
@@ -108,7 +110,7 @@ def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
 
 
 def test_a_part_of_a_budget_can_be_changed_and_a_wrong_one_is_refused() -> None:
-    assert make_method("multi-swag", budget={"modes": 3, "learning_rate": 1}).modes == 3
+    assert make_method("multi-swag", budget={"modes": 3, "learning_rate": 1}).budget["modes"] == 3
     with pytest.raises(ValueError, match="budget of hmc has no 'member'; it has chains, warmup"):
         make_method("hmc", budget={"member": 3})
     for value in (0, -1, 2.5, "many", True):
@@ -121,13 +123,7 @@ def test_a_part_of_a_budget_can_be_changed_and_a_wrong_one_is_refused() -> None:
 
 def test_modes_are_pooled_with_equal_shares() -> None:
     fits = [
-        Fit(
-            "a",
-            ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, kind="chains"),
-            [1.0],
-            "loss",
-            evidence={"elbo": 1.0},
-        )
+        Fit(ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, kind="chains"), [1.0], "loss", evidence={"elbo": 1.0})
         for k in range(3)
     ]
     together = pooled(fits)
@@ -137,35 +133,22 @@ def test_modes_are_pooled_with_equal_shares() -> None:
     assert pooled(fits[:1]) is fits[0]
 
 
-def test_single_and_multi_forms_differ_in_their_modes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    single, plain, multi = (make_method(f"{prefix}swag") for prefix in ("single-", "", "multi-"))
-    assert (single.modes, plain.modes, multi.modes) == (1, 1, 10)
-    assert (single.rows, plain.rows, multi.rows) == (("single-swag",), ("swag",), ("multi-swag",))
-    assert (make_method("single-hmc").chains, make_method("hmc").chains) == (1, 16)
-    assert "10 independent runs" in multi.description
-    assert "independent runs" not in plain.description
-    assert (make_method("single-ensemble").modes, make_method("ensemble").modes) == (1, 100)
-
-    @dataclass(frozen=True)
-    class Own(Method):
-        name: ClassVar[str] = "own"
-        labels: ClassVar[tuple[str, ...]] = ("own",)
-
-        def fit(self, problem: Any, progress: bool) -> Iterator[Fit]:
-            yield from ()
-
-    monkeypatch.setitem(METHODS, "own", Own)
-    with pytest.raises(ValueError, match="no method 'multi-own'"):
-        make_method("multi-own")
+def test_single_and_multi_forms_differ_in_their_modes_only() -> None:
+    forms = [make_method(f"{prefix}swag") for prefix in ("single-", "", "multi-")]
+    assert [method.budget["modes"] for method in forms] == [1, 1, 10]
+    assert [method.rows for method in forms] == [["single-swag"], ["swag"], ["multi-swag"]]
+    assert [make_method(name).budget["chains"] for name in ("single-hmc", "hmc")] == [1, 16]
+    assert "10 independent runs" in forms[2].description
+    assert [make_method(name).budget["modes"] for name in ("single-ensemble", "ensemble")] == [1, 100]
 
 
 def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
     settings = StudySettings(data="digits", max_train=60, max_test=40, hidden=(5,), draws=400)
     problem = build_problem(settings)
     assert len(problem.dataset.test_x) == 40
-    method = make_method("multi-aligned", budget={"modes": 3, "steps": 5, "path_points": 3, "path_draws": 2})
-    together, midpoint, unaligned = method.fit(problem, progress=False)
-    assert method.rows == ("multi-aligned", "multi-aligned midpoint", "multi-unaligned midpoint")
+    budget = {"modes": 3, "steps": 5, "path_points": 3, "path_draws": 2}
+    together, midpoint, unaligned = fitted("multi-aligned", problem, **budget)
+    assert make_method("multi-aligned").rows[1:] == ["multi-aligned midpoint", "multi-unaligned midpoint"]
     samples = together.posterior.samples["1.weight"]
     assert samples.shape == (3, 400, 5, 64)
     # Means of 400 draws are within a twentieth of a deviation of the guides': aligning them again moves nothing.
@@ -181,7 +164,6 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
 def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand."""
     problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", draws=8))
-    method = make_method("mean-field", budget={"steps": 20})
     guides, estimate = [], variational.evidence_of
 
     def seeded(guide: Any, *args: Any) -> Any:
@@ -190,7 +172,7 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
         return estimate(guide, *args)
 
     monkeypatch.setattr(variational, "evidence_of", seeded)
-    (fit,) = method.fit(problem, progress=False)
+    (fit,) = fitted("mean-field", problem, steps=20)
     assert fit.evidence is not None
     assert fit.evidence["log_order"] == pytest.approx(math.log(8))
     assert problem.symmetry.log_order() == pytest.approx(math.log(8))

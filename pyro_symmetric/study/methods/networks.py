@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,43 +16,29 @@ from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.guides import swag
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.study.methods.base import Fit, Method, register
+from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.settings import StudySettings
 from pyro_symmetric.weights import Weights
 
 LOSS = "negative log-posterior (nats)"
 TOGETHER = 100  # networks of an ensemble that are trained at once
+NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
+QUICK = {"steps": 300, "learning_rate": 0.02}
+MANY: dict[str, Any] = {"many": (10, 2)}
 
 
-@dataclass(frozen=True)
-class _Networks(Method):
-    """Budget of a method that trains networks."""
-
-    modes: int = 1
-    steps: int = 1500
-    learning_rate: float = 0.01
-    batch_size: int = 256
-
-    many = 10
-    quick_budget: ClassVar = {"steps": 300, "learning_rate": 0.02}
-
-    def _train(self, problem: Problem, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
-        """Train ``modes`` networks, each to a mode of the posterior, for about as many steps."""
-        batch_size = min(self.batch_size, len(problem.x))
-        options = {
-            "epochs": max(1, round((steps or self.steps) / (len(problem.x) // batch_size))),
-            "batch_size": batch_size,
-            "optimizer": functools.partial(torch.optim.Adam, lr=self.learning_rate),
-            "members_at_once": min(self.modes, TOGETHER),
-            "seed": problem.seed,
-            "progress": progress,
-        }
-        return ensemble(problem.model, (problem.x, problem.y), self.modes, **{**options, **more})
-
-    def _draws_each(self, problem: Problem) -> int:
-        """Draws from each mode, so that all together are as many as are compared."""
-        return -(-problem.settings.draws // self.modes)
+def train(problem: Problem, budget: Any, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
+    """Train ``modes`` networks, each to a mode of the posterior, for about as many steps."""
+    batch_size = min(budget.batch_size, len(problem.x))
+    options = {
+        "epochs": max(1, round((steps or budget.steps) / (len(problem.x) // batch_size))),
+        "batch_size": batch_size,
+        "optimizer": functools.partial(torch.optim.Adam, lr=budget.learning_rate),
+        "members_at_once": min(budget.modes, TOGETHER),
+        "seed": problem.seed,
+        "progress": progress,
+    }
+    return ensemble(problem.model, (problem.x, problem.y), budget.modes, **{**options, **more})
 
 
 def losses_of(trained: Posterior, problem: Problem) -> list[float]:
@@ -65,91 +51,70 @@ def weights_of(trained: Posterior, problem: Problem) -> Weights:
     return {site: value[0].to(problem.x.device) for site, value in trained.samples.items()}
 
 
-@register
-@dataclass(frozen=True)
-class Ensemble(_Networks):
-    """A deep ensemble: networks trained independently, each to a mode of the posterior (MAP).
-
-    ``single-ensemble`` is one network, ``multi-ensemble`` a few that are trained apart from those of ``ensemble``, to
-    be held against it as the reference."""
-
-    modes: int = 100
-
-    name = "ensemble"
-    quick_budget: ClassVar = {**_Networks.quick_budget, "modes": 40}
-    draws_globally = False
-
-    def num_draws(self, settings: StudySettings) -> int:
-        return self.modes
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        trained = self._train(problem, progress)
-        yield Fit(self.name, trained, losses_of(trained, problem), LOSS)
+def draws_each(problem: Problem, budget: Any) -> int:
+    """Draws from each mode, so that all together are as many as are compared."""
+    return -(-problem.settings.draws // budget.modes)
 
 
-@register
-@dataclass(frozen=True)
-class Dropout(_Networks):
+@register(
+    "ensemble", {**NETWORKS, "modes": 100}, quick={**QUICK, "modes": 40}, most_draws=lambda budget: budget.modes, **MANY
+)
+def deep_ensemble(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."""
+    trained = train(problem, budget, progress)
+    yield Fit(trained, losses_of(trained, problem), LOSS)
+
+
+@register("mc-dropout", {**NETWORKS, "rate": 0.1}, quick=QUICK, **MANY)
+def dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each
     draw is the network with one set of units dropped, as weights."""
-
-    rate: float = 0.1
-
-    name = "mc-dropout"
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        group, model = problem.symmetry.permutations, copy.deepcopy(problem.model)
-        call = model.call
-        model.call = lambda weights, x: call(dropped(weights, group, self.rate), x)  # type: ignore[method-assign]
-        trained = self._train(replace(problem, model=model), progress)
-        weights, losses = weights_of(trained, problem), losses_of(trained, problem)
-        count = self._draws_each(problem)
-        repeated = {site: value[:, None].expand(self.modes, count, *value.shape[1:]) for site, value in weights.items()}
-        yield Fit(self.name, Posterior(_on_cpu(dropped(repeated, group, self.rate)), kind="independent"), losses, LOSS)
+    group, model = problem.symmetry.permutations, copy.deepcopy(problem.model)
+    call = model.call
+    model.call = lambda weights, x: call(dropped(weights, group, budget.rate), x)  # type: ignore[method-assign]
+    trained = train(replace(problem, model=model), budget, progress)
+    shape = (budget.modes, draws_each(problem, budget))
+    repeated = {s: v[:, None].expand(*shape, *v.shape[1:]) for s, v in weights_of(trained, problem).items()}
+    samples = {site: value.cpu() for site, value in dropped(repeated, group, budget.rate).items()}
+    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem), LOSS)
 
 
-@register
-@dataclass(frozen=True)
-class SwagNetworks(_Networks):
+@register(
+    "swag",
+    {**NETWORKS, "iterates": 40, "every": 20, "rank": 20, "descent_rate": 0.02},
+    quick={**QUICK, "iterates": 20, "every": 10},
+    **MANY,
+)
+def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic
     gradient descent at a constant step size, begun at a trained network."""
+    trained = train(problem, budget, progress)
+    path: list[Weights] = []
 
-    iterates: int = 40
-    every: int = 20
-    rank: int = 20
-    descent_rate: float = 0.02
+    def watch(step: int, weights: Weights) -> None:
+        if (step + 1) % budget.every == 0 and len(path) < budget.iterates:
+            path.append({site: value.clone() for site, value in weights.items()})
 
-    name = "swag"
-    quick_budget: ClassVar = {**_Networks.quick_budget, "iterates": 20, "every": 10}
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        trained = self._train(problem, progress)
-        start, losses = weights_of(trained, problem), losses_of(trained, problem)
-        path: list[Weights] = []
-
-        def watch(step: int, weights: Weights) -> None:
-            if (step + 1) % self.every == 0 and len(path) < self.iterates:
-                path.append({site: value.clone() for site, value in weights.items()})
-
-        ended = self._train(
-            problem,
-            progress,
-            steps=self.iterates * self.every + len(problem.x) // self.batch_size,  # an epoch more, against rounding
-            initial=lambda count: start,
-            optimizer=functools.partial(torch.optim.SGD, lr=self.descent_rate, momentum=0.9),
-            cosine=False,
-            members_at_once=self.modes,
-            watch=watch,
-        )
-        if ended.num_samples < self.modes:
-            raise ValueError(f"{self.title}: the descent diverged; its descent_rate {self.descent_rate} is too large")
-        count = self._draws_each(problem)
-        draws = []
-        for mode in range(self.modes):
-            iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
-            draws.append(swag(problem.model, iterates, self.rank).sample_posterior((count,)))
-        samples = {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
-        yield Fit(self.name, Posterior(_on_cpu(samples), kind="independent"), losses, LOSS)
+    ended = train(
+        problem,
+        budget,
+        progress,
+        steps=budget.iterates * budget.every + len(problem.x) // budget.batch_size,  # an epoch more, against rounding
+        initial=lambda count: weights_of(trained, problem),
+        optimizer=functools.partial(torch.optim.SGD, lr=budget.descent_rate, momentum=0.9),
+        cosine=False,
+        members_at_once=budget.modes,
+        watch=watch,
+    )
+    if ended.num_samples < budget.modes:
+        raise ValueError(f"swag: the descent diverged; its descent_rate {budget.descent_rate} is too large")
+    draws = []
+    for mode in range(budget.modes):
+        iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
+        guide = swag(problem.model, iterates, budget.rank)
+        draws.append(guide.sample_posterior((draws_each(problem, budget),)))
+    samples = {site: torch.stack([draw[site] for draw in draws]).cpu() for site in draws[0]}
+    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem), LOSS)
 
 
 def dropped(weights: Weights, group: Group, rate: float) -> Weights:
@@ -159,7 +124,6 @@ def dropped(weights: Weights, group: Group, rate: float) -> Weights:
     convolutions, along several axes at once.
 
     :param weights: of any batch shape; each member has its own units dropped.
-    :param group: the permutations.
     :param rate: the probability with which a unit is dropped.
     """
     result = dict(weights)
@@ -183,7 +147,3 @@ def _scaled(value: Tensor, axis: Axis, factors: Tensor) -> Tensor:
     along[..., axis.index.to(along.device)] = factors[..., None, :].expand(*factors.shape[:-1], *axis.index.shape)
     shape = [*factors.shape[:-1], *[1] * axis.dim, flat.shape[first], *[1] * (flat.dim() - first - 1)]
     return (flat * along.reshape(shape)).reshape(value.shape)
-
-
-def _on_cpu(samples: Weights) -> Weights:
-    return {site: value.cpu() for site, value in samples.items()}

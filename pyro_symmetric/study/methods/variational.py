@@ -1,201 +1,172 @@
-"""Variational methods: guides that are fitted by stock SVI."""
+"""Variational methods: guides that are fitted by stock SVI, in the loop that ensembles are trained by."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any
 
 import pyro
+import torch
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
+from pyro.optim.clipped_adam import ClippedAdam
+from torch import Tensor
+from tqdm import tqdm
 
+from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
+from pyro_symmetric.ensembles.descent import batches_of, descend
 from pyro_symmetric.groups import Action
-from pyro_symmetric.guides import (
-    AutoSymmetrized,
-    AutoUnitBlocks,
-    WeightsGuide,
-    barycentre,
-    push_forward,
-)
+from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
 from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.study.methods.base import Fit, Method, pooled, register
+from pyro_symmetric.study.methods.base import Fit, pooled, register
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.training import fit_guide
+
+SVI = {"modes": 1, "steps": 3000, "learning_rate": 0.02, "batch_size": 512, "init_scale": 0.03}
+QUICK = {"steps": 400, "learning_rate": 0.03}
+PARTICLES = 4
 
 
-@dataclass(frozen=True)
-class _Variational(Method):
-    """Budget of a method that fits guides by SVI."""
-
-    modes: int = 1
-    steps: int = 3000
-    learning_rate: float = 0.02
-    batch_size: int = 512
-    init_scale: float = 0.03
-
-    many = 5
-    quick_budget: ClassVar = {"steps": 400, "learning_rate": 0.03}
-
-    def _train(self, problem: Problem, guide: AutoGuide, label: str, progress: bool) -> list[float]:
-        return fit_guide(
-            problem.model,
-            guide,
-            problem.x,
-            problem.y,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            batch_size=self.batch_size,
-            label=label,
-            progress=progress,
-        )
-
-    def _mean_field(self, problem: Problem, label: str, progress: bool) -> tuple[WeightsGuide, list[float]]:
-        """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
-        start = init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
-        pyro.clear_param_store()  # stock guides of one class share their parameters
-        stock = AutoNormal(problem.model, init_loc_fn=start, init_scale=self.init_scale)
-        losses = self._train(problem, stock, label, progress)
-        return gaussian_copy(stock), losses
-
-    def _fit(self, problem: Problem, guide: WeightsGuide, label: str, losses: list[float], **more: Any) -> Fit:
-        shape, model = (problem.settings.draws,), problem.model
-        # A symmetrised guide is compared as what it is: with all its copies.
-        orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
-        draws = guide.sample_posterior(shape, **orbit)
-        worth = evidence_of(guide, lambda w: model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
-        posterior = Posterior.from_samples(draws, kind="independent")
-        return Fit(label, posterior, losses, "negative ELBO (nats)", evidence=asdict(worth), **more)
-
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        yield pooled([self._fit_one(problem, progress) for _ in range(self.modes)])
-
-    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
-        """One of the independent fits."""
-        raise NotImplementedError
-
-
-@register
-@dataclass(frozen=True)
-class MeanField(_Variational):
+@register("mean-field", SVI, quick=QUICK, many=(5, 2))
+def mean_field(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."""
-
-    name = "mean-field"
-
-    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
-        guide, losses = self._mean_field(problem, self.title, progress)
-        return self._fit(problem, guide, self.name, losses)
+    yield pooled([_fit(problem, *_mean_field(problem, budget, progress)) for _ in range(budget.modes)])
 
 
-@dataclass(frozen=True)
-class _Symmetrized(_Variational):
-    """A guide averaged over the network's finite group, trained with proposals that match units."""
-
-    proposals: int = 4
-
-    base: ClassVar[type[AutoGuide]]
-
-    def _fit_one(self, problem: Problem, progress: bool) -> Fit:
-        guide = AutoSymmetrized(
-            problem.model,
-            problem.symmetry.finite,
-            base=self.base,
-            estimator=SinkhornImportance(self.proposals),
-            init_loc_fn=init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median),
-            init_scale=self.init_scale,
-        )
-        losses = self._train(problem, guide, self.title, progress)
-        return self._fit(problem, guide, self.name, losses)
-
-
-@register
-@dataclass(frozen=True)
-class SymmetrizedMeanField(_Symmetrized):
+@register("symmetrized", {**SVI, "proposals": 4}, quick=QUICK, many=(5, 2))
+def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of their
     signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches units. Its
     draws come from all copies alike."""
-
-    name = "symmetrized"
-    base = AutoDiagonalNormal
+    yield pooled([_symmetrized(problem, budget, AutoDiagonalNormal, progress) for _ in range(budget.modes)])
 
 
-@register
-@dataclass(frozen=True)
-class SymmetrizedUnitBlocks(_Symmetrized):
+def _too_large(problem: Problem, budget: Any) -> str:
+    shapes = problem.model.site_shapes
+    positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
+    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions.values())
+    if entries <= budget.largest:
+        return ""
+    return (
+        f"the covariances of its units have {entries:,} entries, more than {budget.largest:,}; --budget "
+        f"symmetrized-blocks.largest={entries} fits it all the same"
+    )
+
+
+@register(
+    "symmetrized-blocks",
+    {**SVI, "proposals": 4, "largest": 500_000},  # a step costs the cube of a unit's weights
+    quick=QUICK,
+    many=(5, 2),
+    too_large=_too_large,
+)
+def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent;
-    averaged over the same group, and trained likewise. Left out of networks with too many weights a unit.
-
-    A step costs the cube of a unit's weights: :attr:`largest` bounds the entries of all blocks together.
-    """
-
-    largest: int = 500_000
-
-    name = "symmetrized-blocks"
-    base = AutoUnitBlocks
-
-    def too_large(self, problem: Problem) -> str:
-        shapes = problem.model.site_shapes
-        positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
-        entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions.values())
-        if entries <= self.largest:
-            return ""
-        return (
-            f"the covariances of its units have {entries:,} entries, more than {self.largest:,}; --budget "
-            f"{self.title}.largest={entries} fits it all the same"
-        )
+    averaged over the same group, and trained likewise. Left out of networks with too many weights a unit."""
+    yield pooled([_symmetrized(problem, budget, AutoUnitBlocks, progress) for _ in range(budget.modes)])
 
 
-@register
-@dataclass(frozen=True)
-class AlignedMeanField(_Variational):
+@register(
+    "aligned",
+    {**SVI, "path_points": 21, "path_draws": 32},
+    labels=("aligned", "aligned midpoint", "unaligned midpoint"),
+    quick={**QUICK, "path_points": 11, "path_draws": 16},
+    many=(5, 2),
+)
+def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the flips
     of their signs if the network has these, that bring it closest to the first in Wasserstein distance (Rossi et al.
     2023). The midpoints lie half-way along the Wasserstein geodesic between the two, with and without that move. Of
     several runs all are brought to the first and drawn from alike; the midpoint is their barycentre."""
+    fits = [_mean_field(problem, budget, progress) for _ in range(max(2, budget.modes))]
+    first, *others = (guide for guide, _ in fits)
+    found = [align(other, first, problem.symmetry.finite, cost="wasserstein", progress=progress) for other in others]
+    moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
+    ends = {"aligned": moved[0], "unaligned": others[0]}
+    curves = {name: _barrier(problem, budget, first, end, progress) for name, end in ends.items()}
+    details = {
+        "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in found),
+        "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in found),
+    }
+    drawn = moved if budget.modes == 1 else [first, *moved]
+    both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
+    yield replace(both, barrier=curves, details=both.details | details)
+    yield _fit(problem, barycentre([first, *moved]), [])
+    yield _fit(problem, barycentre([first, *others]), [])
 
-    path_points: int = 21
-    path_draws: int = 32
 
-    name = "aligned"
-    labels = ("aligned", "aligned midpoint", "unaligned midpoint")
-    quick_budget: ClassVar = {**_Variational.quick_budget, "path_points": 11, "path_draws": 16}
+# small steps --------------------------------------------------------------------------------------------------------
 
-    def fit(self, problem: Problem, progress: bool) -> Iterator[Fit]:
-        runs = max(2, self.modes)
-        fits = [self._mean_field(problem, f"{self.title} {k + 1}/{runs}", progress) for k in range(runs)]
-        first, *others = (guide for guide, _ in fits)
-        group = problem.symmetry.finite
-        found = [align(other, first, group, cost="wasserstein", progress=progress) for other in others]
-        moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
-        ends = {"aligned": moved[0], "unaligned": others[0]}
-        curves = {name: self._path(problem, first, end, progress) for name, end in ends.items()}
-        details = {
-            "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in found),
-            "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in found),
-        }
-        drawn = moved if self.modes == 1 else [first, *moved]
-        losses = fits[1][1]
-        both = pooled([self._fit(problem, guide, self.labels[0], losses) for guide in drawn])
-        yield replace(both, barrier=curves, details=both.details | details)
-        yield self._fit(problem, barycentre([first, *moved]), self.labels[1], [])
-        yield self._fit(problem, barycentre([first, *others]), self.labels[2], [])
 
-    def _path(self, problem: Problem, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
-        model, data = problem.model, problem.dataset
-        curve = loss_barrier(
-            start,
-            end,
-            {
-                "train": lambda weights: model.log_likelihood(weights, data.train_x, data.train_y),
-                "test": lambda weights: model.log_likelihood(weights, data.test_x, data.test_y),
-            },
-            num_points=self.path_points,
-            num_samples=self.path_draws,
-            progress=progress,
-        )
-        return curve.to_dict()
+def _mean_field(problem: Problem, budget: Any, progress: bool) -> tuple[WeightsGuide, list[float]]:
+    """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
+    pyro.clear_param_store()  # stock guides of one class share their parameters
+    stock = AutoNormal(problem.model, init_loc_fn=_start(problem), init_scale=budget.init_scale)
+    losses = _train(problem, budget, stock, progress)
+    return gaussian_copy(stock), losses
+
+
+def _symmetrized(problem: Problem, budget: Any, base: type[AutoGuide], progress: bool) -> Fit:
+    options = {"init_loc_fn": _start(problem), "init_scale": budget.init_scale}
+    estimator = SinkhornImportance(budget.proposals)
+    guide = AutoSymmetrized(problem.model, problem.symmetry.finite, base=base, estimator=estimator, **options)
+    return _fit(problem, guide, _train(problem, budget, guide, progress))
+
+
+def _start(problem: Problem) -> Any:
+    return init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
+
+
+def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
+    # A symmetrised guide is compared as what it is: with all its copies.
+    orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
+    draws = guide.sample_posterior((problem.settings.draws,), **orbit)
+    worth = evidence_of(guide, lambda w: problem.model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
+    posterior = Posterior.from_samples(draws, kind="independent")
+    return Fit(posterior, losses, "negative ELBO (nats)", evidence=asdict(worth))
+
+
+def _barrier(problem: Problem, budget: Any, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
+    model, data = problem.model, problem.dataset
+    curves = {
+        "train": lambda weights: model.log_likelihood(weights, data.train_x, data.train_y),
+        "test": lambda weights: model.log_likelihood(weights, data.test_x, data.test_y),
+    }
+    options = {"num_points": budget.path_points, "num_samples": budget.path_draws, "progress": progress}
+    return loss_barrier(start, end, curves, **options).to_dict()
+
+
+def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> list[float]:
+    """Maximise the guide's ELBO with Adam, its step size falling a hundredfold; the mean loss of each pass.
+
+    :raises ValueError: if the loss stops being finite.
+    """
+    x, y, steps = problem.x, problem.y, budget.steps
+    guide(x[:2], y[:2])  # creates a stock guide's parameters
+    elbo = Trace_ELBO(num_particles=PARTICLES, vectorize_particles=True, max_plate_nesting=1)
+    optimizer = ClippedAdam(guide.parameters(), lr=budget.learning_rate, lrd=0.01 ** (1 / steps), clip_norm=1e3)
+    generator = torch.Generator(x.device).manual_seed(drawn_seed())
+    batch_size = min(budget.batch_size, len(x))
+    batches, steps_a_pass = batches_of(len(x), batch_size, 1), len(x) // batch_size
+
+    def losses(rows: Tensor | None) -> Tensor:
+        batch = (x, y) if rows is None else (x[rows[0]], y[rows[0]])
+        return elbo.differentiable_loss(problem.model, guide, *batch).reshape(1)
+
+    curve: list[float] = []
+    with tqdm(total=steps, desc=type(guide).__name__, unit="step", disable=not progress) as bar:
+        for start in range(0, steps, steps_a_pass):
+            now = range(start, min(start + steps_a_pass, steps))
+            curve.append(float(descend(losses, optimizer, now, batches, generator)))
+            if not math.isfinite(curve[-1]):
+                raise ValueError(f"SVI: the loss is {curve[-1]} at step {start}; are the data and the prior sensible?")
+            bar.update(len(now))
+            bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
+    return curve
