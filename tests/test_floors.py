@@ -60,7 +60,7 @@ INSIDE = {
         ["explain", "units"],
         ["symmetry"],
         ["deterministic", "export", "model_check"],
-        ["jacobian", "outputs", "trace"],
+        ["outputs", "trace"],
         ["completeness", "scaling", "verify"],
         ["find"],
         [WHOLE],
