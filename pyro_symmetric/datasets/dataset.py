@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 Task = Literal["classification", "regression"]
-
-
-@dataclass(frozen=True)
-class Raw:
-    """A data set as read, before it is split, subset or standardised.
-
-    :param name: what to call it beside results.
-    :param x: rows, ``(N, C, H, W)`` unsigned bytes or floats for images, ``(N, F)`` floats for tables.
-    :param y: ``(N,)`` class indices (integers) or targets (floats).
-    :param class_names: one name a class; empty for regression.
-    :param test_rows: the rows of the data set's own test part; ``None`` where it has none.
-    :param train_rows: likewise for training; ``None`` takes all but ``test_rows``.
-    :param pixel_range: the largest value of a pixel, by which images are divided; ``None`` for tables.
-    """
-
-    name: str
-    x: np.ndarray
-    y: np.ndarray
-    task: Task
-    class_names: tuple[str, ...] = ()
-    test_rows: np.ndarray | None = None
-    train_rows: np.ndarray | None = None
-    pixel_range: float | None = None
-    feature_names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +24,11 @@ class Dataset:
     :param task: ``"classification"`` or ``"regression"``.
     :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
     :param train_y: ``(num_train,)``, class indices ``0..num_classes-1`` as int64, or standardised targets.
-    :param test_x: ``(num_test, *input_shape)``.
-    :param test_y: ``(num_test,)``.
     :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
     :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: classes 8, 9"``.
     :param class_names: one name a class, in the order of the indices; empty for regression.
     :param feature_names: one name a feature of a table; empty for images.
-    :param x_mean: broadcasts against ``input_shape``.
     :param x_scale: broadcasts against ``input_shape``; 1 where a feature is constant.
-    :param y_mean: scalar, 0 for classification.
     :param y_scale: scalar, 1 for classification.
     :param notes: what a reader of results should know, a sentence each.
     """
@@ -135,7 +105,6 @@ class Dataset:
         return f"Dataset({self.describe()})"
 
 
-def shorten(names: Iterable[str], most: int = 12) -> str:
+def shorten(names: Sequence[str], most: int = 12) -> str:
     """The names, with commas, and dots in place of what goes beyond ``most``."""
-    names = list(names)
-    return ", ".join(names) if len(names) <= most else f"{', '.join(names[: most - 1])}, ... {names[-1]}"
+    return ", ".join(names if len(names) <= most else [*names[: most - 1], f"... {names[-1]}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import did_you_mean
-from pyro_symmetric.datasets import sources, splitting
-from pyro_symmetric.datasets.dataset import Dataset, Raw, Task
+from pyro_symmetric.datasets import sources
+from pyro_symmetric.datasets.dataset import Dataset, Task, shorten
+from pyro_symmetric.datasets.sources import Raw
 
 KNOWN = (*sources.SKLEARN, *sources.IMAGES, "uci/<name>", "csv:FILE")
 """The names that :func:`load` reads."""
@@ -67,44 +69,44 @@ def load(
     arguments.fraction("test_fraction", test_fraction)
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
-    arguments.dtype("dtype", dtype, none="PyTorch's default")
     raw = _read(name, root, download, target, split, task)
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
-    raw, outside, ood_name = splitting.hold_out(raw, hold_out)
-    train, test = splitting.split(raw, test_fraction, rng)
-    train = splitting.subset(train, raw, max_train, rng)
-    test = splitting.subset(test, raw, max_test, rng)
-    outside = splitting.subset(outside, raw, max_test, rng)
-    splitting.check(raw, train)
-
-    train_x, y = _inputs(raw.x[train], raw.pixel_range), torch.from_numpy(raw.y)
-    x_mean, x_scale = _moments(train_x, dims=(0, 2, 3) if train_x.dim() == 4 else (0,))
-    y_mean, y_scale = y.new_zeros((), dtype=torch.float64), y.new_ones((), dtype=torch.float64)
+    raw, outside, held = _hold_out(name, raw, hold_out)
+    train, test = raw.parts or (np.flatnonzero(raw.y >= 0) if held else np.arange(len(raw.y)), None)
+    if test is None:
+        num_test = max(1, round(test_fraction * len(train)))
+        if len(train) - num_test < 2:
+            raise ValueError(f"{name} has {len(train)} rows, too few to train on 2 and test on {num_test}")
+        rows = _stratified(train, raw, rng)
+        train, test = rows[num_test:], rows[:num_test]
+    sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
+    train, test, outside = (_subset(rows, raw, most, rng) for rows, most in sizes)
+    _require_sound(name, raw, train)
+    train_x, y = _inputs(raw.x[train], raw), torch.from_numpy(raw.y)
+    x_mean, x_scale = _moments(train_x)
+    y_mean, y_scale = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
     if raw.task == "regression":
-        y_mean, y_scale = _moments(y[train], dims=(0,))
+        y_mean, y_scale = _moments(y[train])
         y = (y - y_mean) / y_scale
-
-    def inputs(rows: np.ndarray) -> Tensor:
-        return (_inputs(raw.x[rows], raw.pixel_range) - x_mean) / x_scale
-
+    test_x, ood_x = ((_inputs(raw.x[rows], raw) - x_mean) / x_scale for rows in (test, outside))
     return Dataset(
         name=name,
         task=raw.task,
-        train_x=inputs(train),
+        train_x=(train_x - x_mean) / x_scale,
         train_y=y[train],
-        test_x=inputs(test),
+        test_x=test_x,
         test_y=y[test],
-        ood_x=inputs(outside) if len(outside) else None,
-        ood_name=ood_name if len(outside) else None,
+        ood_x=ood_x if len(outside) else None,
+        ood_name=f"{name}: {held}" if len(outside) else None,
         class_names=raw.class_names,
         feature_names=raw.feature_names,
         x_mean=x_mean,
         x_scale=x_scale,
         y_mean=y_mean,
         y_scale=y_scale,
-        notes=raw.notes,
+        notes=(f"Kept out of training and test: {held}.",) if held else (),
     ).to(device=device, dtype=dtype or torch.get_default_dtype())
 
 
@@ -133,22 +135,34 @@ def ood(
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
     if name.startswith("csv:"):
         rows = sources.read_csv_features(name, like.feature_names)
-        raw = Raw(name, rows, np.zeros(len(rows)), "regression")
+        raw = Raw(rows, np.zeros(len(rows)))
     else:
         raw = _read(name, root, download, None, 0, None)
-        rows = raw.x if raw.test_rows is None else raw.x[raw.test_rows]
+        rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     rows = rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]]
-    x, notes = _inputs(rows, raw.pixel_range), raw.notes
-    if like.is_image and x.dim() == 4:
-        if x.shape[1:] != like.input_shape:
-            notes = (*notes, f"Images of {name} were brought from {tuple(x.shape[1:])} to {tuple(like.input_shape)}.")
-        x = to_shape(x, like.input_shape)
+    x, notes = _inputs(rows, raw), like.notes
+    if like.is_image and x.dim() == 4 and x.shape[1:] != like.input_shape:
+        was, x = tuple(x.shape[1:]), to_shape(x, like.input_shape)
+        notes = (*notes, f"Images of {name} were brought from {was} to {tuple(like.input_shape)}.")
     if x.shape[1:] != like.input_shape:
         raise ValueError(
             f"rows of {name} have shape {tuple(x.shape[1:])}, but of {like.name} {tuple(like.input_shape)}"
         )
     x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
-    return dataclasses.replace(like, ood_x=x, ood_name=raw.name, notes=(*like.notes, *notes))
+    return dataclasses.replace(like, ood_x=x, ood_name=name, notes=notes)
+
+
+def to_shape(images: Tensor, shape: torch.Size) -> Tensor:
+    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then resized smoothly."""
+    if (images.shape[1], shape[0]) == (3, 1):
+        images = (images * images.new_tensor(LUMINANCE)[:, None, None]).sum(1, keepdim=True)
+    images = images.expand(-1, shape[0], -1, -1)
+    if images.shape[1:] == shape:
+        return images
+    return torch.nn.functional.interpolate(images, shape[1:], mode="bilinear", align_corners=False, antialias=True)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:
@@ -165,26 +179,63 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
     raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 
-def to_shape(images: Tensor, shape: torch.Size) -> Tensor:
-    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then resized smoothly."""
-    if (images.shape[1], shape[0]) == (3, 1):
-        images = (images * images.new_tensor(LUMINANCE)[:, None, None]).sum(1, keepdim=True)
-    images = images.expand(-1, shape[0], -1, -1)
-    if images.shape[1:] == shape:
-        return images
-    return torch.nn.functional.interpolate(images, shape[1:], mode="bilinear", align_corners=False, antialias=True)
+def _hold_out(
+    name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None
+) -> tuple[Raw, np.ndarray, str]:
+    """``raw`` without some classes, relabelled from 0 (these from -1); the rows of these classes; and their names."""
+    known = raw.class_names
+    if classes == "auto":
+        classes = known[len(known) - round(len(known) / 5) :] if len(known) >= 5 else ()
+    held = [str(label) for label in arguments.listed("hold_out", classes or (), (str, int), "classes")]
+    if not held:
+        return raw, np.zeros(0, dtype=np.int64), ""
+    kept = [index for index, label in enumerate(known) if label not in held]
+    if not set(held) <= set(known) or len(kept) < 2:
+        raise ValueError(f"hold_out is {held}; it must leave at least 2 of the classes of {name}: {shorten(known)}")
+    relabel = np.full(len(known), -1)
+    relabel[kept] = np.arange(len(kept))
+    y = relabel[raw.y]
+    outside = raw.parts[1] if raw.parts else np.arange(len(y))
+    parts = raw.parts and tuple(rows[y[rows] >= 0] for rows in raw.parts)
+    remaining = replace(raw, y=y, class_names=tuple(known[index] for index in kept), parts=parts)
+    return remaining, outside[y[outside] < 0], f"{'class' if len(held) == 1 else 'classes'} {', '.join(held)}"
 
 
-def _inputs(rows: np.ndarray, pixel_range: float | None) -> Tensor:
+def _subset(rows: np.ndarray, raw: Raw, most: int | None, rng: np.random.Generator) -> np.ndarray:
+    """At most ``most`` of ``rows``, stratified by class."""
+    return rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most]
+
+
+def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:
+    """``rows`` in a random order in which every prefix holds each class in close to its share.
+
+    Row number k of the n rows of a class (in random order) is placed at (k + 1/2) / n of the whole.
+    """
+    rows = rows[rng.permutation(len(rows))]
+    place = np.zeros(len(rows))
+    for label in range(len(raw.class_names)):
+        of_class = raw.y[rows] == label
+        place[of_class] = (np.arange(of_class.sum()) + 0.5) / max(1, of_class.sum())
+    return rows[np.argsort(place, kind="stable")]  # so that ties between classes stay in random order
+
+
+def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
+    floats = [values for values in (raw.x, raw.y) if values.dtype.kind == "f"]
+    if not all((np.abs(values) <= np.finfo(np.float32).max).all() for values in floats):
+        raise ValueError(f"{name} holds values that are NaN, infinite, or too large for single precision")
+    if missing := [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]:
+        raise ValueError(f"{name} has too few rows: none of the {len(train)} training rows is of {missing}")
+
+
+def _inputs(rows: np.ndarray, raw: Raw) -> Tensor:
     """Rows as floats, pixels in 0..1. Single precision is exact enough for bytes and half the memory."""
-    if pixel_range is None:
-        return torch.from_numpy(rows).double()
-    return torch.from_numpy(rows).float() / pixel_range
+    x = torch.from_numpy(rows)
+    return x.double() if raw.pixel_range is None else x.float() / raw.pixel_range
 
 
-def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (with 1/N, as the literature's) over ``dims``; a deviation of 1 for constants."""
-    image = x.dim() == 4
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (with 1/N, as the literature's), of images by channel; 1 for constants."""
+    dims, image = ((0, 2, 3), True) if x.dim() == 4 else ((0,), False)
     variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=image)
     constant = x.amax(dims, keepdim=image) == x.amin(dims, keepdim=image)
     scale = torch.where(constant, torch.ones_like(variance), variance.sqrt())

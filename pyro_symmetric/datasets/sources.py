@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.datasets.dataset import Raw, Task
-
-if TYPE_CHECKING:
-    import pandas as pd  # half a second, which only those who read a file should wait for
+from pyro_symmetric.datasets.dataset import Task
 
 SKLEARN = ("digits", "wine", "breast-cancer", "diabetes")
 IMAGES = {
@@ -21,8 +19,31 @@ IMAGES = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
-MOST_CLASSES = 20
-"""The most different whole numbers in a target that are taken as classes."""
+MOST_CLASSES = 20  # different whole numbers in a target that are taken as classes
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A data set as read, before it is split, subset or standardised.
+
+    :param x: rows, ``(N, C, H, W)`` unsigned bytes or floats for images, ``(N, F)`` floats for tables.
+    :param y: ``(N,)`` class indices (integers) or targets (floats).
+    :param class_names: one name a class; empty for regression.
+    :param parts: training and test rows, if the data set has parts of its own.
+    :param pixel_range: the largest value of a pixel, by which images are divided; ``None`` for tables.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    class_names: tuple[str, ...] = ()
+    parts: tuple[np.ndarray, np.ndarray] | None = None
+    pixel_range: float | None = None
+    feature_names: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """What its targets are for."""
+        return "classification" if self.class_names else "regression"
 
 
 def read_sklearn(name: str) -> Raw:
@@ -34,16 +55,12 @@ def read_sklearn(name: str) -> Raw:
             f"the data sets {', '.join(SKLEARN)} come with scikit-learn, which is not installed; "
             "pip install 'pyro-symmetric[study]' brings it"
         ) from error
-    if name == "diabetes":
-        bunch = datasets.load_diabetes(scaled=False)
-        return Raw(name, bunch.data, bunch.target, "regression", feature_names=tuple(bunch.feature_names))
-    bunch = getattr(datasets, f"load_{name.replace('-', '_')}")()
-    classes = tuple(str(label) for label in bunch.target_names)
-    labels = bunch.target.astype(np.int64)
+    more = {"scaled": False} if name == "diabetes" else {}
+    bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**more)
+    features, classes = (tuple(map(str, bunch.get(part, ()))) for part in ("feature_names", "target_names"))
     if name == "digits":
-        return Raw(name, bunch.images[:, None], labels, "classification", classes, pixel_range=16.0)
-    features = tuple(str(feature) for feature in bunch.feature_names)
-    return Raw(name, bunch.data, labels, "classification", classes, feature_names=features)
+        return Raw(bunch.images[:, None], bunch.target.astype(np.int64), classes, pixel_range=16.0)
+    return Raw(bunch.data, bunch.target.astype(np.int64 if classes else float), classes, feature_names=features)
 
 
 def read_images(name: str, root: Path, download: bool) -> Raw:
@@ -51,25 +68,23 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
 
     :raises FileNotFoundError: if the data are not there, can't be read, or can't be downloaded.
     """
-    train, test = (_open(name, root, part, download) for part in ("train", "test"))
-    x, y = (np.concatenate(both) for both in zip(_arrays(train), _arrays(test), strict=True))
-    classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
-    train_rows, test_rows = np.split(np.arange(len(x)), [len(train)])
-    return Raw(name, x, y, "classification", classes, test_rows, train_rows, pixel_range=255.0)
-
-
-def _open(name: str, root: Path, part: str, download: bool) -> Any:
     import_torchvision()
     from torchvision import datasets
 
-    which = {"split": part} if name == "svhn" else {"train": part == "train"}
+    make, choices = getattr(datasets, IMAGES[name]), [{"train": True}, {"train": False}]
+    if name == "svhn":
+        choices = [{"split": "train"}, {"split": "test"}]
     try:
-        return getattr(datasets, IMAGES[name])(root=root, download=download, **which)
+        train, test = (make(root=root, download=download, **choice) for choice in choices)
     except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
         raise FileNotFoundError(
             f"{name} can't be read under {root.resolve()} ({error}); pass download=True (--download) to fetch it, or "
             "root (--data-root) to say where it is"
         ) from error
+    x, y = (np.concatenate(both) for both in zip(_arrays(train), _arrays(test), strict=True))
+    classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
+    rows = np.arange(len(x))
+    return Raw(x, y, classes, (rows[: len(train)], rows[len(train) :]), pixel_range=255.0)
 
 
 def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -96,9 +111,8 @@ def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
     values = frame.pop(target)
     words = values.dtype.kind not in "biuf"
     few = words or ((values == values.round()).all() and values.nunique() <= MOST_CLASSES)
-    task = task or ("classification" if few else "regression")
-    y, class_names = encode_target(values.to_numpy(), task)
-    return Raw(name, _numbers(frame), y, task, class_names, feature_names=tuple(frame))
+    y, classes = _target(values.to_numpy(), task or ("classification" if few else "regression"))
+    return Raw(_numbers(frame), y, classes, feature_names=tuple(frame))
 
 
 def read_csv_features(name: str, feature_names: tuple[str, ...]) -> np.ndarray:
@@ -106,8 +120,8 @@ def read_csv_features(name: str, feature_names: tuple[str, ...]) -> np.ndarray:
     return _numbers(_frame(name, feature_names)[list(feature_names)])
 
 
-def _frame(name: str, columns: tuple[str, ...] | None = None) -> pd.DataFrame:
-    import pandas as pd
+def _frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
+    import pandas as pd  # half a second, which only those who read a file should wait for
 
     path = Path(name.removeprefix("csv:")).expanduser()
     frame = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
@@ -116,7 +130,7 @@ def _frame(name: str, columns: tuple[str, ...] | None = None) -> pd.DataFrame:
     return frame
 
 
-def _numbers(frame: pd.DataFrame) -> np.ndarray:
+def _numbers(frame: Any) -> np.ndarray:
     if words := [name for name, values in frame.items() if values.dtype.kind not in "biuf"]:
         raise ValueError(f"the columns {words} hold words; code them as numbers, with pandas.get_dummies, say")
     return frame.to_numpy(np.float64)
@@ -134,19 +148,22 @@ def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw
     :raises FileNotFoundError: if the folder, or a file of it, is missing.
     :raises ValueError: if a file doesn't fit the layout.
     """
-    folder = _uci_folder(name.removeprefix("uci/"), root)
+    places = [root / up / name.removeprefix("uci/") / down for up in ("uci", "") for down in ("", "data")]
+    folder = next((place for place in places if (place / "data.txt").is_file()), None)
+    if folder is None:
+        raise FileNotFoundError(
+            f"{name} was not found in {root.resolve()}; pass root (--data-root) to say where the uci folder is"
+        )
     data = np.loadtxt(folder / "data.txt", ndmin=2)
     features, target = (_indices(folder / f"index_{part}.txt", data.shape[1]) for part in ("features", "target"))
     train, test = (_indices(folder / f"index_{part}_{split}.txt", len(data)) for part in ("train", "test"))
-    if len(target) != 1:
-        raise ValueError(f"{name} has {len(target)} target columns in {folder}; exactly 1 is handled")
-    if shared := len(np.intersect1d(train, test)):
-        raise ValueError(f"split {split} of {name} has {shared} rows in both its training and its test part")
-    y, class_names = encode_target(data[:, target[0]], task or "regression")
-    return Raw(name, data[:, features], y, task or "regression", class_names, test_rows=test, train_rows=train)
+    if len(target) != 1 or np.intersect1d(train, test).size:
+        raise ValueError(f"{folder} must have one target column, and no row in both the training and the test part")
+    y, classes = _target(data[:, target[0]], task or "regression")
+    return Raw(data[:, features], y, classes, (train, test))
 
 
-def encode_target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
+def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
     """Targets ``(N,)`` as floats, or as class indices with the classes' names in sorted order."""
     if task == "regression":
         return values.astype(np.float64), ()
@@ -154,19 +171,9 @@ def encode_target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str
     return indices.astype(np.int64), tuple(value if isinstance(value, str) else f"{value:g}" for value in classes)
 
 
-def _uci_folder(name: str, root: Path) -> Path:
-    for folder in (part for parent in (root / "uci", root) for part in (parent / name, parent / name / "data")):
-        if name and (folder / "data.txt").is_file():
-            return folder
-    raise FileNotFoundError(
-        f"uci/{name} was not found in {root.resolve()}; pass root (--data-root) to say where the uci folder is"
-    )
-
-
 def _indices(path: Path, size: int) -> np.ndarray:
     """Rows or columns; some of the shared files write them as floats ("3.000000e+00")."""
     values = np.loadtxt(path, ndmin=1).ravel()
-    indices = values.astype(np.int64)
-    if (indices != values).any() or len(np.unique(indices)) != len(indices) or not set(indices) <= set(range(size)):
+    if not set(values) <= set(range(size)) or len(set(values)) < len(values):
         raise ValueError(f"{path} must hold different whole numbers from 0 to {size - 1}")
-    return indices
+    return values.astype(np.int64)
