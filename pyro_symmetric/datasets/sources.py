@@ -42,7 +42,7 @@ class Raw:
 
     @property
     def task(self) -> Task:
-        """What its targets are for."""
+        """The task that its targets set."""
         return "classification" if self.class_names else "regression"
 
 
