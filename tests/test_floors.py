@@ -28,7 +28,7 @@ FLOORS = [
         "plots",
     ],
     ["arguments", "enumeration", "generators", "networks"],
-    ["datasets", "likelihoods", "storage", "weights"],
+    ["datasets", "likelihoods", "storage", "traced", "weights"],
     ["fingerprint", "layout", "models", "store"],
     ["posterior"],
     ["mcmc"],

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.targets import NetworkTarget
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.settings import Settings
@@ -37,7 +36,7 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
     expected = MOST_CHAINS if num_chains is None else num_chains
     density = replace(settings, num_chains=expected).density()
     chains, why = (num_chains, "as asked") if num_chains is not None else _number_of_chains(density)
-    dense = density.dim <= DENSE and not isinstance(density.target, NetworkTarget)
+    dense = density.dim <= DENSE and not density.is_network
     mass = "dense" if dense else "diagonal"
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     coordinates = "1 coordinate" if density.dim == 1 else f"{density.dim:,} coordinates"
@@ -58,7 +57,7 @@ def _number_of_chains(density: Density) -> tuple[int, str]:
     if density.target.one_by_one:
         return FEWEST_CHAINS, "few, as they are evaluated one after another"
     limits = {
-        "as many as pay": MOST_NETWORKS if isinstance(density.target, NetworkTarget) else MOST_CHAINS,
+        "as many as pay": MOST_NETWORKS if density.is_network else MOST_CHAINS,
         "as many as the cache holds": density.chain_chunk or MOST_CHAINS,
         "as many as leave room for their draws": MOST_NUMBERS // density.dim,
     }

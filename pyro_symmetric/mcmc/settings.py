@@ -11,7 +11,6 @@ import torch
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import CHAIN_DTYPES, ENGINES, Density
-from pyro_symmetric.mcmc.density.targets import NetworkTarget
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
 EVALUATIONS = 4  # of an iteration, about: what engine "auto" reckons with
@@ -66,7 +65,7 @@ class Settings:
         """
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
-        return Kernel.warmups if isinstance(density.target, NetworkTarget) else self.kernel.warmups
+        return Kernel.warmups if density.is_network else self.kernel.warmups
 
     def density(self, chain_chunk: int | None = None, engine: str | None = None) -> Density:
         """The density that the kernel moves on.

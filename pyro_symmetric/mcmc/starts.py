@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.targets import NetworkTarget, not_a_number
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
@@ -83,7 +83,7 @@ def starting_points(
         _tell_of_flat_sites(density, z)
         return z
     if initial is None:
-        initial = "prior" if isinstance(density.target, NetworkTarget) else "uniform"
+        initial = "prior" if density.is_network else "uniform"
     if isinstance(initial, str) and initial not in INITIALISATIONS:
         raise ValueError(f"initial is {initial!r}; it must be one of {INITIALISATIONS} or a dict of weights")
 
@@ -174,14 +174,13 @@ def _require_inside(density: Density, weights: Mapping[str, Tensor], z: Tensor) 
 
 
 def _where_to_look(density: Density) -> str:
-    if found := not_a_number(density.target):
+    data = [value for value in tree_leaves((density.target.args, density.target.kwargs)) if isinstance(value, Tensor)]
+    if not all(bool(torch.isfinite(value).all()) for value in data):
         return (
-            f"the data hold NaN or infinite values, in {', '.join(map(repr, found))}. A mask hides them from densities "
-            "but not from gradients: replace those that it hides by any number, as torch.nan_to_num does"
+            "the data hold NaN or infinite values. A mask hides them from densities but not from gradients: replace "
+            "those that it hides by any number, as torch.nan_to_num does"
         )
-    if outside := density.target.unsupported():
-        return f"the data lie outside of the support of {', '.join(map(repr, outside))}"
-    return "the data hold no NaN; give initial= weights where the model's density is finite"
+    return "give initial= weights where the density is finite, if the data lie in the supports of their distributions"
 
 
 def _tell_of_flat_sites(density: Density, z: Tensor) -> None:

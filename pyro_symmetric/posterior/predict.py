@@ -20,11 +20,18 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import refuse_options
-from pyro_symmetric.posterior.predictors import Predictor, predictor_of
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior.predictors import NetworkPredictor, TracedPredictor
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import Shapes, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete"]
+GUIDE_DRAWS = 100
+# Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
+CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
+WEIGHT_ENTRIES = 2**24
+LEAST_DRAWS, MOST_DRAWS = 8, 1024
+OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk", "progress"})
 
 
 @runtime_checkable
@@ -41,16 +48,6 @@ class Chains(Protocol):
 
     samples: Weights
     origin_device: torch.device | str | None
-
-
-GUIDE_DRAWS = 100
-# Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
-_CPU_ENTRIES, _DEVICE_ENTRIES = 2**21, 2**26
-_WEIGHT_ENTRIES = 2**24
-_LEAST_DRAWS, _MOST_DRAWS = 8, 1024
-
-
-OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk", "progress"})
 
 
 @torch.no_grad()
@@ -107,8 +104,7 @@ def predict(
     if arguments.flag("average", average) and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
     refuse_options(model, kwargs, OPTIONS, "predict")
-    predictor = predictor_of(_weights_of(posterior), model, args, kwargs, kind, _device_of(posterior))
-    return _run(posterior, predictor, num_samples, average, draw_chunk, row_chunk, progress)
+    return _predicted(posterior, model, args, kwargs, kind, num_samples, average, draw_chunk, row_chunk, progress)
 
 
 @torch.no_grad()
@@ -129,31 +125,48 @@ def pointwise_log_likelihood(
 
     :raises ValueError: if the posterior lacks a site, as discrete ones that were summed out.
     """
-    predictor = predictor_of(_weights_of(posterior), model, args, kwargs, "log_likelihood", _device_of(posterior))
-    result = _run(posterior, predictor, num_samples, False, draw_chunk, row_chunk, progress)
+    result = _predicted(
+        posterior, model, args, kwargs, "log_likelihood", num_samples, False, draw_chunk, row_chunk, progress
+    )
     if not result:
         raise ValueError("the model has no observed site; pass the targets")
     return result
 
 
-# the loop over chunks -----------------------------------------------------------------------------------------------
-
-
-def _run(
+def _predicted(
     posterior: Any,
-    predictor: Predictor,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str,
     num_samples: int | None,
     average: bool,
     draw_chunk: int | None,
     row_chunk: int | None,
     progress: bool,
 ) -> Any:
-    for name, count in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
-        arguments.whole(name, count, 1, none="a number that suits")
-    draws, batch = _draws(posterior, predictor.site_shapes, num_samples)
-    count, place = batch.numel(), next(iter(draws.values())).device
+    """Evaluate a predictor in chunks of draws and rows."""
+    for name, number in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
+        arguments.whole(name, number, 1, none="a number that suits")
+    weights, keeps, device = posterior, True, None
+    if isinstance(posterior, Chains):
+        weights, keeps, device = posterior.samples, False, posterior.origin_device
+    elif isinstance(posterior, Sampler):
+        weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
+    else:
+        hint = "a Posterior, a guide of this library, or sample_posterior(guide) of another"
+        arguments.weights("posterior", posterior, hint)
+    if not callable(model):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a BayesianModel, a network or a Pyro model")
+    names = {name for name, _ in model.named_parameters()} if isinstance(model, nn.Module) else set()
+    predictor: NetworkPredictor | TracedPredictor
+    if isinstance(model, BayesianModel) or names & set(weights):  # if some of a network's are missing they are named
+        predictor = NetworkPredictor(model, args, kwargs, kind, weights)
+    else:
+        predictor = TracedPredictor(model, args, kwargs, kind, weights, device)
+    draws, batch = _draws(weights, predictor.site_shapes, num_samples, keeps)
+    count, place, num_rows = batch.numel(), next(iter(draws.values())).device, predictor.num_rows
     draws_at_once, rows_at_once = _chunks(place, predictor, draw_chunk, row_chunk)
-    num_rows = predictor.num_rows
     rows = [slice(None)] if num_rows is None else _ranges(num_rows, rows_at_once)
     totals, spec = list[Tensor](), None
     bar = tqdm(total=count, desc="predictions", disable=not progress, delay=1.0)
@@ -181,31 +194,14 @@ def _run(
     return tree_unflatten([t / count if average else t.reshape(*batch, *t.shape[1:]) for t in totals], spec)
 
 
-def _weights_of(posterior: Any) -> Mapping[str, Tensor]:
-    """Draws of every site; of a guide, one."""
-    if isinstance(posterior, Chains):
-        return posterior.samples
-    if isinstance(posterior, Sampler):
-        return posterior.sample_posterior()
-    return arguments.weights(
-        "posterior", posterior, "a Posterior, a guide of this library, or sample_posterior(guide) of another"
-    )
-
-
-def _device_of(posterior: Any) -> torch.device | str | None:
-    """The device on which the model was told to compute when it was sampled; its draws lie on the CPU."""
-    return posterior.origin_device if isinstance(posterior, Chains) else None
-
-
-def _draws(posterior: Any, shapes: Shapes, num_samples: int | None) -> tuple[Weights, torch.Size]:
+def _draws(
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], num_samples: int | None, keeps: bool
+) -> tuple[Weights, torch.Size]:
     """The draws that are asked for, of batch shape ``(S,)``, and the batch shape of the result."""
-    if isinstance(posterior, Sampler):
-        posterior, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
-    weights = posterior.samples if isinstance(posterior, Chains) else posterior
     require_sites(weights, shapes)
     batch = batch_shape({site: weights[site] for site in shapes}, shapes)
     draws = {site: weights[site].detach().reshape(-1, *shape) for site, shape in shapes.items()}
-    result = torch.Size([batch.numel()]) if isinstance(posterior, Chains) else batch
+    result = batch if keeps else torch.Size([batch.numel()])
     if num_samples is None:
         return draws, result
     if len(result) != 1 or num_samples > batch.numel():
@@ -222,13 +218,16 @@ def _ranges(length: int, size: int) -> list[slice]:
 
 
 def _chunks(
-    place: torch.device, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None
+    place: torch.device,
+    predictor: NetworkPredictor | TracedPredictor,
+    draw_chunk: int | None,
+    row_chunk: int | None,
 ) -> tuple[int, int]:
     """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
     rows = max(1, predictor.num_rows or 1)
-    entries = _CPU_ENTRIES if (predictor.device or place).type == "cpu" else _DEVICE_ENTRIES
-    weights = sum(shape.numel() for shape in predictor.site_shapes.values())
+    entries = CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES
+    numbers = sum(shape.numel() for shape in predictor.site_shapes.values())
     if draw_chunk is None:
-        fitting = max(_LEAST_DRAWS, min(_MOST_DRAWS, entries // (predictor.row_entries * rows)))
-        draw_chunk = max(1, min(fitting, _WEIGHT_ENTRIES // max(1, weights)))
+        fitting = max(LEAST_DRAWS, min(MOST_DRAWS, entries // (predictor.row_entries * rows)))
+        draw_chunk = max(1, min(fitting, WEIGHT_ENTRIES // max(1, numbers)))
     return draw_chunk, row_chunk or max(1, entries // (draw_chunk * predictor.row_entries))

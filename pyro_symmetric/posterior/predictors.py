@@ -1,11 +1,15 @@
-"""Networks, and traces of any Pyro model, mapped over draws; ``predict`` evaluates them in chunks."""
+"""Networks, and runs of any Pyro model, mapped over draws; ``predict`` evaluates them in chunks.
+
+A predictor says which sites it needs and in which place and precision; how many rows its inputs have, ``None`` if they
+can't be taken apart; and how many numbers a row of one draw meets on the way, or without rows a draw, about.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -29,19 +33,8 @@ from pyro_symmetric.calls import (
 from pyro_symmetric.enumeration import Enumeration, masked_log_prob
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, placed, promoted
-from pyro_symmetric.weights import Shapes, Weights
-
-
-class Predictor(Protocol):
-    """Predictions of a batch of weights ``(S,)``, as a tensor or a tree of tensors that begin with ``S``."""
-
-    site_shapes: Shapes  # of the sites that it needs
-    num_rows: int | None  # of its inputs; None if rows can't be taken apart
-    row_entries: int  # numbers that a row of one draw meets on the way, about; without rows, those of a draw
-    device: torch.device | None  # that it wants the weights on; None takes them as they are
-    dtype: torch.dtype | None  # likewise
-
-    def __call__(self, weights: Weights, rows: slice) -> Any: ...
+from pyro_symmetric.traced import Traced
+from pyro_symmetric.weights import Weights
 
 
 class NetworkPredictor:
@@ -53,35 +46,27 @@ class NetworkPredictor:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
     ):
+        found, wanted = described_call(args, kwargs), 2 if kind == "log_likelihood" else 1
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
-            raise ValueError(
-                "predictions need the inputs, right after the network: a tensor whose first axis are the rows; found "
-                f"{described_call(args, kwargs)}"
-            )
-        wanted = 2 if kind == "log_likelihood" else 1
-        if kind == "discrete":
-            raise ValueError("kind is 'discrete', but a network has no discrete latent sites")
-        if isinstance(model, BayesianModel) and len(args) + len(kwargs) != wanted:
+            raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {found}")
+        bare = not isinstance(model, BayesianModel)
+        if not bare and len(args) + len(kwargs) != wanted:
             wants = "the inputs and the targets" if wanted == 2 else "the inputs only, no targets"
-            raise TypeError(f"a BayesianModel takes {wants} here; found {described_call(args, kwargs)}")
-        if not isinstance(model, BayesianModel):
-            if kind != "outputs":
-                raise ValueError(
-                    f"kind is {kind!r}, but a bare {type(model).__name__} has no likelihood; use kind='outputs', or "
-                    "pass the BayesianModel"
-                )
-            model = copy.deepcopy(model).eval()
-        self.model, self.kind = model, kind
-        net = model.net if isinstance(model, BayesianModel) else model
+            raise TypeError(f"a BayesianModel takes {wants} here; found {found}")
+        if kind == "discrete" or (bare and kind != "outputs"):
+            lacks = "no discrete latent sites" if kind == "discrete" else "no likelihood; pass the BayesianModel"
+            raise ValueError(f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}")
+        self.model, self.kind = copy.deepcopy(model).eval() if bare else model, kind
+        net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
         if any(value.requires_grad for value in parameters.values()):  # a posterior may lack those that are frozen
             parameters = {name: value for name, value in parameters.items() if value.requires_grad or name in given}
-        shapes = model.site_shapes if isinstance(model, BayesianModel) else {}
-        self.latents = [site for site in shapes if site not in parameters]
-        if kind not in ("samples", "log_likelihood"):
-            shapes = {name: value.shape for name, value in parameters.items()}
+        shapes = {name: value.shape for name, value in parameters.items()}
+        if isinstance(self.model, BayesianModel) and kind in ("samples", "log_likelihood"):
+            shapes = self.model.site_shapes
         held = {name: value.shape for name, value in net.named_buffers() if name in given}
-        self.site_shapes: Shapes = {**shapes, **held}
+        self.latents = [site for site in shapes if site not in parameters]
+        self.site_shapes = {**shapes, **held}
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
@@ -95,8 +80,7 @@ class NetworkPredictor:
             is_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.num_rows
             return value[rows] if is_data else value
 
-        args = tuple(cut(value) for value in self.args)
-        kwargs = {name: cut(value) for name, value in self.kwargs.items()}
+        args, kwargs = tree_map(cut, (self.args, self.kwargs))
         values = self._predicted(weights, args, kwargs)
         if any(leaf.shape[1:2] != args[0].shape[:1] for leaf in tree_leaves(values)):
             shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
@@ -122,8 +106,8 @@ class NetworkPredictor:
         return drawn[..., None] if mean.shape == (*drawn.shape, 1) else drawn
 
 
-class TracedPredictor:
-    """Any Pyro model, its trace mapped over draws; one draw after another if that can't be.
+class TracedPredictor(Traced):
+    """Any Pyro model.
 
     Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
     """
@@ -139,64 +123,60 @@ class TracedPredictor:
         given: Mapping[str, Tensor],
         device: torch.device | str | None,
     ):
-        self.dtype: torch.dtype | None = promoted(list(given.values()))
-        names = sorted(given)
-        sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.row_entries = max([1, *sizes])
-        self.model, self.args, self.kwargs = placed(model, args, kwargs, device, self.dtype)
-        self.kind = kind
-        self.device: torch.device | None = _place_of(self.model, (self.args, self.kwargs), device)
+        self.dtype, self.kind = promoted(list(given.values())), kind
+        super().__init__(*placed(model, args, kwargs, device, self.dtype))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.row_entries = max([1, *(leaf.numel() for leaf in tensors)])
+        parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
+        places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
+        self.device: torch.device | None = torch.device(places[0]) if places else None
         with PYRO, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-        given = {name: value for name, value in given.items() if name in sites and not is_deterministic(sites[name])}
-        drawn = [name for name, site in sites.items() if name not in given and _is_random(site)]
-        self._last = drawn[-1] if drawn else None
-        self.site_shapes: Shapes = {name: site["value"].shape for name, site in sites.items() if name in given}
-        if not self.site_shapes:
-            raise ValueError(f"the model has none of the sites {names} that are given; {_has(model, sites)}")
+        own = [name for name, site in sites.items() if name in given and not is_deterministic(site)]
+        drawn = {name: site for name, site in sites.items() if name not in own and _is_random(site)}
+        self._last = next(reversed(drawn), None)  # on whose value no mean depends
+        self.site_shapes = {name: sites[name]["value"].shape for name in own}
+        if not own:
+            has = [name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)]
+            named = [name for name, _ in model.named_parameters()] if isinstance(model, nn.Module) else []
+            also = f"; as a network it has the sites {sorted(named)}" if named and not has else ""
+            found = f"its latent sites are {sorted(has)}{also}"
+            raise ValueError(f"the model has none of the sites {sorted(given)} that are given; {found}")
         _require_all_rows(trace, drawn, kind)
-        self._enumeration = self._enumerated(given) if kind in ("discrete", "log_likelihood") else None
-        self._one_by_one = False
+        if kind in ("discrete", "log_likelihood"):
+            self._require_given(drawn, {name: given[name] for name in own})
 
-    def _enumerated(self, given: Mapping[str, Tensor]) -> Enumeration | None:
-        """The discrete sites that the posterior leaves, if there are.
-
-        :raises ValueError: if it leaves others, or none though they are asked for.
-        """
+    def _require_given(self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
+        """:raises ValueError: if the posterior leaves other sites than discrete ones, or none though they are asked
+        for."""
+        latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
+        rows = self.kind == "log_likelihood"
+        if missing := [name for name, site in latent.items() if rows or not is_enumerated(site)]:
+            raise ValueError(
+                f"{'the density of each row' if rows else 'a draw of the discrete sites'} is one given all other sites "
+                f"and the data; neither the posterior nor the model's arguments give {missing}"
+            )
+        if rows:
+            return
+        if not latent or len(latent) == len(drawn):
+            lacks = "the model observes none" if latent else "the posterior leaves no discrete latent site"
+            raise ValueError(f"kind is 'discrete', of sites that were summed out given the data, but {lacks}")
         if not all(value.numel() for value in given.values()):
             raise ValueError("the posterior holds no draws; there is nothing to predict")
-        shapes = self.site_shapes
-        one = {name: value.reshape(-1, *shapes[name])[0].to(self.device) for name, value in given.items()}
+        one = {name: v.reshape(-1, *self.site_shapes[name])[0].to(self.device) for name, v in given.items()}
         with running_pyro(self.dtype):
-            trace = poutine.trace(poutine.condition(self.model, data=one)).get_trace(*self.args, **self.kwargs)
-            sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-            others = {name: site for name, site in sites.items() if name not in given and _is_random(site)}
-            latent = {name: site for name, site in others.items() if not site["is_observed"]}
-            missing = [
-                name for name, site in latent.items() if self.kind == "log_likelihood" or not is_enumerated(site)
-            ]
-            if missing:
-                what = "draws discrete sites" if self.kind == "discrete" else "is the density of each row"
-                raise ValueError(
-                    f"kind is {self.kind!r}, which {what} given all others and the data; neither the posterior nor the "
-                    f"model's arguments give {missing}"
-                )
-            if self.kind == "log_likelihood":
-                return None
-            if not latent:
-                raise ValueError("kind is 'discrete', but the posterior leaves no discrete latent site of the model")
-            if len(latent) == len(others):
-                raise ValueError(
-                    f"kind is {self.kind!r}, which asks for the data, but the model observes none; pass the data as "
-                    "the sampler had them, or ask for kind='samples'"
-                )
-            enumeration = Enumeration(trace)
-            enumeration.require_enumerable(self.model, one, self.args, self.kwargs)
-        return enumeration
+            self.enumeration = Enumeration(self.model, self.run(one), one, self.args, self.kwargs)
 
     def __call__(self, weights: Weights, rows: slice) -> Any:
-        values = self._evaluated(weights)
+        try:
+            values = self.mapped(self._one, weights, randomness="different")
+        except RuntimeError as error:
+            if self.one_by_one:
+                raise
+            self.one_by_one = "not known yet"
+            values = self.mapped(self._one, weights)  # if the model itself is in order it was the map that failed
+            self.give_up_map(error)
         if self.kind == "discrete":
             values, possible = values
             if not bool(possible.all()):
@@ -211,38 +191,20 @@ class TracedPredictor:
                     raise ValueError(_no_mean(site, "whose mean isn't a number"))
         return values
 
-    def _evaluated(self, weights: Weights) -> Any:
-        with running_pyro():
-            if not self._one_by_one:
-                try:
-                    return torch.func.vmap(self._one, randomness="different")(weights)
-                except RuntimeError as error:
-                    failure = error
-            count = len(next(iter(weights.values())))
-            draws = [self._one({site: value[s] for site, value in weights.items()}) for s in range(count)]
-        if not self._one_by_one:  # the model itself is in order, then: it was the map that failed
-            self._one_by_one = True
-            warnings.warn(
-                "the model can't be evaluated for many draws at once (torch.func.vmap), so they are taken one by one: "
-                f"{str(failure).splitlines()[0]}",
-                UserWarning,
-                stacklevel=4,
-            )
-        return tree_map(lambda *leaves: torch.stack(leaves), *draws)
-
     def _one(self, weights: Weights) -> Any:
-        conditioned = poutine.condition(self.model, data=weights)
+        """The prediction of one draw."""
         if self.kind == "log_likelihood":
-            return self._by_rows(weights)
-        if self._enumeration is not None:
-            enumerated = self._enumeration.trace(self.model, weights, self.args, self.kwargs)
-            drawn, possible = self._enumeration.draw(enumerated)
+            nodes: Mapping[str, Any] = self.run(weights).nodes
+            observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
+            return {name: masked_log_prob(nodes[name]) for name in observed if _is_random(nodes[name])}
+        if self.enumeration is not None:
+            drawn, log_prob = self.enumeration.draw(self.run(weights))
             given = poutine.condition(self.model, data={**weights, **drawn})
             trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
             computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
-            return {**drawn, **computed}, possible
+            return {**drawn, **computed}, log_prob.isfinite()
         with _Targets(weights, self.kind, self._last) as targets:
-            returned = conditioned(*self.args, **self.kwargs)
+            returned = poutine.condition(self.model, data=weights)(*self.args, **self.kwargs)
         if self.kind != "outputs":
             return targets.values
         if not tree_leaves(returned) or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):
@@ -251,13 +213,6 @@ class TracedPredictor:
                 "kind='samples'"
             )
         return returned
-
-    def _by_rows(self, weights: Weights) -> Weights:
-        """The log-density of each observation; 0 if it is masked out, as in the model's own density."""
-        trace = poutine.trace(poutine.condition(self.model, data=weights)).get_trace(*self.args, **self.kwargs)
-        nodes: dict[str, Any] = {name: trace.nodes[name] for name in trace.observation_nodes if name not in weights}
-        observed = {name: site for name, site in nodes.items() if _is_random(site)}
-        return {name: masked_log_prob(site) for name, site in observed.items()}
 
 
 class _Targets(Messenger):
@@ -305,45 +260,19 @@ def _no_mean(site: str, what: str) -> str:
     return f"kind='mean' is asked for, but site {site!r} has a distribution {what}; use kind='samples'"
 
 
-def predictor_of(
-    given: Mapping[str, Tensor],
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    kind: str,
-    device: torch.device | str | None = None,
-) -> Predictor:
-    """The predictor of a model.
-
-    :param given: draws of the sites that the posterior has.
-    :param device: where to run a traced model; ``None``: where its arguments are. A network stays where it is.
-    """
-    if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a BayesianModel, a network or a Pyro model")
-    names = {name for name, _ in model.named_parameters()} if isinstance(model, nn.Module) else set()
-    if isinstance(model, BayesianModel) or names & set(
-        given
-    ):  # of a network's weights, if some are missing they are named
-        return NetworkPredictor(model, args, kwargs, kind, given)
-    return TracedPredictor(model, args, kwargs, kind, given, device)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
 def _is_random(site: Any) -> bool:
     """True if a sample site is one, and not the rows of a plate or a deterministic site, which Pyro makes alike."""
     return not site_is_subsample(site) and not is_deterministic(site)
 
 
-def _require_all_rows(trace: poutine.Trace, drawn: list[str], kind: str) -> None:
+def _require_all_rows(trace: poutine.Trace, drawn: Mapping[str, Any], kind: str) -> None:
     """Every draw would be asked about rows of its own, so that neither their order nor their average meant anything.
 
     :raises ValueError: if a plate with ``subsample_size`` holds what is to be predicted. (What a model returns may have
         nothing to do with it, so that is warned of.)
     """
-    for name in drawn:
-        for frame in trace.nodes[name]["cond_indep_stack"]:
+    for name, site in drawn.items():
+        for frame in site["cond_indep_stack"]:
             rows = getattr(trace.nodes[frame.name]["fn"], "subsample_size", None)
             if rows is None or frame.full_size is None or rows >= frame.full_size:
                 continue
@@ -355,19 +284,3 @@ def _require_all_rows(trace: poutine.Trace, drawn: list[str], kind: str) -> None
                 raise ValueError(found)
             warnings.warn(f"what the model returns may be of other rows each time: {found}", UserWarning, stacklevel=6)
             return
-
-
-def _has(model: Any, sites: Mapping[str, Any]) -> str:
-    """The sites that a model has instead of those that were expected."""
-    latent = sorted(name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site))
-    parameters = sorted(name for name, _ in model.named_parameters()) if isinstance(model, nn.Module) else []
-    if not latent and parameters:
-        return f"as a network it has the sites {parameters}, its parameters' names"
-    return f"its latent sites are {latent}"
-
-
-def _place_of(model: Any, arguments: Any, device: torch.device | str | None) -> torch.device | None:
-    if device is not None:
-        return torch.device(device)
-    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
-    return next((leaf.device for leaf in (*tree_leaves(arguments), *parameters) if isinstance(leaf, Tensor)), None)

@@ -75,13 +75,6 @@ def test_the_right_scale_and_a_temperature_on_top_are_passed_over(model):
         Density(model, args=(X, Y), batch_size=BATCH, subsampled=True)
 
 
-def test_a_plate_that_draws_its_rows_must_not_be_scaled_once_more():
-    with pytest.warns(UserWarning, match="'y' counts 25 times: its plate already counts its subsample 5 times"):
-        Density(drawing_plate(5.0), args=(X, Y), subsampled=True)
-    for scale in (1.0, 0.1):  # warnings are errors: none may come here
-        Density(drawing_plate(scale), args=(X, Y), subsampled=True)
-
-
 KERNELS = [SGLD, pSGLD, SGHMC]
 
 
@@ -108,9 +101,3 @@ def test_no_kernel_warns_of_the_right_scale(kind):
     for model in (in_plate(ROWS), behind_a_function(ROWS), network):  # warnings are errors: none may come here
         draw(kind(model, step_size=1e-3, batch_size=BATCH))
     draw(kind(drawing_plate(1.0), step_size=1e-3))
-
-
-def test_a_network_told_of_other_data_is_refused():
-    network = BayesianModel(nn.Linear(3, 1), likelihood=GaussianLikelihood(1.0), num_data=2 * ROWS)
-    with pytest.raises(ValueError, match="x has 20 rows, but the model was told num_data=40"):
-        draw(SGLD(network, batch_size=BATCH))

@@ -109,7 +109,7 @@ def test_arguments_of_the_model_come_after_it_and_keywords_in_their_mapping():
         sample(model, **{"args": (torch.zeros(()),), **options})
 
 
-@pytest.mark.filterwarnings("ignore:chains are evaluated one after another")
+@pytest.mark.filterwarnings("ignore:draws are evaluated one after another")
 def test_chains_that_are_evaluated_one_after_another_are_few():
     def branching():
         if pyro.sample("a", dist.Normal(0.0, 1.0)) > 0:

@@ -29,6 +29,7 @@ ROLES = ("observed", "latent")
 
 ALONE = {  # which PyTorch can't map over chains
     "NanMaskedMultivariateNormal": ROLES,
+    "NanMaskedNormal": ROLES,
     "SineBivariateVonMises": ROLES,
     "SineSkewed": ROLES,
     "Stable": ROLES,
@@ -42,12 +43,12 @@ REFUSED = {
     "CoalescentTimesWithRate": "can't be mapped",
     "Delta": "use pyro.deterministic",
     "DirichletMultinomial": "can't list its values",
-    "Empirical": "don't add up to 1",
+    "Empirical": "lists no probabilities",
     "GammaPoisson": "can't list its values",
     "GaussianScaleMixture": "can't be mapped",
     "Geometric": "can't list its values",
     "GroupedNormalNormal": "log_prob only supports values",
-    "LinearHMM": "isn't known",
+    "LinearHMM": "is not implemented",
     "LogNormalNegativeBinomial": "can't list its values",
     "Multinomial": "can't list its values",
     "NegativeBinomial": "can't list its values",
@@ -78,7 +79,7 @@ ON_THE_CPU = {
     "Stable",
     "StableWithLogProb",
 }
-REFUSED_AS_DATA = {"GaussianScaleMixture": "inplace operation", "LinearHMM": "isn't known"}
+REFUSED_AS_DATA = {"GaussianScaleMixture": "inplace operation", "LinearHMM": "is not implemented"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,17 +9,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.infer.mcmc.util import initialize_model
-from pyro.infer.reparam import LocScaleReparam, NeuTraReparam, ProjectedNormalReparam, TransformReparam
+from pyro.infer.reparam import LocScaleReparam, NeuTraReparam, TransformReparam
 from pyro.nn import PyroModule, PyroSample
 from scipy import special
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import HMC, NUTS, Density, sample
-from pyro_symmetric.posterior import predict
 from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.weights import unflatten
 
@@ -86,26 +85,6 @@ def test_a_map_of_the_draws_leaves_deterministic_sites_of_the_old_ones_out():
     torch.testing.assert_close(anew["ratio"], (moved.samples["a"] / moved.samples["b"]).flatten())
 
 
-def test_pyros_predictive_computes_deterministic_sites_anew():
-    def model(x: Tensor, y: Tensor | None = None) -> None:
-        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        line = pyro.deterministic("line", slope * x)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(line, 1.0), obs=y)
-
-    posterior = sample(HMC(model), torch.ones(4), Y, **QUICK)
-    assert set(posterior.get_samples()) == {"slope"}
-    found = Predictive(model, posterior.get_samples())(3 * torch.ones(4))
-    torch.testing.assert_close(found["line"].squeeze(), 3 * posterior.get_samples()["slope"][:, None].expand(-1, 4))
-
-
-@pytest.mark.filterwarnings("ignore:.*of the draws diverged")  # after four iterations of warm-up
-def test_a_deterministic_site_of_another_model_run_is_no_start_and_no_obstacle():
-    posterior = sample(HMC(with_deterministic), Y, **QUICK)
-    again = sample(HMC(with_deterministic), Y, **{**QUICK, "initial": posterior})
-    require_values(again)
-
-
 # handlers -----------------------------------------------------------------------------------------------------------
 
 
@@ -130,11 +109,6 @@ def lognormal(y: Tensor) -> None:
     pyro.factor("penalty", -a.square())
     with poutine.scale(scale=0.5), poutine.mask(mask=torch.tensor([True, False, True, True])), pyro.plate("data", 4):
         pyro.sample("y", dist.Normal(a, 1.0), obs=y)
-
-
-def on_a_sphere(y: Tensor) -> None:
-    direction = pyro.sample("direction", dist.ProjectedNormal(torch.ones(3)))
-    pyro.sample("y", dist.Normal(direction[:2], 1.0).to_event(1), obs=y[:2])
 
 
 def with_parameter(y: Tensor) -> None:
@@ -188,7 +162,6 @@ def gaussian_process() -> Callable[[Tensor], None]:
 HANDLED = {
     "LocScaleReparam": lambda: poutine.reparam(schools, {"theta": LocScaleReparam(0.3)}),
     "TransformReparam": lambda: poutine.reparam(lognormal, {"a": TransformReparam()}),
-    "ProjectedNormalReparam": lambda: poutine.reparam(on_a_sphere, {"direction": ProjectedNormalReparam()}),
     "NeuTra": lambda: trained_flow().reparam(schools),
     "condition": lambda: poutine.condition(schools, {"mu": torch.tensor(0.5)}),
     "scale, mask, factor": lambda: lognormal,
@@ -200,7 +173,7 @@ HANDLED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.cpu if "Projected" in n else ()) for n in HANDLED])
+@pytest.mark.parametrize("name", HANDLED)
 def test_energies_and_gradients_are_those_of_pyros_potential(name):
     model = HANDLED[name]()
     density = Density(model, (Y,))

@@ -11,7 +11,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 from pyro_symmetric.guides import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.mcmc import HMC, Density, sample
-from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.posterior.posterior import Posterior
 
 STILL = {"num_samples": 1, "num_warmup": 0, "progress": False}
@@ -70,39 +70,12 @@ def test_a_function_draws_again_for_chains_that_start_nowhere():
     assert torch.isfinite(z).all()
 
 
-def test_a_function_that_gives_no_finite_point_is_told():
-    with pytest.raises(ValueError, match="2 of 2 chains found no starting point"):
-        starting_points(Density(model), 2, lambda n: {"a": torch.full((n, 2), torch.nan), "b": torch.ones(n)})
-
-
-def test_a_function_that_gives_another_number_of_weights_is_told():
-    with pytest.raises(ValueError, match=r"batch shape \(5,\) for 2 chains"):
-        starting_points(Density(model), 2, lambda n: {"a": torch.zeros(5, 2), "b": torch.ones(5)})
-
-
-def test_other_things_are_refused():
-    with pytest.raises(TypeError, match=r"initial is a int; it must be one of \('prior', 'uniform'\), weights"):
-        resolve(3, 2, (), {})
-
-
 def test_names_and_weights_are_passed_on():
     weights = {"a": torch.ones(2), "b": torch.tensor(3.0)}
     assert torch.allclose(start(weights)["b"], torch.tensor(3.0))
     assert (start("uniform", 50)["b"].log().abs() < 2).all()
     prior = start("prior", 400)["a"]
     assert abs(prior.std() - 1) < 0.15  # five standard errors
-
-
-def test_the_last_draw_counts_too():
-    calls = []
-
-    def draw(count):
-        calls.append(count)
-        return {"a": torch.full((count, 2), 0.0 if len(calls) == 3 else torch.nan), "b": torch.ones(count)}
-
-    z = starting_points(Density(model), 2, draw, max_tries=2)  # a first draw, and two more
-    assert calls == [2, 2, 2]
-    assert torch.isfinite(z).all()
 
 
 @pytest.mark.parametrize("given", ["weights", "a function"])

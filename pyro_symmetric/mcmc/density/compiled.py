@@ -83,10 +83,6 @@ class Compiled:
         self._programs: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}
         self._lock = threading.RLock()
 
-    def serves(self, z: Tensor, rows: Rows | None) -> bool:
-        """True if it compiles for so many chains."""
-        return len(z) <= self.most_chains
-
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``, by programs for powers of two of chains."""
         count, names = len(z), tuple(rows or ())
@@ -107,7 +103,7 @@ class Compiled:
         with torch.no_grad():
             found = unflatten(kinds_out, iter(program(*flat)))
         if made is None:
-            evaluate = _Evaluate(self.eager, names)
+            evaluate = self._evaluation(names)
             pairs = [((at.energy, at.gradient), evaluate(at.z)) for at in _points(found)]
             if function is _evaluated:
                 pairs = [(found, evaluate(*flat))]
@@ -115,6 +111,10 @@ class Compiled:
                 raise Unavailable("PyTorch's compiler made a program that computes something else")
             self._programs[key] = program, kinds_out
         return found
+
+    def _evaluation(self, names: tuple[str, ...]) -> Callable[..., Evaluation]:
+        """The model's own evaluation, of points and mini-batches with these names."""
+        return lambda z, *batches: self.eager.raw(z, dict(zip(names, batches, strict=True)) or None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"eager": self.eager, "most_chains": self.most_chains}
@@ -132,7 +132,7 @@ class Compiled:
 
         def flattened(*values: Tensor) -> list[Tensor]:
             results: list[Tensor] = []
-            found = function(_Evaluate(self.eager, names), *unflatten(kinds, iter(values)))
+            found = function(self._evaluation(names), *unflatten(kinds, iter(values)))
             kinds_out[:] = [flatten(found, results)]
             return [value.clone() if any(value is one for one in values) else value for value in results]
 
@@ -149,16 +149,6 @@ class Compiled:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-class _Evaluate:
-    """The model's own evaluation, of points and mini-batches with these names."""
-
-    def __init__(self, eager: Eager, names: tuple[str, ...]):
-        self.eager, self.names = eager, names
-
-    def __call__(self, z: Tensor, *batches: Tensor) -> Evaluation:
-        return self.eager.raw(z, dict(zip(self.names, batches, strict=True)) or None)
 
 
 def _evaluated(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:

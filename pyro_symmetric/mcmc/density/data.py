@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.calls import described, input_problem
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood
+from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import as_tensor
 
+ROWS = "rows"  # the name of mini-batches that are cut from the arguments, rather than by a plate
 FEW_ROWS = 2
 CLOSE = 1e-3
 
@@ -27,8 +28,7 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
     """Check a few rows, before all chains meet them.
 
     :raises TypeError: if ``x`` or ``y`` is no tensor of rows.
-    :raises ValueError: if the network can't take ``x``, or the likelihood can't score ``y``: what was found, and what
-        would be right.
+    :raises ValueError: if the network can't take ``x``, or the likelihood can't score ``y``.
     """
     for name, value in {"x": x, "y": y}.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -42,30 +42,28 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         rows = x  # a network may be made for so many rows and no others
         if problem := input_problem(model.net, (rows,)):
             raise ValueError(f"x doesn't fit: {problem}")
-    if type(model.likelihood) in (CategoricalLikelihood, GaussianLikelihood):  # others may have targets of any shape
-        with torch.no_grad():
-            outputs = model.call({name: value.detach() for name, value in model.net.named_parameters()}, rows)
-        _require_targets(model.likelihood, outputs, len(x), y)
-
-
-def _require_targets(likelihood: Likelihood, outputs: Tensor, num_rows: int, y: Tensor) -> None:
-    """:param outputs: of a few rows, ``(N, ..., D)``."""
-    categorical, size = isinstance(likelihood, CategoricalLikelihood), outputs.shape[-1]
+    categorical = type(model.likelihood) is CategoricalLikelihood
+    if not categorical and type(model.likelihood) is not GaussianLikelihood:
+        return  # which may have targets of any shape
+    with torch.no_grad():
+        found = model.call({name: value.detach() for name, value in model.net.named_parameters()}, rows)
+    size = found.shape[-1]
     if categorical and size < 2:
         raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
-    own = outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]
-    if likelihood.targets(y).shape != (num_rows, *own):
-        raise ValueError(
-            f"y has shape {tuple(y.shape)}, but the network's outputs are {(num_rows, *outputs.shape[1:])}, so it must "
-            f"have shape {(num_rows, *own)}"
-        )
+    shape = (len(x), *(found.shape[1:-1] if categorical or size == 1 else found.shape[1:]))
+    if model.likelihood.targets(y).shape != shape:
+        outputs = (len(x), *found.shape[1:])
+        raise ValueError(f"y has shape {tuple(y.shape)}; of outputs {outputs} it must have shape {shape}")
     if categorical and y.is_floating_point():
         raise ValueError(f"y is {described(y)}; class labels are whole numbers: pass y.long()")
     if categorical and not 0 <= int(y.min()) <= int(y.max()) < size:
-        raise ValueError(
-            f"y holds labels from {int(y.min())} to {int(y.max())}, but the network has {size} outputs, so they must "
-            f"lie between 0 and {size - 1}"
-        )
+        raise ValueError(f"y holds labels from {int(y.min())} to {int(y.max())}, but the network has {size} outputs")
+
+
+def require_batch_size(batch_size: int, rows: int) -> None:
+    """:raises ValueError: if there aren't so many rows."""
+    if not 1 <= batch_size <= rows:
+        raise ValueError(f"batch_size is {batch_size}; it must lie between 1 and the {rows} rows of the data")
 
 
 def warn_of_batch_scale(observed: Sequence[Any], batch_size: int, rows: int) -> None:
@@ -78,12 +76,12 @@ def warn_of_batch_scale(observed: Sequence[Any], batch_size: int, rows: int) -> 
     if not of_rows and all(_scale(site) == 1 for site in observed):
         found.append(("no observed site is scaled so", 1.0))
     for site in of_rows:
-        scale, by_plates = _scale(site), _scale_by_plates(site)
+        frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None and frame.size > 0]
+        scale, by_plates = _scale(site), math.prod(int(frame.full_size) / int(frame.size) for frame in frames)
         if not _equal(scale, wanted) and (not _equal(by_plates, wanted) or _equal(scale / by_plates, wanted)):
             found.append((f"the site {site['name']!r} is scaled by {scale:.4g}", scale))
     for what, scale in found:
-        ratio = scale / wanted
-        error = f"{1 / ratio:.3g} times too little" if ratio < 1 else f"{ratio:.3g} times too much"
+        error = f"{wanted / scale:.3g} times too little" if scale < wanted else f"{scale / wanted:.3g} times too much"
         warnings.warn(
             f"mini-batches hold {batch_size} of {rows} rows, so each row must count {wanted:.4g} times, but {what}: "
             f"the likelihood counts {error} against the prior. Put the data in pyro.plate(name, {rows}, "
@@ -93,27 +91,8 @@ def warn_of_batch_scale(observed: Sequence[Any], batch_size: int, rows: int) -> 
         )
 
 
-def warn_of_plate_scale(observed: Sequence[Any]) -> None:
-    """Warn of observed sites in plates that draw a subsample, and so scale them, that are scaled once more by hand."""
-    for site in observed:
-        by_plates, scale = _scale_by_plates(site), _scale(site)
-        if not _equal(by_plates, 1.0) and _equal(scale / by_plates, by_plates):
-            warnings.warn(
-                f"the site {site['name']!r} counts {scale:.4g} times: its plate already counts its subsample "
-                f"{by_plates:.4g} times, and a scale of the same size comes on top. Leave that out",
-                UserWarning,
-                stacklevel=2,
-            )
-
-
 def _scale(site: Any) -> float:
     return float(as_tensor(site["scale"]).double().mean())
-
-
-def _scale_by_plates(site: Any) -> float:
-    """The scale that the site's plates give it, for what they leave out."""
-    frames = [frame for frame in site["cond_indep_stack"] if frame.full_size is not None and frame.size > 0]
-    return math.prod(int(frame.full_size) / int(frame.size) for frame in frames)
 
 
 def _equal(found: float, wanted: float) -> bool:

@@ -30,8 +30,9 @@ from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, in_chunks, same_evaluation
 from pyro_symmetric.mcmc.density.layers import Layers
-from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows, Target
-from pyro_symmetric.mcmc.density.traced import require_model, target_of
+from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows
+from pyro_symmetric.mcmc.density.traced import TracedTarget, require_model
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -124,7 +125,11 @@ class Density:
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
-            self.target: Target = target_of(model, args, kwargs, batch_size, device, dtype)
+            self.target: NetworkTarget | TracedTarget
+            if isinstance(model, BayesianModel):
+                self.target = NetworkTarget(model, args, kwargs, batch_size)
+            else:
+                self.target = TracedTarget(model, args, kwargs, batch_size, device, dtype)
             self.row_counts = self.target.row_counts
             """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
             if not subsampled and self.row_counts:
@@ -151,6 +156,11 @@ class Density:
             self.engine_reason = ""
             """Why no faster engine serves, in words."""
             self._settle_engine(engine, z, evaluations)
+
+    @property
+    def is_network(self) -> bool:
+        """True of a ``BayesianModel``."""
+        return isinstance(self.target, NetworkTarget)
 
     @property
     def num_rows(self) -> int:
@@ -183,7 +193,7 @@ class Density:
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
         """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
-        if self.fast is not None and self.fast.serves(z, rows):
+        if self.fast is not None:
             return self.energy_and_gradient(z, rows)[0]
         return in_chunks(lambda z, rows: (self._eager.energy(z, rows),), z, rows, self.chain_chunk)[0]
 
@@ -203,7 +213,7 @@ class Density:
         return energy, gradient
 
     def _evaluated(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        if self.fast is not None and self.fast.serves(z, rows):
+        if self.fast is not None:
             try:
                 return self.fast.energy_and_gradient(z, rows)
             except torch.linalg.LinAlgError:
@@ -219,53 +229,42 @@ class Density:
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected = self._probed(z, rows)
-        network, why, warns = isinstance(self.target, NetworkTarget), "", asked != "auto"
-        if asked == "auto" and not network and evaluations >= LEAST_EVALUATIONS and not self.target.one_by_one:
-            asked, warns = "compiled", not has_compiler(self.device)
         if asked == "eager":
             return self._choose_chunk()
-        if self.target.one_by_one:  # which was warned of
-            why, warns = self.target.one_by_one, False
-        elif asked == "compiled" and not has_compiler(self.device):
+        named, why = asked != "auto", self.target.one_by_one
+        if not named:
+            asked = "layers" if self.is_network else "compiled" if evaluations >= LEAST_EVALUATIONS else "eager"
+        if not why and asked == "layers":
+            why = self._take_layers(z, rows, expected)
+        elif not why and asked == "compiled" and not has_compiler(self.device):
             why = "no C++ compiler was found (g++, clang++ or $CXX)"
-        elif asked == "compiled":
-            self._choose_chunk()
-            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
-        elif isinstance(self.target, NetworkTarget):
-            self.fast, why = self._layers(self.target, z, rows, expected)
-        elif asked == "layers":
-            why = "it serves a BayesianModel only"
         self._choose_chunk()
+        if not why and asked == "compiled":
+            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
         self.engine_reason = why
-        if why and warns:
-            warnings.warn(
-                f"engine 'eager' serves, not {asked!r}: {why}. They round differently: the same seed gives other draws "
-                f"where {asked!r} serves",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        if why and (named or asked == "compiled") and not self.target.one_by_one:  # which was warned of
+            warnings.warn(f"engine 'eager' serves, not {asked!r}: {why}", RuntimeWarning, stacklevel=3)
 
-    def _layers(
-        self, target: NetworkTarget, z: Tensor, rows: Rows | None, expected: Evaluation
-    ) -> tuple[Layers | None, str]:
-        """The engine, or why it doesn't serve."""
+    def _take_layers(self, z: Tensor, rows: Rows | None, expected: Evaluation) -> str:
+        """Let the engine serve, or tell why it can't."""
+        if not isinstance(self.target, NetworkTarget):
+            return "it serves a BayesianModel only"
         if not all(bool(torch.isfinite(part).all()) for part in expected):
-            return None, "its density isn't finite at draws from the prior, where evaluations are compared"
+            return "its density isn't finite at draws from the prior, where evaluations are compared"
         try:
-            layers = Layers(target, self.layout)
+            layers = Layers(self.target, self.layout)
         except Unavailable as error:
-            return None, f"the network isn't a chain of linear layers and known activations: {error}"
-        if not layers.serves(z, rows):
-            return None, f"chains are in {z.dtype}, the network isn't"
+            return f"the network isn't a chain of linear layers and known activations: {error}"
         if not same_evaluation(layers.energy_and_gradient(z, rows), expected):
-            return None, "the evaluation by hand differs from the model's own"
-        return layers, ""
+            return "the evaluation by hand differs from the model's own"
+        self.fast = layers
+        return ""
 
     def _choose_chunk(self) -> None:
         """As many chains as have numbers of the size of the data, or of themselves, in the cache of a CPU."""
         by_chain = isinstance(self.fast, Layers) and self.fast.tiled
         if self.chain_chunk is None and self.device.type == "cpu" and not by_chain:
-            given = [value.numel() for value in tree_leaves(self.target.arguments()) if isinstance(value, Tensor)]
+            given = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
             numbers = max([self.dim, *given]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
 
@@ -280,39 +279,23 @@ class Density:
         target.one_by_one = "not known yet"
         try:
             alone = evaluate(z, rows)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"a site's density or the log-determinant of its transform isn't known: {error!r}"
-            ) from error
         except RuntimeError as error:
             said = (str(error).strip() or repr(error)).splitlines()[0]
-            if "does not require grad" in said:
-                said = "it doesn't depend on the sites, so it has no posterior"
             raise ValueError(f"the model's density, or its gradient, can't be evaluated: {said}") from error
-        target.one_by_one, said = "", ""
-        for target.with_stand_ins in (False, True):
-            try:
-                together = evaluate(z, rows)
-            except Exception as error:  # the map over chains runs other people's code, which may raise anything
-                said = (str(error).strip() or repr(error)).splitlines()[0]
-                continue
-            if same_evaluation(together, alone):
-                return together
-            said = "the results differ"
-        said = said.partition(" We don't support that yet")[0][:300].rstrip(".")  # PyTorch asks for a report of it
-        target.one_by_one = f"the model can't be mapped over chains (torch.func.vmap): {said}"
+        target.one_by_one, failure = "", None
+        try:
+            together = evaluate(z, rows)
+        except Exception as error:  # the map over chains runs other people's code, which may raise anything
+            failure = error
+        if failure is None and same_evaluation(together, alone):
+            return together
+        target.one_by_one = "the results differ"
         if not same_evaluation(evaluate(z, rows), alone):
             raise ValueError(
                 "the model's density isn't a function of its sites: two evaluations at one point differ. Usual causes: "
                 "dropout in train mode (call .eval()), or random numbers drawn outside of pyro.sample"
             )
-        warnings.warn(
-            f"chains are evaluated one after another, which takes longer: {target.one_by_one}. Usual causes: "
-            "Python control flow or .item() on a sampled value, in-place changes, a distribution that PyTorch can't "
-            "map",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        target.give_up_map(failure or target.one_by_one)
         return alone
 
     # draws ----------------------------------------------------------------------------------------------------------
@@ -320,7 +303,9 @@ class Density:
     def draws(self, z: Tensor) -> Weights:
         """Weights at vectors ``(C, D)``, and the values of the model's deterministic sites."""
         weights = self.layout.constrain(z)
-        return {**weights, **self.target.compute(weights)} if self.target.computed else weights
+        if isinstance(self.target, NetworkTarget) or not self.target.computed:
+            return weights
+        return {**weights, **self.target.compute(weights)}
 
     # places ---------------------------------------------------------------------------------------------------------
 

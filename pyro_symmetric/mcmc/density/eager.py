@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.layout import Layout
-from pyro_symmetric.mcmc.density.targets import Rows, Target
+from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows
+from pyro_symmetric.mcmc.density.traced import TracedTarget
 
 Evaluation = tuple[Tensor, Tensor]
 Evaluate = Callable[..., Evaluation]
@@ -23,7 +24,7 @@ class Eager:
 
     name = "eager"
 
-    def __init__(self, target: Target, layout: Layout):
+    def __init__(self, target: NetworkTarget | TracedTarget, layout: Layout):
         self.target, self.layout = target, layout
 
     def energy(self, z: Tensor, rows: Rows | None) -> Tensor:
