@@ -129,7 +129,7 @@ class Problem:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Where each weight and bias begins -> how many numbers it has."""
+        """Numbers of each weight and bias, by where it begins."""
         sizes = {layer.weight: layer.inputs * layer.outputs for layer in self.layers}
         return dict(sorted((sizes | {layer.bias: layer.outputs for layer in self.layers if layer.bias >= 0}).items()))
 
