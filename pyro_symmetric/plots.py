@@ -10,7 +10,6 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 from numpy.typing import NDArray
 
 Array = NDArray[np.floating[Any]]
@@ -161,35 +160,6 @@ def before_and_after(values: Mapping[str, tuple[float, float]], xlabel: str) -> 
     ax.set(yticks=list(heights), yticklabels=list(values), xlabel=xlabel)
     ax.invert_yaxis()
     _legend_below(figure, ax)
-    return figure
-
-
-@styled
-def chain_agreement(r_hats: Mapping[str, Array], sizes: Mapping[str, Array], threshold: float) -> Figure:
-    """Sorted R-hat and effective sample sizes: what they were computed for -> one value for each entry."""
-    figure, axes = _grid(1, 2, 4.2, 3.2)
-    shades = colours(list(r_hats))
-    for ax, curves in zip(axes.flat, (r_hats, sizes), strict=True):
-        for name, values in curves.items():
-            heights = np.sort(values[np.isfinite(values)])
-            ax.plot(np.linspace(0, 1, len(heights)), heights, color=shades[name], lw=1.4, label=name)
-        ax.set(xlabel="share of the entries", yscale="log")
-        ax.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=False))  # 1.08 and not 1.08 × 10⁰
-        ax.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
-    axes[0, 0].axhline(threshold, color="#999", lw=0.8, ls="--")
-    axes[0, 0].set(title="R-hat")
-    axes[0, 1].set(title="bulk effective sample size")
-    _legend_below(figure, axes.flat[0])
-    return figure
-
-
-@styled
-def bars(names: Sequence[str], values: Sequence[float], xlabel: str, ylabel: str, title: str) -> Figure:
-    """One bar for each name."""
-    figure, axes = _grid(1, 1, max(3.2, 0.8 + 0.5 * len(names)), 3.0)
-    axes[0, 0].bar(names, values, color=COLOURS[0])
-    axes[0, 0].tick_params(axis="x", rotation=90 if len(names) > 6 else 0)
-    axes[0, 0].set(xlabel=xlabel, ylabel=ylabel, title=title)
     return figure
 
 

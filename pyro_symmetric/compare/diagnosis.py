@@ -1,12 +1,9 @@
 r"""Can these draws be trusted? Convergence of chains: raw, modulo symmetry, and of predictions.
 
-Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike, so R-hat on raw weights
-says nothing of a model with symmetries. Three looks together do: at the weights as drawn; modulo symmetry, all draws
-aligned to each other; and at what no symmetry touches, predictions and the log density. R-hat and effective sample
-sizes are those of ``posterior.statistics``, limits those of ``posterior.diagnostics``.
-
-The aligned frame is a function of the draws' orbits and of all draws together, never of the chain that a draw belongs
-to. So if the chains' orbits are distributed alike, they are so in it, and disagreement there is real.
+Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike. So three looks are taken:
+at the weights as drawn; modulo symmetry, all draws aligned to each other; and at what no symmetry touches, predictions
+and the log density. The aligned frame is a function of the draws' orbits and of all draws together, never of the chain
+that a draw belongs to: if the chains' orbits are distributed alike, they are so in it.
 
 If model and data are known, the energy is looked at, too. Integration by parts gives :math:`\mathbb E[(z - a) \cdot
 \nabla U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose density vanishes at infinity, and every point
@@ -19,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,16 +96,6 @@ class Diagnosis:
         }
         return plain({"ok": self.ok, "checks": found, "statistics": statistics})
 
-    def plot(self) -> Any:
-        """R-hat and bulk effective sample sizes of all entries, sorted: a curve for each space."""
-        from pyro_symmetric.plots import chain_agreement  # which loads matplotlib
-
-        r_hats, sizes = (
-            {space: _known(by_site.values(), name).numpy() for space, by_site in self.statistics.items()}
-            for name in ("r_hat", "ess_bulk")
-        )
-        return chain_agreement(r_hats, sizes, R_HAT[1])
-
     def full(self) -> str:
         """All checks, and a table of each space by site."""
         parts = [self._text(self.checks)]
@@ -164,41 +151,42 @@ def diagnose(
     _check_arguments(posterior, x, predictions, num_draws)
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
+    checks, statistics, spaces = _before(posterior, predictions), Statistics(), dict[str, Any]()
+    if posterior.kind == "chains" and all(check.status != "fail" for check in checks):
+        spaces = _spaces(posterior, symmetry, model, x, predictions)
+        made = {f"{space} {s!r}": v for space in (MODULO, PREDICTIONS) for s, v in spaces.get(space, {}).items()}
+        if (sound := diagnostics.finite(made)).status == "fail":
+            checks, spaces = [sound], {}
+    if spaces:
+        if posterior.num_samples >= LEAST_DRAWS:
+            statistics = {k: {s: also_of_one(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
+        agreed = _agreement(statistics, _is_network(posterior))
+        arrived = all(check.status != "fail" for check in agreed)
+        guess = "acceptance_rate" not in posterior.statistics
+        subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
+        checks += [
+            diagnostics.moving(posterior.samples),
+            *agreed,
+            *diagnostics.starts(posterior.metadata),
+            *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
+            *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
+        ]
+    return Diagnosis(tuple(checks), statistics, posterior.num_chains, posterior.num_samples)
 
-    def diagnosis(checks: Sequence[Check], statistics: Statistics | None = None) -> Diagnosis:
-        return Diagnosis(tuple(checks), statistics or {}, posterior.num_chains, posterior.num_samples)
 
-    density = {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
-    drawn = {**{f"site {site!r}": value for site, value in posterior.samples.items()}, **density}
-    first = [diagnostics.finite({**drawn, **({} if predictions is None else {PREDICTIONS: predictions})})]
-    if first[0].status == "pass":
-        first += diagnostics.copies(posterior.samples) if posterior.kind == "chains" else [_enough(posterior)]
-    if posterior.kind == "independent" or any(check.status == "fail" for check in first):
-        return diagnosis(first)
-    spaces = _spaces(posterior, symmetry, model, x, predictions)
-    made = diagnostics.finite(
-        {f"{space} {site!r}": v for space in (MODULO, PREDICTIONS) for site, v in spaces.get(space, {}).items()}
-    )
-    if made.status == "fail":
-        return diagnosis([made])
-    told = posterior.num_samples >= LEAST_DRAWS
-    statistics = {
-        space: {site: also_of_one(_looked_at(value)) for site, value in by_site.items()}
-        for space, by_site in (spaces.items() if told else ())
-    }
-    agreed = _agreement(statistics, _is_network(posterior))
-    arrived = all(check.status != "fail" for check in agreed)
-    guess = "acceptance_rate" not in posterior.statistics
-    subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
-    checks = [
-        *first,
-        diagnostics.moving(posterior.samples),
-        *agreed,
-        *diagnostics.starts(posterior.metadata),
-        *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
-        *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
-    ]
-    return diagnosis(checks, statistics)
+def _before(posterior: Posterior, predictions: Tensor | None) -> list[Check]:
+    """Look at what must hold before all else; of independent draws, at how many there are."""
+    drawn = {f"site {site!r}": value for site, value in posterior.samples.items()}
+    drawn |= {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
+    drawn |= {} if predictions is None else {PREDICTIONS: predictions}
+    sound = diagnostics.finite(drawn)
+    if sound.status != "pass":
+        return [sound]
+    if posterior.kind == "chains":
+        return [sound, *diagnostics.copies(posterior.samples)]
+    count, limits = posterior.num_chains * posterior.num_samples, (EFFECTIVE_DRAWS[0], 0.0)
+    found = f"{count} independent draws"
+    return [sound, checked("effective draws", float(count), limits, found, "means are rough")]
 
 
 # do the chains agree ------------------------------------------------------------------------------------------------
@@ -223,7 +211,8 @@ def _spaces(
         predictions = predict(posterior.samples, model, rows, kind="mean", progress=False)
     if predictions is not None:
         spaces[PREDICTIONS] = {PREDICTIONS: predictions}
-    return {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
+    held = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
+    return {space: by_site for space, by_site in held.items() if by_site}
 
 
 def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
@@ -253,14 +242,13 @@ def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status,
     :param hint: what else their disagreement may come of.
     """
     worst = {site: _beyond_chance(_known([numbers], "r_hat")) for site, numbers in by_site.items()}
-    told = {site: value for site, value in worst.items() if not math.isnan(value)}
-    if not told:
+    site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))
+    if math.isnan(worst[site]):
         return Check(space, "unknown", "R-hat can't be told: the draws never change")
-    site = max(told, key=told.__getitem__)
     of = "" if site == space else f" of site {site!r}"
-    advice = "run longer" if graded(told[site], R_HAT) == "warn" else f"the chains disagree{hint}"
-    found = checked(space, told[site], R_HAT, f"R-hat{of} {told[site]:.3f}", advice)
-    return Check(space, at_worst if found.status == "fail" else found.status, found.words, found.value)
+    advice = "run longer" if graded(worst[site], R_HAT) == "warn" else f"the chains disagree{hint}"
+    found = checked(space, worst[site], R_HAT, f"R-hat{of} {worst[site]:.3f}", advice)
+    return replace(found, status=at_worst) if found.status == "fail" else found
 
 
 def _beyond_chance(r_hats: Tensor) -> float:
@@ -279,20 +267,12 @@ def _effective(measured: Statistics) -> Check:
         for space, by_site in measured.items()
         for site, n in by_site.items()
     }
-    told = {name: size for name, size in least.items() if not math.isnan(size)}
-    if not told:
+    space, site = min(least, key=lambda name: (math.isnan(least[name]), least[name]))
+    if math.isnan(least[space, site]):
         return Check("effective draws", "unknown", "they can't be told: the draws never change")
-    space, site = min(told, key=told.__getitem__)
     of = space if site == space else f"site {site!r} ({space})"
     advice = "more draws, or more chains"
-    return checked("effective draws", told[space, site], EFFECTIVE_DRAWS, f"{told[space, site]:.0f} of {of}", advice)
-
-
-def _enough(posterior: Posterior) -> Check:
-    """Count the draws of an ensemble or a guide: there are no chains that could agree."""
-    count = posterior.num_chains * posterior.num_samples
-    limits = (EFFECTIVE_DRAWS[0], 0.0)
-    return checked("effective draws", float(count), limits, f"{count} independent draws", "means are rough")
+    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, f"{least[space, site]:.0f} of {of}", advice)
 
 
 def _looked_at(draws: Tensor) -> Tensor:

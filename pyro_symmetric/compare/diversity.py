@@ -97,18 +97,17 @@ class FunctionalCollapse:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON: summaries over pairs."""
-        sides = {"within": _pairs(self.within), "outside": _pairs(self.outside)}
-        summaries = {
+        found: dict[str, Any] = {
             name: {"mean": v.mean(), "median": v.median(), "minimum": v.min(), "maximum": v.max()}
-            for name, v in sides.items()
+            for name, v in (("within", _pairs(self.within)), ("outside", _pairs(self.outside)))
         }
-        correlations = {"correlation": self.correlation, "rank_correlation": self.rank_correlation}
-        return plain({**summaries, "members": len(self.within), **correlations})
+        found |= {"correlation": self.correlation, "rank_correlation": self.rank_correlation}
+        return plain({**found, "members": len(self.within)})
 
     def __repr__(self) -> str:
-        summary = self.to_dict()
-        rows: list[tuple[str, ...]] = [("inputs", "mean", "median", "minimum", "maximum")]
-        rows += [(name, *(f"{v:.3g}" for v in summary[name].values())) for name in ("within", "outside")]
+        found = self.to_dict()
+        rows = [("inputs", *found["within"])]
+        rows += [(name, *(f"{v:.3g}" for v in found[name].values())) for name in ("within", "outside")]
         head = f"Pairwise mutual information of {len(self.within):,} members in nats (collapsed at 0, log 2 at most)"
         return f"{head}\n{table(rows)}\n  correlation {self.correlation:.3f}, of ranks {self.rank_correlation:.3f}"
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_symmetric.compare.layers import samples_given
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import Draws, samples_of
+from pyro_symmetric.posterior.samples import Draws
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
-from pyro_symmetric.weights import Weights, require_finite
+from pyro_symmetric.weights import require_finite
 
 _PART_NUMBERS = 2**24  # copied at a time
 
@@ -37,7 +38,7 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     return min(max(posterior.num_chains, int(worst) // 2), total)
 
 
-def thinned(weights: Draws, name: str = "weights") -> Weights:
+def thinned(weights: Draws, name: str = "weights") -> Posterior:
     """As many draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain is
     among them, if one of each counts. If all do, they are views.
 
@@ -45,7 +46,7 @@ def thinned(weights: Draws, name: str = "weights") -> Weights:
     :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
     """
     if not isinstance(weights, Posterior):
-        weights = Posterior.from_samples(samples_of(weights, name), kind="independent")
+        weights = Posterior.from_samples(samples_given(weights, name), kind="independent")
     require_finite(weights.samples, name)
     if weights.kind == "chains" and (copies := copied_chains(weights.samples)):
         raise ValueError(f"the chains {copies} are copies of others, as of runs with the same seed; leave them out")
@@ -56,7 +57,8 @@ def thinned(weights: Draws, name: str = "weights") -> Weights:
             "more chains"
         )
     keep = slice(None) if count == total else evenly_spaced(total, count)
-    return {site: value[keep] for site, value in weights.get_samples().items()}
+    kept = {site: value[keep] for site, value in weights.get_samples().items()}
+    return Posterior.from_samples(kept, kind="independent")
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare._tests import chi_square_uniform, holm, holm_rejections, kolmogorov_smirnov
+from pyro_symmetric.compare._tests import chi_square_uniform, holm, kolmogorov_smirnov
 from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.compare.results import SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -75,10 +75,12 @@ def invariance_tests(
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
     sites = group.required_sites
-    known: Draws = {site: samples[site] for site in sites}
+    kept: Mapping[str, Tensor] = {}
     if sites and thin and isinstance(weights, Posterior):
-        known = Posterior({site: weights.samples[site] for site in sites}, kind=weights.kind)
-    kept = thinned(known) if known else {}
+        kept = thinned(Posterior({site: weights.samples[site] for site in sites}, kind=weights.kind)).get_samples()
+    elif sites:
+        known = {site: samples[site] for site in sites}
+        kept = thinned(Posterior.from_samples(known, kind="independent")).get_samples()
     draws = len(next(iter(kept.values()))) if kept else 0
     found: list[dict[str, Any]] = []
     for name, size in group.factors.items():
@@ -220,7 +222,7 @@ def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> dict[s
     return {
         "marginal_tests": tests,
         "marginal_p_value": min(1.0, tests * float(p_values.min())),
-        "marginal_rejected": holm_rejections(p_values, level),
+        "marginal_rejected": int((holm(p_values) <= level).sum()),
         "marginal_largest": float(statistics.max()),
         "marginal_smallest_possible": min(1.0, tests * floor),
     }

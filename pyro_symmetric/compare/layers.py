@@ -7,7 +7,6 @@ site without a dot (``noise_scale``) is a layer of its own.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -28,6 +27,29 @@ def group_sites(sites: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return grouped
 
 
+def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
+    """Samples ``(samples, *site_shape)``; a dictionary that looks like one of chains is refused.
+
+    Three sites or more of few samples, all with the same longer axis next, are nearly always chains and draws. Of fewer
+    (a layer's weight and bias) that can't be told.
+    """
+    samples = samples_of(draws, name)
+    leading = {tuple(value.shape[:2]) for site, value in samples.items() if not is_running_statistic(site)}
+    shape = next(iter(leading), ())
+    if (
+        isinstance(draws, Mapping)
+        and len(samples) > 2
+        and len(leading) == 1
+        and len(shape) == 2
+        and shape[0] < shape[1]
+    ):
+        raise ValueError(
+            f"{name} has {shape[0]} samples, and all sites an axis of size {shape[1]} next: if these are chains and "
+            "draws, pass Posterior(weights, kind='chains'), if not, Posterior.from_samples(weights, kind='independent')"
+        )
+    return samples
+
+
 class PairedSamples:
     """Two sets of samples, checked.
 
@@ -37,7 +59,7 @@ class PairedSamples:
     """
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
-        p, q = self.weights = (samples_of(weights_p, SIDES[0]), samples_of(weights_q, SIDES[1]))
+        p, q = self.weights = (samples_given(weights_p, SIDES[0]), samples_given(weights_q, SIDES[1]))
         here, there = ({site for site in side if not is_running_statistic(site)} for side in self.weights)
         if here != there:
             raise ValueError(
@@ -50,7 +72,6 @@ class PairedSamples:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         for site in sites:
             _require_alike(site, p[site], q[site])
-        _warn_of_chains({site: p[site] for site in sites})
         self.shapes = {site: p[site].shape[1:] for site in sites}
         self.num_samples = (len(p[sites[0]]), len(q[sites[0]]))
         for name, side, count in zip(SIDES, self.weights, self.num_samples, strict=True):
@@ -93,21 +114,3 @@ def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
             raise ValueError(f"{name}[{site!r}] has dtype {value.dtype}; only floating-point weights have distances")
     if p.device != q.device:
         raise ValueError(f"{site!r} lies on {p.device} in weights_p and on {q.device} in weights_q; move one")
-
-
-def _warn_of_chains(weights: Mapping[str, Tensor]) -> None:
-    """Draws ``(chains, draws, ...)`` look like few samples of large sites, all of which have an axis in common.
-
-    A linear layer's weight and bias have one, too, so that a network of one layer can't be told from draws.
-    """
-    leading = {tuple(value.shape[:2]) for value in weights.values()}
-    if len(weights) < 3 or len(leading) > 1:
-        return
-    shape = leading.pop()
-    if len(shape) == 2 and shape[0] < shape[1] and len({value.dim() for value in weights.values()}) > 1:
-        warnings.warn(
-            f"weights have {shape[0]} samples, and all sites an axis of size {shape[1]} next; if these are chains and "
-            "draws, pass a Posterior",
-            UserWarning,
-            stacklevel=4,
-        )

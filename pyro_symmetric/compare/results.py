@@ -1,4 +1,4 @@
-"""Results of comparisons: distances and tests, with the numbers of their parts, as text, as JSON and as a figure."""
+"""Results of comparisons: distances and tests, with the numbers of their parts, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyro_symmetric import arguments
 MOST_LINES = 60  # of a table
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Result:
     """Numbers of the parts that were compared.
 
@@ -51,13 +51,6 @@ class Result:
         rows = {name: values[place] for name, values in self.numbers.items()}
         return {name: value if np.ndim(value) else plain(value) for name, value in rows.items()}
 
-    def plot(self) -> Any:
-        """A bar for each part: of the numbers that say most."""
-        from pyro_symmetric.plots import bars  # which loads matplotlib
-
-        name = next((name for name in self._overall() if name in self.numbers), next(iter(self.numbers)))
-        return bars(self.parts, list(self.numbers[name]), self.axis, name, self.title)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
         parts = {part: self.of(part) for part in self.parts}
@@ -66,11 +59,11 @@ class Result:
     def __repr__(self) -> str:
         if not self.parts:
             return self._head()
-        shown = self.table[list(self.shown)] if self.shown else self.table
         more = [f"... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
-        rows = shown.head(MOST_LINES).rename(columns=lambda name: name.replace("_", " "))
-        rows = rows.rename_axis(index=None, columns=self.axis)
-        return "\n".join([self._head(), rows.to_string(float_format="{:.3g}".format), *more])
+        shown = self.table[list(self.shown)] if self.shown else self.table
+        rows = shown.head(MOST_LINES).rename_axis(index=None, columns=self.axis)
+        text = rows.rename(columns=lambda name: name.replace("_", " ")).to_string(float_format="{:.3g}".format)
+        return "\n".join([self._head(), text, *more])
 
     def _overall(self) -> dict[str, Any]:
         """The numbers of everything together."""
@@ -81,7 +74,7 @@ class Result:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DistanceResult(Result):
     """The distance between two sets of draws.
 
@@ -103,8 +96,6 @@ class DistanceResult(Result):
         return next(iter(self.totals.values()))
 
     def __getitem__(self, name: str) -> float:
-        if name not in self.totals:
-            raise KeyError(f"no total {name!r}; there are {list(self.totals)}")
         return self.totals[name]
 
     def _overall(self) -> dict[str, Any]:
@@ -116,7 +107,7 @@ class DistanceResult(Result):
         return f"{self.title}, {against} samples: {totals}"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SignificanceTest(Result):
     """The result of a test of a null hypothesis.
 
@@ -159,17 +150,16 @@ class Scores(dict[str, Any]):
 
     def __repr__(self) -> str:
         """The numbers, one a line; curves are left out."""
-        rows = [(name, f"{value:.4g}") for name, value in self.items() if isinstance(value, float)]
-        for name, parts in self.items():
-            for part, value in parts.items() if isinstance(parts, dict) else ():
-                if isinstance(value, dict):
-                    rows.append((f"{name} {part}", ", ".join(f"{key} {v:.4g}" for key, v in value.items())))
-                elif isinstance(value, float):
-                    rows.append((f"{name} {part}", f"{value:.4g}"))
-        return f"Scores\n{table(rows, left=(0, 1))}"
+        return f"Scores\n{table(list(_numbers_of(self)), left=(0, 1))}"
 
 
-# as text and as plain numbers ---------------------------------------------------------------------------------------
+def _numbers_of(scores: Mapping[Any, Any], prefix: str = "") -> Any:
+    """Name and text of every number."""
+    for name, value in scores.items():
+        if isinstance(value, float):
+            yield f"{prefix}{name}", f"{value:.4g}"
+        elif isinstance(value, dict):
+            yield from _numbers_of(value, f"{prefix}{name} ")
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:

@@ -2,15 +2,12 @@ r"""Scores of predictions: accuracy, proper scores, calibration, detection of in
 
 A prediction is that of the whole approximation: with members (samples of the weights) the mean of their predictive
 distributions, :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors,
-RMSE and FPR95; higher for the others.
+RMSE and FPR95; higher for the others. The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102);
+coverage of central intervals against their level is the calibration of Kuleshov et al. (2018, arXiv 1807.00263).
 
-Detection asks how well an uncertainty score tells inputs from out of the distribution from those within. **Positive is
-out of distribution**, and every score is oriented so that larger means more uncertain: one minus the largest
-probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual information of
-:mod:`.diversity`.
-
-The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102); coverage of central intervals against
-their level is the calibration of Kuleshov et al. (2018, arXiv 1807.00263), here of intervals symmetric in probability.
+Detection asks how well an uncertainty tells inputs from out of the distribution, which are **positive**, from those
+within: one minus the largest probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual
+information of :mod:`.diversity`.
 
 >>> members = torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]])  # two members, two inputs
 >>> result = ps.scores.classification(members, torch.tensor([0, 1]))
@@ -36,10 +33,6 @@ def classification(
     probabilities: Tensor, labels: Tensor, ood_probabilities: Tensor | None = None, *, num_bins: int = 15
 ) -> Scores:
     """Score a classifier's predictive probabilities.
-
-    >>> scores = classification(torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0, 1]))
-    >>> scores.accuracy
-    1.0
 
     * ``accuracy``: share of inputs whose most probable class is the label.
     * ``nll``: mean negative log probability of the label, in nats.
@@ -107,12 +100,10 @@ def regression(
     * ``calibration_levels``, ``calibration_coverage``: the same of the levels 0.05, 0.10, ... 0.95.
     * ``calibration_error``: mean absolute difference of the two.
 
-    Coverage is that of the mixture's own central intervals: ``y`` lies in the one of level ``c`` if the mixture's
-    distribution function at ``y`` lies within ``c / 2`` of one half. With several outputs the density is joint (outputs
-    independent given the member), errors and coverage are pooled over outputs.
+    ``y`` lies in the mixture's own central interval of level ``c`` if its distribution function at ``y`` lies within
+    ``c / 2`` of one half. Of several outputs the density is joint (independent given the member), the rest pooled.
 
     :param means: ``(S, N, D)`` of S members and D outputs, as ``predict(..., kind="mean")`` gives them, or ``(N, D)``.
-        A single output has its axis, too, so that members and inputs can't be mistaken for each other.
     :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
         anything that broadcasts with ``(S, N, D)``.
     :param targets: ``(N, D)``, or ``(N,)`` of a single output.

@@ -124,12 +124,12 @@ def test_thinning_keeps_the_last_draws():
     unmixed = torch.arange(6.0)[:, None, None] * 100 + torch.linspace(0, 1, 50)[:, None] + 1e-3 * torch.randn(6, 50, 2)
     posterior = Posterior({"w": unmixed}, kind="chains")
     assert independent_draws(posterior) == 6
-    assert torch.equal(thinned(posterior)["w"], unmixed[:, -1])  # the first would be where chains started
+    assert torch.equal(thinned(posterior).get_samples()["w"], unmixed[:, -1])  # the first would be where chains started
 
 
 def test_thinned_draws_are_some_of_the_draws():
     posterior = autoregression()
-    few = thinned(posterior)["w"]
+    few = thinned(posterior).get_samples()["w"]
     assert len(few) == independent_draws(posterior)
     assert bool((few[:, None] == posterior.get_samples()["w"]).flatten(2).all(-1).any(1).all())
 

@@ -42,9 +42,11 @@ def test_a_distance_of_batch_normalised_networks_ignores_the_scale_of_their_inpu
     assert ps.mmd(weights, other)["maximum"] == ps.mmd(weights, weights)["maximum"]
 
 
-def test_chains_and_draws_that_are_not_flattened_are_warned_of():
-    draws = {"0.weight": torch.randn(4, 50, 3, 2), "0.bias": torch.randn(4, 50, 3), "2.bias": torch.randn(4, 50, 2)}
-    with pytest.warns(UserWarning, match="4 samples, and all sites an axis of size 50 next; if these are chains"):
-        ps.mmd(draws, draws)
-    chains = ps.Posterior(draws, kind="chains")
-    assert ps.mmd(chains, chains).num_samples == (200, 200)
+@pytest.mark.parametrize("function", [ps.mmd, ps.mmd_test, ps.marginal_wasserstein])
+@pytest.mark.parametrize("shape", [(3, 2), ()])
+def test_chains_and_draws_in_a_dictionary_are_refused(function, shape):
+    draws = {"0.weight": torch.randn(4, 50, *shape), "0.bias": torch.randn(4, 50), "2.bias": torch.randn(4, 50)}
+    with pytest.raises(ValueError, match="4 samples, and all sites an axis of size 50 next: if these are chains"):
+        function(draws, draws)
+    known = ps.Posterior(draws, kind="independent")
+    assert function(known, known).num_samples == (200, 200)
