@@ -25,14 +25,18 @@ def chi_square_uniform(counts: Tensor) -> tuple[Tensor, str, Tensor]:
     """
     from scipy.stats import chisquare  # which takes a quarter of a second to load
 
-    statistic, upper = chisquare(counts.double().cpu().numpy(), axis=-1)
+    statistic, upper = map(np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1))
     n, draws = counts.shape[-1], int(counts.sum(-1).max())
     if draws >= 5 * n:
-        return torch.as_tensor(statistic), "chi-square", torch.as_tensor(upper)
+        return torch.from_numpy(statistic), "chi-square", torch.from_numpy(upper)
     simulated = np.random.default_rng(drawn_seed()).multinomial(draws, np.full(n, 1 / n), size=SIMULATIONS)
     drawn = np.sort(chisquare(simulated, axis=1).statistic)
     reached = SIMULATIONS - np.searchsorted(drawn, statistic * (1 - 1e-12))
-    return torch.as_tensor(statistic), "simulated multinomial", torch.as_tensor((reached + 1) / (SIMULATIONS + 1))
+    return (
+        torch.from_numpy(statistic),
+        "simulated multinomial",
+        torch.from_numpy(np.asarray((reached + 1) / (SIMULATIONS + 1))),
+    )
 
 
 def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, float]:

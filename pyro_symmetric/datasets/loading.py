@@ -86,7 +86,7 @@ def load(
     _require_sound(name, raw, train)
     train_x, y = _inputs(raw.x[train], raw), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x)
-    y_mean, y_scale = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    y_mean, y_scale = y.new_zeros((), dtype=torch.float64), y.new_ones((), dtype=torch.float64)
     if raw.task == "regression":
         y_mean, y_scale = _moments(y[train])
         y = (y - y_mean) / y_scale

@@ -71,7 +71,8 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     import_torchvision()
     from torchvision import datasets
 
-    make, choices = getattr(datasets, IMAGES[name]), [{"train": True}, {"train": False}]
+    make = getattr(datasets, IMAGES[name])
+    choices: list[dict[str, Any]] = [{"train": True}, {"train": False}]
     if name == "svhn":
         choices = [{"split": "train"}, {"split": "test"}]
     try:
