@@ -1,42 +1,27 @@
-"""The random numbers of a network: to draw the same ones again, and to draw others.
+"""The random numbers of a network: to draw the same ones again.
 
-A network draws from the process's generators of PyTorch, NumPy and Python, or from some that its modules keep.
+A network draws from the process's generators of PyTorch, NumPy and Python.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from pyro_symmetric._process import PYRO
 
 
-@dataclass
-class Draws:
-    """The random numbers that were drawn inside :func:`repeated`.
-
-    :ivar host: whether NumPy's or Python's generator was drawn from, known afterwards.
-    """
-
-    host: bool = False
-
-
 @contextlib.contextmanager
-def repeated(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[Draws]:
+def repeated(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Let a network draw the same random numbers each time, from PyTorch, NumPy or Python, and leave all as they were.
 
     :param seed: of all global generators.
     :param devices: the devices, besides the CPU, whose generators are seeded, too.
     """
-    draws = Draws()
     with PYRO, contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all GPUs
@@ -46,32 +31,11 @@ def repeated(seed: int, devices: Iterable[torch.device] = ()) -> Iterator[Draws]
             stack.enter_context(torch.random.fork_rng([index], device_type=device.type))
             with module.device(index):
                 module.manual_seed(seed)
-        before = _host_states()
+        before = random.getstate(), np.random.get_state()  # noqa: NPY002 (other people's code draws from it)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 (other people's code draws from it)
-        seeded = _host_states()
+        np.random.seed(seed % 2**32)  # noqa: NPY002
         try:
-            yield draws
+            yield
         finally:
-            draws.host = _host_states() != seeded
             random.setstate(before[0])
-            np.random.set_state(before[1:])  # noqa: NPY002
-
-
-def own_generators(net: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """The places where modules keep generators of their own: their attributes, and the name among these."""
-    kinds = torch.Generator, np.random.Generator, np.random.RandomState, random.Random
-    return [(vars(m), name) for m in net.modules() for name, value in vars(m).items() if isinstance(value, kinds)]
-
-
-def moved_on(generator: Any) -> Any:
-    """A generator of the same kind that will give other numbers."""
-    other = copy.deepcopy(generator)
-    torch.rand(1, generator=other, device=other.device) if isinstance(other, torch.Generator) else other.random()
-    return other
-
-
-def _host_states() -> tuple[Any, ...]:
-    """The state of Python's generator, then NumPy's, in pieces that can be compared."""
-    numpy: Any = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), numpy[0], numpy[1].tolist(), *numpy[2:]
+            np.random.set_state(before[1])  # noqa: NPY002

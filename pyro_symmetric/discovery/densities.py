@@ -38,10 +38,9 @@ def undisturbed() -> Iterator[None]:
 
 
 class Point(NamedTuple):
-    """A draw from the prior: continuous sites, the rows of subsampled plates, and the log-density of each site."""
+    """A draw from the prior: continuous sites and the rows of subsampled plates, and the log-density of each site."""
 
-    weights: Weights
-    rows: Weights
+    values: Weights
     log_probs: dict[str, Tensor]
 
 
@@ -61,13 +60,20 @@ class JointDensity:
     def __init__(self, model: Callable[[], Any], group: Group, draws: int, tolerance: float):
         self.model, self.tolerance = model, tolerance
         self.summed_out: list[str] = []
-        self.plate_nesting = 0
+        self.plate_nesting, self.shapes = 0, dict[str, torch.Size]()
         self.points = [self._draw(group) for _ in range(draws)]
-        self.shapes = {site: value.shape for site, value in self.points[0].weights.items()}
 
     def change(self, element: Element) -> Change:
         """The effect of an element on the density: the largest change at one of the points."""
-        changes = [self._change(point, element) for point in self.points]
+        changes = []
+        for point in self.points:
+            # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
+            try:
+                after = self._log_probs(element.on_sites(point.values))
+            except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
+                changes.append(Change(True, float("inf")))
+            else:
+                changes.append(compared(point.log_probs, after, self.tolerance))
         # Discrete sites are summed out of the whole density, which bears no site's name.
         sites = (site for change in changes if change.broken and not self.summed_out for site in change.sites)
         size = max(change.size for change in changes)
@@ -83,33 +89,25 @@ class JointDensity:
         self.summed_out = [name for name, site in latent.items() if getattr(site["fn"].support, "is_discrete", False)]
         frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
         self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
-        weights = {name: site["value"] for name, site in latent.items() if name not in self.summed_out}
+        values = {name: site["value"] for name, site in unseen.items() if name not in self.summed_out}
+        weights = {name: value for name, value in values.items() if name in latent}
         if missing := sorted(set(group.required_sites) - set(weights)):
             raise ValueError(
                 f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
                 f"{list(weights)}" + (f", and its discrete ones {self.summed_out}" if self.summed_out else "")
             )
         group.batch_shape(weights)  # names the site whose shape doesn't fit
-        rows = {name: site["value"] for name, site in unseen.items() if site_is_subsample(site)}
-        before, again = self._log_probs(weights, rows), self._log_probs(weights, rows)
+        self.shapes = {site: value.shape for site, value in weights.items()}
+        before, again = self._log_probs(values), self._log_probs(values)
         if compared(before, again, self.tolerance).broken:
             raise InconclusiveError(
                 "two evaluations of the model's density at the same sites differ, so that no symmetry can be told: is "
                 "there dropout (call .eval()), or randomness outside of pyro.sample?"
             )
-        return Point(weights, rows, before)
+        return Point(values, before)
 
-    def _change(self, point: Point, element: Element) -> Change:
-        # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
-        acted = element.on_sites(point.weights)
-        try:
-            after = self._log_probs(acted, point.rows)
-        except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
-            return Change(True, float("inf"))
-        return compared(point.log_probs, after, self.tolerance)
-
-    def _log_probs(self, weights: Weights, rows: Weights) -> dict[str, Tensor]:
-        conditioned = poutine.condition(self.model, data={**weights, **rows})
+    def _log_probs(self, values: Weights) -> dict[str, Tensor]:
+        conditioned = poutine.condition(self.model, data=values)
         if self.summed_out:
             return {"": self._summed_out(conditioned)}
         result = {}
@@ -117,12 +115,9 @@ class JointDensity:
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            feasible = name not in weights or _in_support(site["fn"], site["value"])
-            result[name] = (
-                _entries(site).double().reshape(-1)
-                if feasible
-                else site["value"].new_full((1,), torch.nan, dtype=torch.float64)
-            )
+            feasible = name not in values or _in_support(site["fn"], site["value"])
+            entries = _entries(site).double().reshape(-1)
+            result[name] = entries if feasible else torch.full_like(entries, torch.nan)
         return result
 
     def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
@@ -191,10 +186,7 @@ def compared(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: flo
     together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
     made_up_for = total <= MADE_UP_FOR * together < float("inf")
     holds = made_up_for or together <= sum(allowed[name] for name in changed)
-    named = tuple(
-        name for name in changed if name
-    )  # with discrete sites summed out, all sites have one nameless density
-    return Change(not holds, total if total == total else float("inf"), named)
+    return Change(not holds, total if total == total else float("inf"), changed)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

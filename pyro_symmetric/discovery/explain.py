@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -119,24 +118,21 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
 
 
 class _Chains:
-    """Shortest chains of facts between arrays of atoms."""
+    """Shortest chains of facts between arrays of atoms, of which each was new at once."""
 
     def __init__(self, flow: Flow):
-        self.flow, self.starts = flow, np.array(flow.starts)
+        self.flow, self.starts, self.trees = flow, np.array(flow.starts), dict[int, dict[int, int]]()
         self.names = {
-            int(self._blocks(part.atoms)[0]): f"{leaf.site}[{dim}]"
+            self._blocks(part.atoms)[0]: f"{leaf.site}[{dim}]"
             for leaf in flow.leaves.values()
             for dim, part in enumerate(leaf.value.parts)
             if part.atoms.size
         }
-        self.near: dict[
-            int, dict[int, int]
-        ] = {}  # block of atoms -> those that it is tied to, and the fact that says so
+        self.near = dict[int, dict[int, int]]()  # an array -> those that it is tied to, and the fact that says so
         for one, other, number in (*flow.unions, *flow.relations):
             for a, b in {*zip(self._blocks(one), self._blocks(other), strict=True)}:
                 self.near.setdefault(a, {}).setdefault(b, number)
                 self.near.setdefault(b, {}).setdefault(a, number)
-        self.trees: dict[int, dict[int, int]] = {}
 
     def _blocks(self, atoms: Array) -> list[int]:
         """The arrays in which some of these atoms were new."""
@@ -150,22 +146,19 @@ class _Chains:
         start, end = self._blocks(atoms)[0], self._blocks(target)[0]
         towards, steps = self._tree(end), list[str]()
         while start != end and start in towards:
-            following = towards[start]
-            origin = self.flow.origins[self.near[start][following]]
-            steps.append(f"{self.names[following]} by {origin}" if following in self.names else origin)
-            start = following
+            start, before = towards[start], start
+            origin = self.flow.origins[self.near[before][start]]
+            steps.append(f"{self.names[start]} by {origin}" if start in self.names else origin)
         return tuple(steps)
 
     def _tree(self, end: int) -> dict[int, int]:
-        """Block of atoms -> the next on its way to one of them."""
+        """An array -> the next on its way to one of them."""
         if end not in self.trees:
-            tree, waiting = {end: end}, deque([end])
-            while waiting:
-                block = waiting.popleft()
-                for other in self.near.get(block, ()):
-                    if other not in tree:
-                        tree[other] = block
-                        waiting.append(other)
+            tree, waiting = {end: end}, [end]
+            for block in waiting:
+                new = [other for other in self.near.get(block, ()) if other not in tree]
+                tree |= dict.fromkeys(new, block)
+                waiting += new
             self.trees[end] = tree
         return self.trees[end]
 

@@ -37,13 +37,10 @@ from pyro_symmetric.discovery.selection import Names, frozen_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
 from pyro_symmetric.discovery.trace import UnknownOperator, walked
 from pyro_symmetric.discovery.units import permuted_units
-from pyro_symmetric.discovery.verify import UnverifiedSymmetry, repaired
+from pyro_symmetric.discovery.verify import repaired
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import require_finite
-
-# How many passes are traced if each draws other numbers outside of PyTorch: what one doesn't show, another may.
-HOST_DRAWS = 8
 
 
 @forked()
@@ -68,7 +65,7 @@ def find_symmetry(
     The function is that from the tensors among the inputs to the tensors among the outputs, inside whatever holds them
     (caches of language models apart). If the network draws random numbers, they count as given: units that meet one
     number each aren't interchangeable, even if they are in law. Masks of dropout, and noise that is added in train mode
-    alone, count as their means.
+    alone, count as their means. Of numbers from NumPy or Python those of one pass are followed: draw with PyTorch.
 
     :param net: any module that ``torch.export`` can trace. It isn't changed.
     :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more.
@@ -153,24 +150,13 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
 
 
 def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[MultiplierTrace]:
-    """One forward pass; several if passes may differ by what they draw from NumPy's or Python's generators.
-
-    Then a warning says so: no trace shows what other draws would do.
-    """
+    """One forward pass: what it draws from NumPy or Python stands for all that it may draw."""
     trace = MultiplierTrace(net, inputs, kwargs)
     if not trace.returned:
         raise ValueError(
             f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
         )
-    if not trace.host_draws:
-        return [trace]
-    warnings.warn(
-        f"{type(net).__name__} draws random numbers from NumPy or Python, which tracing can't follow: the "
-        f"symmetry is that of {HOST_DRAWS} forward passes. With torch.rand instead it would be proven for all",
-        UnverifiedSymmetry,
-        stacklevel=4,
-    )
-    return [trace, *(MultiplierTrace(net, inputs, kwargs) for _ in range(HOST_DRAWS - 1))]
+    return [trace]
 
 
 def _used(traces: Sequence[MultiplierTrace]) -> set[str]:

@@ -22,8 +22,8 @@ import torch
 
 from pyro_symmetric.discovery.arrays import Array, components, rank_within
 
-# Joint units of several axes cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
-JOINT_LIMIT = 4_000_000
+# Products of units cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
+PRODUCT_LIMIT = 4_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,28 +215,28 @@ class Flow:
             self.occur(np.unique(part.atoms) if sliced else part.atoms)
         return Value(shape, parts, frozenset(i for i in fixed if i not in labelled and shape[i] > 1))
 
-    def larger(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
+    def parent_units(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
         """New units over some axes of a part, whose units are members of these."""
-        larger = Part(axes, self.fresh([sizes[a] for a in axes]))
-        self.relate(part.atoms, spread(larger, part.axes, sizes))
-        return larger
+        parent = Part(axes, self.fresh([sizes[a] for a in axes]))
+        self.relate(part.atoms, spread(parent, part.axes, sizes))
+        return parent
 
-    def joint(self, parts: Sequence[Part], sizes: Mapping[int, int], axes: Iterable[int] = ()) -> Part:
+    def product_units(self, parts: Sequence[Part], sizes: Mapping[int, int], axes: Iterable[int] = ()) -> Part:
         """Units over all axes of ``parts`` (and further ones) that are members of theirs: one of them, or new ones."""
         union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
         found = next((part for part in parts if part.axes == union), None)
-        joint = found or Part(union, self.fresh([sizes[a] for a in union]))
+        units = found or Part(union, self.fresh([sizes[a] for a in union]))
         for part in parts:
             if part.axes == union:
-                self.unify(joint.atoms, part.atoms)
+                self.unify(units.atoms, part.atoms)
             else:
-                self.relate(joint.atoms, spread(part, union, sizes))
-        return joint
+                self.relate(units.atoms, spread(part, union, sizes))
+        return units
 
     def narrow(self, part: Part, keep: Collection[int], sizes: Mapping[int, int]) -> list[Part]:
-        """The larger units that remain when a part is summed over its other axes; none if no axis remains."""
+        """The parents that remain when a part is summed over its other axes; none if no axis remains."""
         axes = tuple(axis for axis in part.axes if axis in keep)
-        return [part] if axes == part.axes else [self.larger(part, axes, sizes)] if axes else []
+        return [part] if axes == part.axes else [self.parent_units(part, axes, sizes)] if axes else []
 
     def restrict(self, value: Value, keep: Iterable[int]) -> Value:
         """Allow units along the axes ``keep`` only; along all others entries are told apart by their place."""
@@ -283,7 +283,7 @@ class Flow:
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
-        parts = [thin.renumbered(to) for part in value.parts for thin in _thin(part, to, value.shape)]
+        parts = [p.renumbered(to) for part in value.parts for p in _drop_size_one(part, to, value.shape)]
         shape = shape or [1 if old is None else value.shape[old] for old in axes]
         return self.value(shape, parts, [to[i] for i in value.fixed if i in to])
 
@@ -345,7 +345,7 @@ class Flow:
         return self.elementwise([one, self.relaid(other, [*keep, columns])])
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """View with another shape; axes that are merged get joint units, split axes keep theirs."""
+        """View with another shape; axes that are merged get products of units, split axes keep theirs."""
         known = math.prod(n for n in shape if n != -1)
         shape = tuple(math.prod(value.shape) // known if n == -1 else int(n) for n in shape)
         if 0 in value.shape:
@@ -365,15 +365,15 @@ class Flow:
             return value
         sizes = dict(enumerate(value.shape))
         labelled = {axis for part in touching for axis in part.axes}
-        if math.prod(sizes[a] for a in long | labelled) > JOINT_LIMIT:
-            self.lost[f"{self.where} (they belong to more than {JOINT_LIMIT} joint units)"] = None
+        if math.prod(sizes[a] for a in long | labelled) > PRODUCT_LIMIT:
+            self.lost[f"{self.where} (they belong to more than {PRODUCT_LIMIT} products)"] = None
             return self.restrict(value, set(range(value.dim)) - labelled)
-        joint = self.joint(touching, sizes, long)
-        apart = [axis for axis in joint.axes if axis not in labelled and axis in value.fixed]
+        units = self.product_units(touching, sizes, long)
+        apart = [axis for axis in units.axes if axis not in labelled and axis in value.fixed]
         if apart:
-            self.refine(joint.atoms, positions(apart, joint.axes, sizes))
+            self.refine(units.atoms, positions(apart, units.axes, sizes))
         rest = [part for part in value.parts if part not in touching]
-        return replace(value, parts=(*rest, joint), fixed=value.fixed - set(joint.axes))
+        return replace(value, parts=(*rest, units), fixed=value.fixed - set(units.axes))
 
     # several operands -----------------------------------------------------------------------------------------------
 
@@ -396,7 +396,7 @@ class Flow:
         terms = []
         for value, letters in operands:
             own = {axis: letter for axis, letter in enumerate(letters) if value.shape[axis] == sizes[letter]}
-            parts = [thin.renumbered(own) for part in value.parts for thin in _thin(part, own, value.shape)]
+            parts = [p.renumbered(own) for part in value.parts for p in _drop_size_one(part, own, value.shape)]
             terms.append((parts, {letters[axis] for axis in value.fixed}))
         self._tie(terms, sizes)
         known = {letter for _, fixed in terms for letter in fixed}
@@ -406,7 +406,7 @@ class Flow:
             touching = [g for g in groups if any(set(part.axes) & set(other.axes) for other in g)]
             groups = [g for g in groups if g not in touching] + [[*(p for g in touching for p in g), part]]
         place = {letter: i for i, letter in enumerate(out)}
-        parts = [self.joint(group, sizes).renumbered(place) for group in groups]
+        parts = [self.product_units(group, sizes).renumbered(place) for group in groups]
         fixed = {place[letter] for letter in known if letter in place}
         return self.value([sizes.get(letter, 1) for letter in out], parts, fixed)
 
@@ -429,7 +429,7 @@ class Flow:
                     self.unify(one.atoms, other.atoms)
                 elif common:
                     shared = next((part for part in (one, other) if part.axes == common), None)
-                    shared = shared or self.larger(one, common, sizes)
+                    shared = shared or self.parent_units(one, common, sizes)
                     for part in (one, other):
                         if part is not shared:
                             self.relate(part.atoms, spread(shared, part.axes, sizes))
@@ -478,7 +478,7 @@ class Flow:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _thin(part: Part, kept: Collection[int], shape: Sequence[int]) -> list[Part]:
+def _drop_size_one(part: Part, kept: Collection[int], shape: Sequence[int]) -> list[Part]:
     """A part without axes of length one; none if no axis is left."""
     axes = tuple(axis for axis in part.axes if axis in kept)
     if axes == part.axes:

@@ -10,7 +10,6 @@ noise that only regularises breaks no symmetry.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError, only, parts_of
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.generators import moved_on, own_generators, repeated
+from pyro_symmetric.generators import repeated
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.weights import Weights
 
@@ -89,9 +88,7 @@ class Outputs:
         with torch.no_grad():
             self.weights, self.origin = _randomised(symmetry, self.net, net)
         self.call = TensorsOnly(self.net, args, kwargs)
-        self.seed, self.host_draws, self.coarsest = drawn_seed(), False, 0.0
-        # Tracing saw the numbers that these give first.
-        self.generators = [(place, name, moved_on(place[name])) for place, name in own_generators(self.net)]
+        self.seed, self.coarsest = drawn_seed(), 0.0
         given = [_given(x, dtype, redraw) for x in self.call.tensors]
         self.inputs = dict.fromkeys((False, True), _enough(given))
         try:
@@ -174,8 +171,6 @@ class Outputs:
         :raises DoesNotRun: if it doesn't run in eval mode.
         """
         buffers = {name: value.clone() for name, value in self.net.named_buffers()}
-        for place, name, generator in self.generators:
-            place[name] = copy.deepcopy(generator)
         devices = {value.device for value in (*self.weights.values(), *self.inputs[train])}
         quiet = torch.no_grad(), without_fast_attention(), with_both_branches(), without_warnings()
         refreshed(self.net, train)
@@ -183,7 +178,7 @@ class Outputs:
             with contextlib.ExitStack() as stack:
                 for context in quiet:
                     stack.enter_context(context)
-                draws = stack.enter_context(repeated(self.seed, devices))
+                stack.enter_context(repeated(self.seed, devices))
                 mode = stack.enter_context(Deterministic(self.dtype, noise=not train))
                 outputs = self.call(*self.inputs[train])
         except Exception as error:
@@ -197,7 +192,6 @@ class Outputs:
                 for name, value in self.net.named_buffers():
                     if name in buffers and value.shape == buffers[name].shape:
                         value.copy_(buffers[name])
-        self.host_draws |= draws.host or bool(self.generators)
         self.coarsest = max(self.coarsest, mode.coarsest)
         return [out.log_softmax(-1) if out.dim() else out for out in outputs] if self.logits else outputs
 

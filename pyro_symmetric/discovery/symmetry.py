@@ -46,12 +46,6 @@ class Symmetry:
     logits: bool = False
     at_least: bool = False
 
-    def __post_init__(self) -> None:
-        arguments.instance("group", self.group, Group, "a Group")
-        arguments.instance("explanation", self.explanation, Explanation, "an Explanation")
-        arguments.flag("logits", self.logits)
-        arguments.flag("at_least", self.at_least)
-
     def __repr__(self) -> str:
         group = self.group
         permuted, scales, flips = (
@@ -154,18 +148,16 @@ class Symmetry:
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         parameters = dict(net.named_parameters())
         tensors = parameters | dict(net.named_buffers())
-        same = "is it the network that the symmetry was found for?"
-        if missing := [site for site in self.site_shapes if site not in tensors]:
-            raise ValueError(
-                f"net lacks the sites {missing}; {same} (A Pyro model's invariance is checked by verify_model, and its "
-                "sites are moved as a dict)"
-            )
-        if unknown := [name for name in parameters if name not in self.site_shapes]:
-            raise ValueError(f"net has the parameters {unknown}, which the symmetry doesn't know; {same}")
+        wrong = {site: "missing" for site in self.site_shapes if site not in tensors}
+        wrong |= {name: "unknown" for name in parameters if name not in self.site_shapes}
         for site, shape in self.site_shapes.items():
-            if not is_lazy(tensors[site]) and tensors[site].shape != shape:
-                found = f"{tuple(tensors[site].shape)} in net, but {tuple(shape)} in the symmetry"
-                raise ValueError(f"{site!r} has shape {found}; {same}")
+            if site in tensors and not is_lazy(tensors[site]) and tensors[site].shape != shape:
+                wrong[site] = f"of shape {tuple(tensors[site].shape)}, not {tuple(shape)}"
+        if wrong:
+            raise ValueError(
+                f"net isn't the network that the symmetry was found for: {wrong} (of a Pyro model, verify_model checks "
+                "the invariance, and elements move its sites as a dict)"
+            )
         return {site: tensors[site] for site in self.site_shapes}
 
     # parts of it, under other names ---------------------------------------------------------------------------------
@@ -180,21 +172,14 @@ class Symmetry:
         :param net: the network, or its buffers by site.
         :raises ValueError: if it lacks some.
         """
-        held = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
-        arguments.instance("net", held, Mapping, "a torch.nn.Module, or its buffers by site")
         if not self.buffers:
             return self
-        require_sites(held, self.buffers, "net")
-        for site in self.buffers:
-            if arguments.tensor(f"net[{site!r}]", held[site]).shape != self.site_shapes[site]:
-                raise ValueError(
-                    f"{site!r} has shape {tuple(held[site].shape)} in net, but {tuple(self.site_shapes[site])} in the "
-                    "symmetry; is it the network that the symmetry was found for?"
-                )
+        own = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
+        require_sites(own, self.buffers, "net")
+        kept = {site: own[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
         group = self.group
-        own = {site: held[site].detach() for site in self.buffers}
         for move in ("permute", "flip", "scale"):
-            group = group.without([name for name in group.names(move) if not _leaves(group, name, move, own)], move)
+            group = group.without([name for name in group.names(move) if not _leaves(group, name, move, kept)], move)
         return replace(self, group=group.leaving(self.buffers))
 
     def without_buffers(self) -> Symmetry:
@@ -321,7 +306,7 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if own.is_complex else dtype
 
 
-def _leaves(group: Group, name: str, move: str, held: Mapping[str, Tensor]) -> bool:
+def _leaves(group: Group, name: str, move: str, buffers: Mapping[str, Tensor]) -> bool:
     """True if one move of some units leaves all buffers as they are."""
     one = group[name]
     if move == "permute":
@@ -330,5 +315,4 @@ def _leaves(group: Group, name: str, move: str, held: Mapping[str, Tensor]) -> b
         each = torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
         signs, log_scales = ({name: 1 - 2 * each}, None) if move == "flip" else (None, {name: each})
         elements = group.element(signs=signs, log_scales=log_scales)
-    buffers = {a.site: held[a.site].detach().double() for a in one.axes if a.site in group.buffers}
-    return all(bool((elements.on_site(site, value) == value).all()) for site, value in buffers.items())
+    return all(bool((elements.on_site(a.site, buffers[a.site]) == buffers[a.site]).all()) for a in one.axes if a.buffer)

@@ -24,7 +24,7 @@ from pyro_symmetric.discovery.rules.registry import Call, operator_name, rule_fo
 from pyro_symmetric.discovery.rules.spatial import convolution
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.generators import own_generators, repeated
+from pyro_symmetric.generators import repeated
 
 # Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
 STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
@@ -59,20 +59,15 @@ class Trace:
     :ivar specs: what the graph takes, in this order, by the names that the network has for it.
     :ivar tensors: the tensors among the example inputs, in the order in which the graph takes them.
     :ivar returned: the nodes whose values the network returns (and not those that are written back to buffers).
-    :ivar host_draws: whether the pass draws from NumPy's or Python's generator, or from one of the network's own, so
-        that another pass may be different.
     :raises UntraceableError: if there is no such graph.
     """
 
     def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.net = net
-        with repeated(drawn_seed()) as draws:
+        with repeated(drawn_seed()):
             function = TensorsOnly(net, args, kwargs)
             self.program = exported(function)
         self.tensors = function.tensors
-        self.host_draws = draws.host or any(
-            not isinstance(place[name], torch.Generator) for place, name in own_generators(net)
-        )
         signature = self.program.graph_signature
         self.specs = [
             replace(spec, target=spec.target and spec.target.removeprefix("net.")) for spec in signature.input_specs

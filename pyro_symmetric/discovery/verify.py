@@ -116,13 +116,9 @@ def repaired(
         )
     if dropped:
         names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
-        cause = (
-            "The network draws random numbers from NumPy or Python, of which tracing sees a few draws only."
-            if outputs.host_draws
-            else "A rule is wrong: one that you registered, or one of pyro_symmetric; then please report the network."
-        )
         warnings.warn(
-            f"verification failed for the units {names}: these moves are left out of the group. {cause} "
+            f"verification failed for the units {names}: these moves are left out of the group. A rule is wrong: one "
+            "that you registered, or one of pyro_symmetric; then please report the network. "
             f"({'; '.join(map(str, dropped[:5]))}; {outputs.tolerance:.1g} would pass as rounding.)",
             BrokenSymmetry,
             stacklevel=3,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.tensors_only import TensorsOnly, outputs_in, tensors_in
 from pyro_symmetric.discovery.verify import verify
 
 
@@ -103,10 +102,6 @@ def test_keywords_reach_the_forward_pass() -> None:
     assert find_symmetry(net, kwargs={"tokens": TOKENS, "mask": mask}).group == whole.group
     assert verify(whole, net, tokens := TOKENS, kwargs={"mask": mask})
     assert verify(whole, net, kwargs={"tokens": tokens})
-    with pytest.raises(ValueError, match=r"mask=\(2, 4\)"):
-        find_symmetry(net, TOKENS, kwargs={"mask": mask[:, :4]})
-    with pytest.raises(TypeError, match="kwargs"):
-        find_symmetry(net, TOKENS, kwargs=[mask])  # type: ignore[arg-type]
 
 
 class Nested(nn.Module):
@@ -138,27 +133,6 @@ def test_inputs_of_any_kind_are_found_and_compared_in_double_precision(name: str
     assert result.tolerance == 1e-6
 
 
-def test_a_network_that_returns_no_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="no tensor"):
-        find_symmetry(Attention(lambda y, cache: cache), TOKENS)
-
-
-def test_tensors_are_found_and_replaced_wherever_they_are() -> None:
-    one, other = torch.randn(2), torch.randn(3)
-    given = ({"a": [one, (other,)]}, Record(one, other, {"n": 3}), Thing(x=other, f=len))
-    assert [id(t) for t in tensors_in(given)] == [id(one), id(other)]
-
-    class Same(nn.Module):
-        def forward(self, *values: Any, **named: Any) -> Any:
-            return [*values, named]
-
-    net = TensorsOnly(Same(), given, {"again": one})
-    new = torch.randn(2), torch.randn(3)
-    returned = net(*new)
-    assert [id(t) for t in returned] == [id(new[i]) for i in (0, 1, 0, 1, 1, 0)]
-    assert list(outputs_in({"past_key_values": one, "mems": [one], "y": {"cache_params": one}})) == []
-
-
 def causal(hf: Any) -> dict[str, Any]:
     """Language models of two layers, four heads and 24 features -> model, inputs, keywords."""
     sizes = {
@@ -178,9 +152,6 @@ def causal(hf: Any) -> dict[str, Any]:
     return {
         "GPT-2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **ends)), (tokens,), {}),
         "Llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**gqa)), (tokens,), {}),
-        "Mistral": (lambda: hf.MistralForCausalLM(hf.MistralConfig(**gqa)), (tokens,), {}),
-        "Qwen2": (lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**gqa)), (), {"input_ids": tokens}),
-        "Qwen3": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**gqa, head_dim=6)), (), {"input_ids": tokens}),
         "T5": (
             lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
             (),
@@ -205,7 +176,7 @@ def causal(hf: Any) -> dict[str, Any]:
 HIDDEN = {"Mamba": (48, 1), "Whisper": (32, 2), "T5": (32, 4)}
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mistral", "Qwen2", "Qwen3", "T5", "Whisper", "Mamba"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5", "Whisper", "Mamba"])
 def test_language_models_work_as_they_are(name: str) -> None:
     make, args, kwargs = causal(pytest.importorskip("transformers"))[name]
     torch.manual_seed(0)

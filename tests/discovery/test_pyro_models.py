@@ -147,12 +147,7 @@ def test_priors_inside_plates_and_under_other_sites_are_read_off_the_model() -> 
 
 def test_random_networks_are_refused_with_a_word_on_the_plain_one() -> None:
     net, symmetry, x, _ = problem()
-    model = Regression(net)
     with pytest.raises(TypeError, match=r"no parameters \['0\.weight'.*prefixed\('net'\)"):
-        find_symmetry(model.net, x)
-    with pytest.raises(ValueError, match=r"lacks the sites \['net\.0\.weight'.*verify_model"):
-        verify(symmetry, model, x)
-    with pytest.raises(TypeError, match="priors is 3"):
-        check_priors(symmetry, 3)
-    with pytest.raises(ValueError, match=r"lacks the sites \['0\.bias'"):
-        check_priors(find_symmetry(net, x), model, x)
+        find_symmetry(Regression(net).net, x)
+    with pytest.raises(ValueError, match="verify_model"):
+        verify(symmetry, Regression(net), x)

@@ -51,7 +51,7 @@ def instance_norm(flow: Flow, call: Call) -> Value:
 def batch_norm(flow: Flow, call: Call) -> Value:
     """Statistics are taken over all axes but that of the channels, so units along the others may move, too."""
     value = call["input"]
-    joint = value.part_on(1)
-    if joint is not None and joint.axes != (1,):
+    channels = value.part_on(1)
+    if channels is not None and channels.axes != (1,):
         value = flow.restrict(value, [1])
     return _affine(flow, call, value, 1, (*STATISTICS, "weight", "bias"))
