@@ -115,9 +115,10 @@ class JointDensity:
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            feasible = name not in values or _in_support(site["fn"], site["value"])
-            entries = _entries(site).double().reshape(-1)
-            result[name] = entries if feasible else torch.full_like(entries, torch.nan)
+            if name in values and not _in_support(site["fn"], site["value"]):
+                result[name] = torch.full((1,), torch.nan, dtype=torch.float64, device=site["value"].device)
+            else:
+                result[name] = _entries(site).double().reshape(-1)
         return result
 
     def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
