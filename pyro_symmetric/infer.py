@@ -78,7 +78,7 @@ def _settings(
         "step_size": None if adapt_step_size is True else step_size,
         "adapt_step_size": adapt_step_size,
         "adapt_mass": adapt_mass_matrix,
-        "mass": "dense" if arguments.flag("full_mass", full_mass) else "diagonal",
+        "mass": "dense" if full_mass else "diagonal",
         "target_accept": target_accept_prob,
     }
 

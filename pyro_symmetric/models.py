@@ -58,8 +58,6 @@ class GaussianPrior:
     scales: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        arguments.flag("fan_in", self.fan_in)
-        arguments.mapping("scales", self.scales, "pattern -> standard deviation")
         for name, value in {"scale": self.scale, **{f"scales[{k!r}]": v for k, v in self.scales.items()}}.items():
             arguments.positive(name, value)
 
@@ -196,7 +194,7 @@ class BayesianModel(nn.Module):
         :param fresh: draw new ones from PyTorch's generator, as each module's ``reset_parameters`` does; parameters
             that no module resets are drawn from their prior.
         """
-        if not arguments.flag("fresh", fresh):
+        if not fresh:
             return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
         net, reset_by_module = copy.deepcopy(self.net), set()
         for prefix, module in net.named_modules():
@@ -270,7 +268,7 @@ class BayesianModel(nn.Module):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError) as error:
-            if problem := input_problem(self.net, (x,)):
+            if problem := input_problem(self.net, x):
                 raise ValueError(f"x doesn't fit: {problem}") from error
             raise
 

@@ -33,16 +33,13 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.storage import (
     Lock,
     PathLike,
     StoreError,
-    flush,
     inside,
     load_tensors,
     make_folder,
-    open_own,
     raw_bytes,
     save_tensors,
     sync,
@@ -55,6 +52,7 @@ COMMIT_SECONDS = 5.0  # at least so long between two commits,
 COMMIT_SHARE = 0.05  # and so long that they take at most this share of the time
 BLOCK = 2**25  # bytes of draws that wait to be written; those of a GPU wait there, as each copy makes the host wait
 PIECE = 2**21  # bytes to read at once
+AT_ONCE = 1000  # draws of a posterior that is saved
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in [
@@ -90,14 +88,10 @@ class Array:
     dtype: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def read(cls, said: Any) -> Array:
-        """:raises ValueError: unless it can be one; ``TypeError`` and ``KeyError`` likewise."""
-        found = cls(**{**said, "shape": tuple(said["shape"])})
-        lengths = all(type(length) is int and length >= 0 for length in found.shape)
-        if found.group not in GROUPS or found.dtype not in DTYPES or not (found.shape and lengths):
-            raise ValueError(f"an array is {found}")
-        return found
+    def __post_init__(self) -> None:
+        lengths = all(type(length) is int and length >= 0 for length in self.shape)
+        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
+            raise ValueError(f"a store can't keep {self}")
 
     @property
     def size(self) -> int:
@@ -130,24 +124,20 @@ class Array:
         path, size = self.file(folder), draws * self.size
         if not path.is_file() or path.stat().st_size < size:  # a pipe would be waited for
             raise StoreError(f"the draw store {folder} is damaged: {path.relative_to(folder)} is missing or cut short")
-        kept = (
-            torch.from_file(str(path), size=size, dtype=torch.uint8)
-            if size
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        kept = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size:
+            kept = torch.from_file(str(path), size=size, dtype=torch.uint8)
         return kept.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
 
     def zarr(self, draws: int, room: int) -> dict[str, Any]:
         """The array in Zarr's words: one chunk with room for all draws, of which there are so many now."""
         chains, *own = self.shape
+        chunk = [chains, room, *(max(1, length) for length in own)]
         return {
             **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
             "shape": [chains, draws, *own],
             "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(own)))],
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": [chains, room, *(max(1, length) for length in own)]},
-            },
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
             "codecs": [
                 {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(own) + 2)]}},
@@ -189,7 +179,7 @@ class Checkpoint:
         """:raises StoreError: if it is damaged or of a newer version."""
         tensors, header = load_tensors(inside(folder, CHECKPOINT), KIND, VERSION)
         try:
-            arrays = tuple(map(Array.read, header["arrays"]))
+            arrays = tuple(Array(**{**said, "shape": tuple(said["shape"])}) for said in header["arrays"])
             state = bytes(raw_bytes(tensors["state"])[: header["state_bytes"]].numpy())
             fingerprint, metadata = (dict(header[name]) for name in ("fingerprint", "metadata"))
             found = cls(header["draws"], arrays, tuple(header["sums"]), fingerprint, metadata, state)
@@ -233,14 +223,10 @@ def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     """
     folder = Path(path)
     if not (folder / CHECKPOINT).exists():
-        if folder.is_file():
-            raise StoreError(f"{path} is a file; draws are stored in folders")
         raise FileNotFoundError(f"there is no draw store at {path}")
     found = Checkpoint.read(folder)
     if found.draws == 0 and found.state:
-        raise StoreError(
-            f"the draw store {folder} holds no draws yet: its warm-up isn't over; the call that began it resumes it"
-        )
+        raise StoreError(f"the draw store {folder} holds no draws yet; the call that began it resumes its warm-up")
     if verify:
         found.verify(folder)
     return found.contents(folder)
@@ -251,25 +237,17 @@ def save_store(path: PathLike, contents: Contents) -> None:
 
     :raises OSError: if it can't be written, or if there is something else.
     """
-    path = arguments.path("path", path)
-    if not path.parent.is_dir():
-        raise OSError(f"the posterior couldn't be saved to {path}: there is no folder {path.parent}")
+    path = Path(path)
     if path.is_symlink() or (path.exists() and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)):
         raise FileExistsError(f"{path} is something else than a saved posterior; it was left as it is")
-    try:
-        json.dumps(contents.metadata)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"metadata can't be written as JSON: {error}; keep to numbers, texts, lists, dicts") from error
     new, old = (path.with_name(f".{path.name}.{secrets.token_hex(8)}.{name}") for name in ("tmp", "old"))
     draws = next(iter(contents.samples.values())).shape[1]
     try:
+        new.mkdir()
         with FolderRecorder(new, draws) as recorder:
-            size = max(1, sum(value[:, :1].nbytes for values in contents[:2] for value in values.values()))
-            for begin in range(0, max(draws, 1), max(1, BLOCK // size)):
-                rows = slice(begin, begin + max(1, BLOCK // size))
-                recorder.write(
-                    [{name: v[:, rows].transpose(0, 1) for name, v in kept.items()} for kept in contents[:2]]
-                )
+            for begin in range(0, max(draws, 1), AT_ONCE):
+                rows = slice(begin, begin + AT_ONCE)
+                recorder.write([{n: v[:, rows].transpose(0, 1) for n, v in kept.items()} for kept in contents[:2]])
             recorder.commit(draws, lambda: contents.metadata, bytes)
         (new / LOCK).unlink()
         if path.exists():
@@ -358,11 +336,8 @@ class FolderRecorder(Recorder):
 
     :param path: the folder; made if there is none.
     :param num_samples: draws of each chain that there will be.
-    :raises NotADirectoryError: if it is a file.
-    :raises FileExistsError: if it holds other things than a run.
-    :raises BlockingIOError: if another process writes it.
+    :raises OSError: if it can't be written, is written by another process, or holds other things than a run.
     :raises StoreError: if it is damaged, or of a newer version. Nothing is changed then.
-    :raises OSError: if it can't be written.
     """
 
     def __init__(self, path: PathLike, num_samples: int):
@@ -375,24 +350,25 @@ class FolderRecorder(Recorder):
         self._files: list[int] = []
         self._safe = 0
         self._next_commit = time.perf_counter() + COMMIT_SECONDS
-        self._lock = _lock_folder(self.path)
+        make_folder(self.path)
+        others = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))]
+        if others and CHECKPOINT not in others:
+            raise FileExistsError(f"{path} is no draw store but holds {', '.join(sorted(others)[:5])}; name another")
+        self._lock = Lock(self.path / LOCK, f"the draw store {path}")
         try:
+            for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
+                stale.unlink()
             if (self.path / CHECKPOINT).exists():
                 self.last = last = Checkpoint.read(self.path)
                 last.verify(self.path)
                 self._arrays, self._safe, self._at = last.arrays, last.draws, (last.draws, last.sums, [])
         except BaseException:
-            self._lock.withdraw()
+            self._lock.release()
             raise
 
     @property
     def is_due(self) -> bool:
         return time.perf_counter() >= self._next_commit
-
-    def write(self, parts: list[dict[str, Tensor]]) -> None:
-        """Keep many draws at once, samples and statistics ``(draws, chains, ...)``, behind those that there are."""
-        done = self._at[0]
-        self._at = (done + len(next(iter(parts[0].values()))), self._write(parts, done), [])
 
     def commit(
         self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
@@ -403,7 +379,7 @@ class FolderRecorder(Recorder):
         self._hand_over(draws)
         with self._reporting():
             for file in self._files:
-                flush(file)
+                os.fsync(file)
             found = Checkpoint(draws, self._arrays, self._at[1], self.fingerprint, metadata(), content)
             self._tell_zarr(found)
             found.write(self.path)
@@ -411,20 +387,21 @@ class FolderRecorder(Recorder):
         now = time.perf_counter()
         self._next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
 
+    def write(self, parts: list[dict[str, Tensor]]) -> None:
+        """Keep many draws at once, samples and statistics ``(draws, chains, ...)``, behind those that there are."""
+        done = self._at[0]
+        self._at = (done + len(next(iter(parts[0].values()))), self._write(parts, done), [])
+
     def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
         return Checkpoint(count, self._arrays, self._at[1], {}, metadata).contents(self.path)
-
-    def close(self) -> None:
-        """Let others write."""
-        while self._files:
-            os.close(self._files.pop())
-        self._lock.release()
 
     def __enter__(self) -> FolderRecorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        while self._files:
+            os.close(self._files.pop())
+        self._lock.release()
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -445,34 +422,22 @@ class FolderRecorder(Recorder):
 
     def _open(self, parts: list[dict[str, Tensor]]) -> None:
         """The arrays' files, with room for all draws, so that a full disk is told now."""
-        found = []
-        for group, values in zip(GROUPS, parts, strict=True):
-            for name, value in values.items():
-                if (dtype := str(value.dtype).removeprefix("torch.")) not in DTYPES:
-                    raise TypeError(f"{name!r} is of {value.dtype}, which a store can't keep")
-                found.append(Array(group, name, dtype, tuple(value.shape[1:])))
-        if self._arrays and self._arrays != tuple(found):
+        found = tuple(
+            Array(group, name, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
+            for group, values in zip(GROUPS, parts, strict=True)
+            for name, value in values.items()
+        )
+        if self._arrays and self._arrays != found:
             differing = sorted({array.name for array in set(found) ^ set(self._arrays)})
             raise StoreError(f"the draw store {self.path} holds other sites or statistics; what differs: {differing}")
-        for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
-            stale.unlink()
-        files: list[int] = []
-        try:
-            for array in found:
-                path = array.file(self.path)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                files.append(open_own(path, os.O_RDWR | os.O_CREAT))
-                size = self.num_samples * array.size
-                if size > os.fstat(files[-1]).st_size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(files[-1], 0, size)
-                elif size > os.fstat(files[-1]).st_size:
-                    os.truncate(files[-1], size)
-        except BaseException:
-            for file in files:
-                os.close(file)
-            raise
-        self._files, self._arrays = files, tuple(found)
-        self._at = (self._at[0], self._at[1] or (0,) * len(found), self._at[2])
+        for array in found:
+            path = array.file(self.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+            size = self.num_samples * array.size
+            if size > os.fstat(self._files[-1]).st_size:
+                getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(self._files[-1], 0, size)
+        self._arrays, self._at = found, (self._at[0], self._at[1] or (0,) * len(found), self._at[2])
 
     def _tell_zarr(self, found: Checkpoint) -> None:
         """Tell other readers what there is: a file ``zarr.json`` for each group and array."""
@@ -487,9 +452,9 @@ class FolderRecorder(Recorder):
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
         root = {"zarr_format": 3, "node_type": "group", "attributes": about, "consolidated_metadata": inline}
         for place, node in {**nodes, ".": root}.items():
-            path = self.path / place / "zarr.json"
-            beside = path.with_name(".zarr.json.tmp")
-            with os.fdopen(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as text:
+            path, beside = (self.path / place / name for name in ("zarr.json", ".zarr.json.tmp"))
+            beside.unlink(missing_ok=True)
+            with open(beside, "x") as text:
                 json.dump(node, text)
             os.replace(beside, path)
 
@@ -504,38 +469,3 @@ class FolderRecorder(Recorder):
                 f"the draw store {self.path} couldn't be written: {error}. {self._safe} draws of each chain are safe "
                 "there; when the cause is mended (is the disk full?), the same call resumes from them",
             ) from error
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _lock_folder(path: Path) -> Lock:
-    """Make a store's folder if there is none, and take its lock.
-
-    :raises OSError: see :class:`FolderRecorder`.
-    """
-    try:
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"{path} is a file; a draw store is a folder of its own. It was left as it is")
-        make_folder(path)
-        _require_free(path)  # first, so that other things are left as they are
-        lock = Lock(path / LOCK, f"the draw store {path}")
-        try:
-            _require_free(path)  # since another run may have begun meanwhile
-        except BaseException:
-            lock.withdraw()
-            raise
-        return lock
-    except (BlockingIOError, NotADirectoryError, FileExistsError):
-        raise
-    except OSError as error:
-        raise OSError(error.errno, f"the draw store {path} can't be written: {error}") from error
-
-
-def _require_free(folder: Path) -> None:
-    """:raises FileExistsError: if there are other things than a run."""
-    names = sorted(entry.name for entry in folder.iterdir())
-    others = [name for name in names if name != LOCK and not name.startswith(f".{CHECKPOINT}.")]
-    if CHECKPOINT not in names and others:
-        shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        raise FileExistsError(f"{folder} is no draw store but holds {shown}; name a new or an empty folder")

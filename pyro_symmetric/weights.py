@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import described
 
 Weights = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -22,9 +23,9 @@ Shapes = Mapping[str, torch.Size]
 
 def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
     """The shape of each entry; entries may be tensors or shapes already."""
-    for site, value in arguments.mapping(name, weights, "site -> tensor or shape").items():
+    for site, value in weights.items():
         if not isinstance(value, Tensor | Sequence):
-            found = arguments.shown(value)
+            found = described(value)
             raise TypeError(f"{name}[{site!r}] is {found}; it must be a tensor, or a shape such as torch.Size([3, 2])")
     return {
         site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)

@@ -151,7 +151,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ps.Posterior.from_samples({"w": torch.zeros(6, 4)}, kind="chains", num_chains=4),
         "num_chains",
     ),
-    "Posterior.select": (lambda: posterior().select(chains=[5]), "chains"),
     "Posterior.concat": (lambda: ps.Posterior.concat([posterior(), posterior().thin(2)]), "num_samples"),
     "Posterior.map": (lambda: posterior().map(lambda own: {site: v[:1] for site, v in own.items()}), "function"),
     "Posterior.to_dataframe": (lambda: posterior().to_dataframe(names=["banana"]), "names"),

@@ -120,16 +120,6 @@ def test_two_values_in_turn_fold_to_one_number_and_say_nothing_of_the_spread():
     assert chain_statistics(draws).r_hat < 1.01
 
 
-def test_complex_draws_are_refused():
-    with pytest.raises(TypeError, match="draws"):
-        chain_statistics(torch.zeros(2, 10, dtype=torch.complex64))
-
-
-def test_draws_without_chains_are_refused():
-    with pytest.raises(ValueError, match=r"draws has shape \(5,\)"):
-        chain_statistics(torch.zeros(5))
-
-
 def test_missing_energy_is_arvizs():
     energy = torch.randn(4, 50, dtype=torch.float64).cumsum(1)
     np.testing.assert_allclose(missing_energy(energy).numpy(), array_stats._bfmi(energy.numpy()), rtol=1e-12)

@@ -144,15 +144,6 @@ def test_draws_before_a_run_are_refused():
         quiet(NUTS(positive), 5).get_samples()
 
 
-def test_who_passes_it_for_its_posterior_is_told_so():
-    mcmc = quiet(NUTS(positive), 5)
-    for call in (ps.diagnose, ps.summary):
-        with pytest.raises(TypeError, match=r"pass its \.posterior"):
-            call(mcmc)
-    with pytest.raises(TypeError, match=r"pass its \.posterior"):
-        ps.predict(mcmc, positive)
-
-
 def test_a_misspelt_option_is_refused():
     with pytest.raises(TypeError, match="warmup_step"):
         quiet(NUTS(positive), 5, warmup_step=5).run()

@@ -20,21 +20,11 @@ def model() -> None:
 
 
 NET = nn.Linear(2, 2)
-BAYESIAN = ps.BayesianModel(NET)
-DRAWS = ps.Posterior.from_samples({"w": torch.randn(8, 3)}, kind="independent")
-WEIGHTS = {name: torch.randn(4, *shape) for name, shape in BAYESIAN.site_shapes.items()}
 
 
 @pytest.mark.parametrize(
     ("call", "meant"),
     [
-        (lambda: ps.AutoSymmetrized(model, GROUP, estimater=ps.ExactOrbit()), "estimator"),
-        (lambda: ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal, estimater=ps.ExactOrbit()), "estimator"),
-        (lambda: ps.AutoSymmetrized(model, GROUP, init_scal=0.1), "init_scale"),
-        (lambda: ps.predict(WEIGHTS, BAYESIAN, torch.zeros(3, 2), avrage=True), "average"),
-        (lambda: ps.predict(WEIGHTS, NET, torch.zeros(3, 2), avrage=True), "average"),
-        (lambda: ps.verify_model(GROUP, model, tolerence=1e-3), "tolerance"),
-        (lambda: ps.summary(DRAWS, GROUP, restart=3), "restarts"),
         (lambda: ps.BayesianModel(NET, likelihood="gausian"), "gaussian"),
         (lambda: ps.align({"w": torch.zeros(3)}, {"w": torch.zeros(3)}, GROUP, cost="wasserstien"), "wasserstein"),
         (lambda: ps.datasets.load("digit"), "digits"),

@@ -247,7 +247,6 @@ def test_a_posteriors_draws_are_what_predictive_takes(model, posterior, x):
             ValueError,
             "as a network it has the sites .*'0.0.weight'",
         ),
-        (lambda p, m, x: predict({"slope": torch.zeros(3)}, regression), TypeError, "missing a required argument: 'x'"),
         (lambda p, m, x: pointwise_log_likelihood(p, m, x), TypeError, "the inputs and the targets"),
         (lambda p, m, x: predict(p, m, x, draw_chunk=0), ValueError, "draw_chunk is 0"),
         (lambda p, m, x: predict(p, m, x, num_samples=13), ValueError, "num_samples is 13"),

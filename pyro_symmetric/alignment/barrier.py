@@ -131,7 +131,7 @@ class BarrierCurve:
         known = {name: self._curve("names", name) for name in drawn}
         arguments.instance("label", label, str, "a text")
         if ax is not None and not hasattr(ax, "plot"):
-            raise TypeError(f"ax is {arguments.shown(ax)}; it must be Matplotlib axes, or None for a new figure")
+            raise TypeError(f"ax is {described(ax)}; it must be Matplotlib axes, or None for a new figure")
         if ax is None:
             ax = plt.subplots()[1]
         for name, values in known.items():

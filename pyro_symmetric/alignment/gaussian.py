@@ -21,6 +21,7 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import described
 from pyro_symmetric.groups.action import is_real
 from pyro_symmetric.placement import together
 from pyro_symmetric.posterior.posterior import Posterior
@@ -49,7 +50,7 @@ class GaussianWeights:
     def __post_init__(self) -> None:
         arguments.weights("loc", self.loc)
         arguments.weights("scale", self.scale)
-        for site, support in arguments.mapping("supports", self.supports, "site -> support").items():
+        for site, support in self.supports.items():
             arguments.instance(f"supports[{site!r}]", support, Constraint, "a constraint of torch.distributions")
         if unknown := sorted(set(self.supports) - set(self.loc)):
             raise ValueError(f"supports holds the sites {unknown}, which loc lacks; it has {sorted(self.loc)}")
@@ -192,7 +193,7 @@ def _read(weights: Any, name: str) -> Moments:
     if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
         return _with_supports(weights, _unpacked_moments(weights))
     raise TypeError(
-        f"{name} is {arguments.shown(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
+        f"{name} is {described(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
         "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
         "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
     )

@@ -79,8 +79,6 @@ def canonicalize(
     """
     arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
-    for name, flag in {"signs": signs, "shifts": shifts, "warn": warn}.items():
-        arguments.flag(name, flag)
     group = group_of(symmetry)
     if isinstance(weights, nn.Module):
         own = canonicalize(plain_weights(weights, group), group, permutations, scalings, signs, shifts, warn)

@@ -346,7 +346,7 @@ def _check_arguments(posterior: Posterior, x: Any, predictions: Any, num_draws: 
     arguments.whole("num_draws", num_draws, 1)
     for name, value in {"x": x, PREDICTIONS: predictions}.items():
         if value is not None:
-            arguments.real(name, value)
+            arguments.tensor(name, value)
     shape = (posterior.num_chains, posterior.num_samples)
     if not any(value.numel() for value in posterior.samples.values()):
         shapes = {site: tuple(value.shape) for site, value in posterior.samples.items()}

@@ -145,7 +145,7 @@ def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
 
     :raises ValueError: if their shape is another, or the last axis holds no probabilities.
     """
-    shape = tuple(arguments.real(name, probabilities).shape)
+    shape = tuple(arguments.tensor(name, probabilities).shape)
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2:
         raise ValueError(
             f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), of two classes or "

@@ -70,7 +70,6 @@ def invariance_tests(
     """
     arguments.fraction("level", level)
     arguments.whole("max_tests", max_tests, 1)
-    arguments.flag("thin", thin)
     group = group_of(group).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)

@@ -43,7 +43,6 @@ def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob:
         chains_of(posterior).summary(prob)
         return
     group = group_of(symmetry, "symmetry")
-    arguments.options(summary, alignment, align_many)
     frame = align_many(chains_of(posterior, shapes=group.site_shapes), group, **alignment)
     print("\n".join([*_remarks(frame, group), ""]))
     frame.posterior.summary(prob)

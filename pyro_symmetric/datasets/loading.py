@@ -64,7 +64,7 @@ def load(
     :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = arguments.path("root", root).expanduser()
+    root = Path(root).expanduser()
     arguments.one_of("task", task, (None, *get_args(Task)))
     arguments.fraction("test_fraction", test_fraction)
     arguments.whole("max_train", max_train, 2, none="all")
@@ -129,7 +129,7 @@ def ood(
     :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = arguments.path("root", root).expanduser()
+    root = Path(root).expanduser()
     arguments.whole("max_rows", max_rows, 1, none="all")
     if name == like.name:
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")

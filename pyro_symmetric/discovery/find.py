@@ -91,9 +91,6 @@ def find_symmetry(
         a name fits nothing; if ``strict`` and an operator isn't understood.
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-    arguments.mapping("kwargs", kwargs, "of keyword arguments of the network's forward", none="none")
-    for name, value in {"buffers": buffers, "strict": strict, "verify": verify, "logits": logits}.items():
-        arguments.flag(name, value)
     _require_parameters(net)
     held = frozen_sites(net, site_names(net), only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}

@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described_call, refuse_options
+from pyro_symmetric.calls import described_call
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
 from pyro_symmetric.discovery.invariance import BrokenMove, SiteAndDim, Verification, tried, verified
 from pyro_symmetric.groups.group import Group, group_of
@@ -66,10 +66,8 @@ def verify_model(
     :raises ValueError: if the group moves sites that the model lacks.
     :raises InconclusiveError: if the density isn't a function of the sites (dropout, other randomness).
     """
-    arguments.function("model", model, "a Pyro model")
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
-    refuse_options(model, kwargs, ("trials", "tolerance"), "verify_model")
     finite = group_of(group).finite
     return _verified(finite, JointDensity(functools.partial(model, *args, **kwargs), finite, trials, tolerance))
 
@@ -109,7 +107,6 @@ def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verif
             raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")
         model = functools.partial(_sampled, {site: given[site] for site in moved})
     else:
-        arguments.function("priors", given, "a dict of distributions or a Pyro model")
         model = poutine.block(functools.partial(given, *args, **kwargs), hide_fn=_is_observed)
     return _verified(group, JointDensity(model, group, PRIOR_DRAWS, PRIOR_TOLERANCE))
 

@@ -212,7 +212,6 @@ class Symmetry:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
         """From JSON."""
-        arguments.entries("data", data, ("group", "explanation", "logits", "at_least"))
         group, explanation = Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"])
         return cls(group, explanation, data["logits"], data["at_least"])
 

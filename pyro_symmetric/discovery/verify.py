@@ -87,9 +87,8 @@ def verify(
     """
     arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-    arguments.mapping("kwargs", kwargs, "of keyword arguments of the network's forward", none="none")
     arguments.whole("trials", trials, 1, none="as many as it takes")
-    arguments.dtype("dtype", dtype, none="float64, or the network's own")
+    arguments.dtype("dtype", dtype)
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
             raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")

@@ -84,7 +84,6 @@ class Symmetrized(TorchDistribution):
         arguments.instance("action", action, Action, "an Action(group, sites) on those vectors")
         if estimator is not None:
             require_estimator(estimator)
-        arguments.flag("sticking_the_landing", sticking_the_landing)
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "

@@ -112,7 +112,7 @@ def ensemble(
     arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
     x, y = _checked_data(data)
-    objective = _objective(net, loss, x, y, arguments.device("device", device, none="the network's own"))
+    objective = _objective(net, loss, x, y, device)
     x, y = x.to(objective.device), y.to(objective.device)
     batch_size = min(batch_size or len(x), len(x))
     epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
@@ -234,7 +234,7 @@ class Course:
 
 
 def _objective(
-    net: nn.Module | BayesianModel, loss: str | Loss, x: Tensor, y: Tensor, device: torch.device | None
+    net: nn.Module | BayesianModel, loss: str | Loss, x: Tensor, y: Tensor, device: torch.device | str | None
 ) -> Objective:
     arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
     own = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)

@@ -23,7 +23,7 @@ def declared_units(
     """
     even = arguments.listed("even", even, str, "sites")
     lying: dict[str, list[tuple[str, int]]] = {}
-    for site, names in arguments.mapping("axes", axes, "site -> the name of units, or None, for each axis").items():
+    for site, names in axes.items():
         if not isinstance(names, list | tuple) or len(names) != len(shapes.get(site, ())) or not names:
             raise ValueError(
                 f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape is "

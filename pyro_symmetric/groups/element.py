@@ -21,6 +21,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.tensors import along_axis, lay_out, permute_axes
 from pyro_symmetric.groups.units import MOVES, Move, Units
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Element:
         shifts: Mapping[str, Tensor] | None = None,
         batch_shape: Sequence[int] = (),
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         self.group = group
@@ -144,9 +145,7 @@ class Element:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
         """The same elements on another device; signs, scales and shifts in another precision."""
-        device, dtype = arguments.device("device", device), arguments.dtype("dtype", dtype)
-        if dtype is None and device == self.device:
-            return self
+        arguments.dtype("dtype", dtype)
         return self._each(
             lambda value, _: value.to(device=device, dtype=dtype if value.is_floating_point() else None),
             self.batch_shape,
@@ -347,11 +346,11 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
     :raises ValueError: if units are unknown or don't admit the move, or numbers aren't what they must be.
     """
     found = {}
-    for name, value in arguments.mapping(argument, given or {}, "name of the units -> numbers").items():
+    for name, value in (given or {}).items():
         if move not in group[name].moves:
             raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
         called, shape = f"{argument}[{name!r}]", group[name].shape
-        numbers = arguments.numbers(called, value)
+        numbers = as_tensor(value)
         if move == "permute":
             whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
             wanted = f"rows of integers, each a permutation of 0 .. {shape[-1] - 1}"
@@ -376,7 +375,7 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _neutral(move: Move, units: Units, device: torch.device | None, dtype: torch.dtype) -> Tensor:
+def _neutral(move: Move, units: Units, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
     """Numbers that move nothing."""
     if move == "permute":
         return torch.arange(units.size, device=device).expand(units.shape)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import described
 from pyro_symmetric.groups.checks import check_axis, check_group
 from pyro_symmetric.groups.declaration import declared_units
 from pyro_symmetric.groups.element import Element, checked
@@ -79,7 +80,7 @@ class Group:
         for one in listed:
             for axis in one.axes:
                 check_axis(one.name, axis, shapes)
-        self._begin(listed, shapes, (), arguments.flag("of_network", of_network))
+        self._begin(listed, shapes, (), of_network)
         check_group(self)
 
     def _begin(
@@ -402,7 +403,6 @@ class Group:
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """The same group for weights whose sites have other names."""
-        arguments.function("rename", rename, "a function of a site's name")
         new = {site: rename(site) for site in self.site_shapes}
         for name in new.values():
             arguments.instance("what rename returns", name, str, "a site's name")
@@ -419,7 +419,7 @@ class Group:
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Element:
         """The neutral element, as a batch of the given shape, on the CPU by default."""
-        shape, device = arguments.shape("shape", shape), arguments.device("device", device)
+        shape = arguments.shape("shape", shape)
         return Element(self, batch_shape=shape, device=device, dtype=arguments.dtype("dtype", dtype))
 
     def element(
@@ -463,7 +463,7 @@ class Group:
         :param device: where they are drawn, by default on the CPU; they move weights on any.
         :param generator: by default PyTorch's own.
         """
-        shape, device = tuple(arguments.shape("shape", shape)), arguments.device("device", device)
+        shape = tuple(arguments.shape("shape", shape))
         arguments.number("spread", spread, least=0, below=math.inf)
         options: Any = {"device": device or torch.device("cpu"), "generator": generator}
         real: Any = {**options, "dtype": arguments.dtype("dtype", dtype) or torch.get_default_dtype()}
@@ -529,7 +529,6 @@ class Group:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """The inverse of :meth:`to_dict`."""
-        arguments.entries("data", data, ("site_shapes", "units", "of_network"))
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
         return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, data["of_network"])
 
@@ -565,7 +564,7 @@ def group_of(symmetry: Any, name: str = "group") -> Group:
     group = symmetry if isinstance(symmetry, Group) else getattr(symmetry, "group", None)
     if not isinstance(group, Group):
         raise TypeError(
-            f"{name} is {arguments.shown(symmetry)}; it must be a Group or a Symmetry, e.g. find_symmetry(net, x) or "
+            f"{name} is {described(symmetry)}; it must be a Group or a Symmetry, e.g. find_symmetry(net, x) or "
             "Group.declare(...)"
         )
     return group

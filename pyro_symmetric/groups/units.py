@@ -95,7 +95,6 @@ class Axis:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Axis:
         """The inverse of :meth:`to_dict`."""
-        arguments.entries("axis", data, [field.name for field in fields(cls)])
         if data["site"] not in site_shapes:
             raise ValueError(f"an axis lies on the site {data['site']!r}; the known sites are {list(site_shapes)}")
         shape, index = site_shapes[data["site"]], data["index"]
@@ -168,7 +167,6 @@ class Units:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Units:
         """The inverse of :meth:`to_dict`."""
-        arguments.entries("data", data, [field.name for field in fields(cls)])
         axes = tuple(Axis.from_dict(axis, site_shapes) for axis in data["axes"])
         return cls(**{**data, "axes": axes, "moves": frozenset(data["moves"])})
 

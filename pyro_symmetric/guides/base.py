@@ -39,7 +39,7 @@ class WeightsGuide(AutoContinuous):
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
-        super().__init__(arguments.function("model", model, "a Pyro model"), *args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         self._given: tuple[Any, ...] | None = (model,)  # in a tuple, so that a module isn't a part of the guide
         self._take_name()
 

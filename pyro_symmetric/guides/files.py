@@ -11,7 +11,6 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide
@@ -68,7 +67,6 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     :raises OSError: if the file can't be read.
     :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
     """
-    arguments.device("device", device)
     tensors, header = load_tensors(path, KIND, VERSION)
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}

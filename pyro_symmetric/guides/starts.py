@@ -15,7 +15,6 @@ from pyro.infer.autoguide.initialization import init_to_mean, init_to_median
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_symmetric.calls import require_drawable
 from pyro_symmetric.models import BayesianModel
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
@@ -40,7 +39,6 @@ class Start:
             return self.values[name].clone()
         if name not in self.exchanged:
             return init_to_median(site)
-        require_drawable(name, site["fn"])
         transform = biject_to(site["fn"].support)
         free = transform.inv(init_to_mean(site, fallback=init_to_median))
         return transform(free + APART * torch.randn_like(free))

@@ -24,7 +24,6 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.orbit import require_estimator
@@ -56,7 +55,6 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
     :param estimator: of the symmetrised density; by default exact where that is cheap, else ``SinkhornImportance``.
     :raises ValueError: in a step: if a site is missing, has another shape, or depends on another one.
     """
-    arguments.function("guide", guide, "a guide with pyro.sample statements")
     if isinstance(guide, AutoGuide):
         raise TypeError("guide is an automatic one; take ps.AutoSymmetrized(model, group, base=guide)")
     group = group_of(group).finite

@@ -22,9 +22,8 @@ from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, 
 from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import Undrawable
+from pyro_symmetric.calls import described
 from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -82,8 +81,6 @@ class AutoSymmetrized(WeightsGuide):
         self.group = group_of(group).finite
         if estimator is not None:
             require_estimator(estimator)
-        arguments.flag("sticking_the_landing", sticking_the_landing)
-        arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
         if base is AutoUnitBlocks:
             base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
@@ -133,7 +130,7 @@ class AutoSymmetrized(WeightsGuide):
         self._require_density_elsewhere()
         self.estimator = self.estimator or usual_estimator(self.base.get_posterior(), self._action)
         if not isinstance(model, LayoutModel):
-            with suppress(InconclusiveError, NotImplementedError, Undrawable):
+            with suppress(InconclusiveError, NotImplementedError):
                 verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
 
     def _require_density_elsewhere(self) -> None:
@@ -166,7 +163,7 @@ class AutoSymmetrized(WeightsGuide):
         :param orbit: draw from the symmetrised guide itself, all copies alike, instead of from its base.
         """
         weights = super().sample_posterior(sample_shape)
-        if not arguments.flag("orbit", orbit):
+        if not orbit:
             return weights
         element = self.group.without_buffers().sample(sample_shape, device=next(iter(weights.values())).device)
         return element(weights)
@@ -188,8 +185,7 @@ def _base(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -
     if base is AutoNormal:
         base = AutoDiagonalNormal
     if not (isinstance(base, type) and issubclass(base, AutoContinuous)):
-        raise TypeError(f"base is {arguments.shown(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
-    arguments.options(AutoSymmetrized, options, base)
+        raise TypeError(f"base is {described(base)}; it must be AutoDiagonalNormal or another AutoContinuous")
     if "init_loc_fn" in inspect.signature(base.__init__).parameters:
         options = {"init_loc_fn": start, **options}
     return base(model, **options)

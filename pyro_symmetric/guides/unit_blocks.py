@@ -64,7 +64,6 @@ class AutoUnitBlocks(WeightsGuide):
         self, model: Any, group: Group | Symmetry, *, init_loc_fn: InitLocFn | None = None, init_scale: float = 0.1
     ):
         self.group = group_of(group).finite
-        arguments.function("init_loc_fn", init_loc_fn, "a function of a site", none="the usual starts")
         self._init_scale = arguments.positive("init_scale", init_scale)
         super().__init__(model, init_loc_fn or Start(model, tuple(self.group.required_sites)))
 

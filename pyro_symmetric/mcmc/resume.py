@@ -1,7 +1,7 @@
 """A check that a store holds the run that a call asks for, so that one never resumes from another's draws.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, the data
-by their hash, the model's code with the constants that it reads (:func:`~pyro_symmetric.fingerprint.digest_of_code`),
+by their hash, the model's code with the constants that it reads (:func:`~pyro_symmetric.fingerprint.digest`),
 and the density where the chains stand. ``num_samples`` is left out, so that more may be added. ``resume=True`` resumes
 though code or versions differ. All is told before anything is drawn.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.fingerprint import as_json, differences, digest, digest_of_code
+from pyro_symmetric.fingerprint import as_json, differences, digest
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import described
@@ -72,7 +72,7 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
         "dtype": str(density.dtype).removeprefix("torch."),
     }
     found = {"chain_chunk": density.chain_chunk, "engine": density.engine}
-    code = digest_of_code(_without_weights(settings.kernel.model))
+    code = digest(_without_weights(settings.kernel.model))
     around = {"versions": density.versions, "rounding": rounding_of(density.device)}
     return as_json(call=call, seed=seed, code=code, density=found, **around)
 

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import model_arguments
 from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
 from pyro_symmetric.mcmc.executor import run_tasks
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
@@ -138,7 +138,7 @@ def sample(
     """
     if others:
         raise TypeError(_no_option(next(iter(others))))
-    args, kwargs = model_arguments(args, kwargs)
+    kwargs = dict(kwargs or {})
     arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
         kernel_or_model if isinstance(kernel_or_model, Kernel) else NUTS(kernel_or_model),
@@ -151,13 +151,12 @@ def sample(
         initial=initial,
         chain_chunk=chain_chunk,
         engine=engine,
-        store=None if store is None else arguments.path("store", store).absolute(),
+        store=None if store is None else Path(store).absolute(),
         resume=resume,
         seed=seed,
         device=device,
         dtype=dtype,
     )
-    arguments.function("hook", hook, "a function of an iteration's number and weights", none="none")
     if hook is not None and (executor is not None or chains_per_task is not None):
         raise ValueError("hook is given, but the chains are cut into tasks, which may run anywhere; pass hook=None")
     if not isinstance(kernel_or_model, Kernel):

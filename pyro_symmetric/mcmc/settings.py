@@ -52,8 +52,7 @@ class Settings:
         arguments.one_of("engine", self.engine, ENGINES)
         arguments.one_of("resume", self.resume, ("auto", True, False))
         arguments.dtype("dtype", self.dtype, CHAIN_DTYPES)
-        device = arguments.device("device", self.device, here=False)
-        if device is not None and device.type == "mps":
+        if self.device is not None and torch.device(self.device).type == "mps":
             raise ValueError(f"device is {str(self.device)!r}, which has no float64 to adapt step sizes in; use 'cpu'")
         if self.resume is True and self.store is None:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")

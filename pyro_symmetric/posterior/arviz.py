@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO
-from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.calls import described, did_you_mean
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior.draws import array
@@ -38,8 +38,6 @@ def to_arviz(
     import arviz_base  # which takes a second to load, with xarray and pandas
 
     names = axis_names(posterior.site_shapes)
-    arguments.mapping("dims", dims, "site -> names of its axes", none="the usual names")
-    arguments.mapping("coords", coords, "name of an axis -> its labels", none="numbers")
     for site, axes in (dims or {}).items():
         arguments.instance(f"dims[{site!r}]", axes, (list, tuple), "a list of names")
         if site in posterior.site_shapes and len(axes) != len(posterior.site_shapes[site]):
@@ -102,7 +100,7 @@ def _call(posterior: Any, asked: bool | tuple[Any, ...], name: str) -> tuple[Any
         return asked[0], asked[1:], {}
     if asked is not True:
         raise TypeError(
-            f"{name} is {arguments.shown(asked)}; it must be True or a tuple (model, *args), of which draws are made"
+            f"{name} is {described(asked)}; it must be True or a tuple (model, *args), of which draws are made"
         )
     if not posterior.is_attached:
         raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")

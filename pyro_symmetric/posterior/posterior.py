@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.arviz import to_arviz
 from pyro_symmetric.posterior.diagnostics import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.posterior.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
@@ -35,7 +37,6 @@ Kind = Literal["chains", "independent"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMS = {"wide": wide_frame, "long": long_frame}
-HELD = {"samples": "site -> draws", "statistics": "name -> numbers of every draw", "metadata": "what JSON can hold"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,8 @@ class Posterior:
     origin: Origin | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, what in HELD.items():
-            object.__setattr__(self, name, dict(arguments.mapping(name, getattr(self, name), what)))
+        for name in ("samples", "statistics"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "metadata", Metadata(self.metadata))
         if self.kind not in KINDS:
             raise ValueError(
@@ -110,7 +111,6 @@ class Posterior:
         :param statistics: name -> ``(S,)``.
         """
         arguments.weights("weights", weights)
-        arguments.mapping("statistics", statistics, "name -> numbers of every draw", none="none")
         arguments.whole("num_chains", num_chains, 1)
         kinds = ("weights", weights), ("statistics", statistics or {})
         samples, numbers = (in_chains(kind, entries, num_chains) for kind, entries in kinds)
@@ -154,9 +154,6 @@ class Posterior:
         :param kernel_or_model: a sampler that holds its model as ``kernel.model``, or the model itself.
         :param args: what the model was called with, data included; ``kwargs`` likewise.
         """
-        arguments.function(
-            "kernel_or_model", getattr(kernel_or_model, "model", kernel_or_model), "a sampler or a model, and no class"
-        )
         is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
         kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
         return replace(self, origin=Origin(kernel, args, kwargs))
@@ -236,7 +233,6 @@ class Posterior:
         :param group_by_chain: keep the chains apart: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
-        arguments.flag("group_by_chain", group_by_chain)
         found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self._free().items()}
         return found if num_samples is None or not found else redrawn(found, num_samples, int(group_by_chain))
 
@@ -248,8 +244,7 @@ class Posterior:
         :param chains: a slice (a view, which copies nothing), or indices, or a mask; a single index keeps its axis.
         :param draws: likewise.
         """
-        chains = arguments.places("chains", chains, self.num_chains)
-        draws = arguments.places("draws", draws, self.num_samples)
+        chains, draws = (i if isinstance(i, slice) else as_tensor(i).reshape(-1) for i in (chains, draws))
 
         def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: value[chains][:, draws] for name, value in entries.items()}
@@ -281,7 +276,7 @@ class Posterior:
         :raises TypeError: if it isn't callable, or returns no weights.
         :raises ValueError: if it returns another number of chains or draws.
         """
-        found = arguments.function("function", function, "a function of weights")(self._free(), *args, **kwargs)
+        found = function(self._free(), *args, **kwargs)
         name, batch = "what function returned", (self.num_chains, self.num_samples)
         for site, value in arguments.weights(name, found).items():
             if value.shape[:2] != batch:
@@ -406,7 +401,7 @@ class Posterior:
         :raises OSError: if there is no such folder or it can't be read.
         :raises StoreError: if it is truncated, differs from its checksum, or is of a newer version of the format.
         """
-        folder = arguments.path("path", path)
+        folder = Path(path)
         if (folder / TASKS).exists():
             noted = load_json(folder / TASKS, "list of tasks")
             parts = [

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import refuse_options
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predictors import NetworkPredictor, TracedPredictor
 from pyro_symmetric.posterior.statistics import evenly_spaced
@@ -31,7 +30,6 @@ GUIDE_DRAWS = 100
 CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
 WEIGHT_ENTRIES = 2**24
 LEAST_DRAWS, MOST_DRAWS = 8, 1024
-OPTIONS = frozenset({"kind", "num_samples", "average", "draw_chunk", "row_chunk", "progress"})
 
 
 @runtime_checkable
@@ -101,9 +99,8 @@ def predict(
         site, computed anew; for ``"outputs"``: as the model returns them.
     """
     arguments.one_of("kind", kind, get_args(Kind))
-    if arguments.flag("average", average) and kind != "mean":
+    if average and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
-    refuse_options(model, kwargs, OPTIONS, "predict")
     return _predicted(posterior, model, args, kwargs, kind, num_samples, average, draw_chunk, row_chunk, progress)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy import fft, special, stats
 from torch import Tensor
 
-from pyro_symmetric import arguments
+from pyro_symmetric.calls import described
 
 Array = NDArray[np.float64]
 
@@ -65,11 +65,9 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     half a gigabyte at most.
 
     :param draws: ``(chains, draws, *event_shape)``.
-    :raises TypeError: if the draws are complex: ranks need an order.
     """
-    arguments.real("draws", draws)
-    if draws.dim() < 2:
-        raise ValueError(f"draws has shape {tuple(draws.shape)}; it must be (chains, draws, *event_shape)")
+    if draws.dim() < 2 or draws.is_complex():
+        raise ValueError(f"draws is {described(draws)}; it must be real, (chains, draws, *event_shape)")
     event = draws.shape[2:]
     result = np.full((3, event.numel()), np.nan)
     if draws.numel() and draws.shape[1] >= 4:

@@ -108,7 +108,6 @@ class StudySettings:
         arguments.one_of("--activation", self.activation, ACTIVATIONS)
         arguments.one_of("--dtype", self.dtype, DTYPES)
         arguments.one_of("--device", self.device, ("cpu", "cuda", "auto"))
-        arguments.device("--device", None if self.device == "auto" else self.device)
         arguments.whole("--seed", self.seed, 0, 2**31 - 1)
         arguments.whole("--draws", self.draws, 8)
         arguments.whole("--max-train", self.max_train, 2, none="all")

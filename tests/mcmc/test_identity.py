@@ -88,7 +88,7 @@ def test_another_model_is_refused_by_its_code_and_the_same_goes_on(name, tmp_pat
 
 @pytest.mark.parametrize("resuming", ["auto", True])
 def test_another_model_is_known_by_the_energies_where_its_chains_stand(resuming, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "digest_of_code", lambda model: "")
+    monkeypatch.setattr(resume, "digest", lambda model: "")
     options = {**QUICK, "store": tmp_path / "s"}
     sample(HMC(of_width(3.0), num_steps=3), **options)
     before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
@@ -150,7 +150,7 @@ def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_
 
 def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors_another():
     models = [BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)]
-    first, second, other = (resume.digest_of_code(resume._without_weights(model)) for model in models)
+    first, second, other = (resume.digest(resume._without_weights(model)) for model in models)
     assert first == second != other
 
 

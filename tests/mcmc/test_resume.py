@@ -329,7 +329,7 @@ def other_sites() -> None:
 CHANGES = {
     "kernel: 'HMC' there, 'SGHMC' here": lambda: (SGHMC(model, step_size=0.1), (Y,), {}),
     "settings.target_accept: 0.9 there, 0.8 here": lambda: (hmc(target_accept=0.8), (Y,), {}),
-    "data: their hash": lambda: (hmc(), (Y + 1e-3,), {}),
+    "data: ": lambda: (hmc(), (Y + 1e-3,), {}),
     "the model: its sites are a .2,., b .., c .3,. there, a .3,. here": lambda: (HMC(other_sites, num_steps=2), (), {}),
     "num_chains: 3 there, 4 here": lambda: (hmc(), (Y,), {"num_chains": 4}),
     "num_warmup: 24 there, 25 here": lambda: (hmc(), (Y,), {"num_warmup": 25}),

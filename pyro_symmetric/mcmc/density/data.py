@@ -38,9 +38,9 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
     if len(x) != len(y) or not len(x):
         raise ValueError(f"x has {len(x)} rows but y has {len(y)}; they must be equally many, and some")
     rows = x[:FEW_ROWS]
-    if input_problem(model.net, (rows,)):
+    if input_problem(model.net, rows):
         rows = x  # a network may be made for so many rows and no others
-        if problem := input_problem(model.net, (rows,)):
+        if problem := input_problem(model.net, rows):
             raise ValueError(f"x doesn't fit: {problem}")
     categorical = type(model.likelihood) is CategoricalLikelihood
     if not categorical and type(model.likelihood) is not GaussianLikelihood:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import model_arguments, refuse_training_batch_norm
+from pyro_symmetric.calls import refuse_training_batch_norm
 from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
@@ -117,10 +117,10 @@ class Density:
         evaluations: int = 0,
     ):
         require_model(model)
-        args, kwargs = model_arguments(args, kwargs)
+        arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
+        args, kwargs = tuple(args), dict(kwargs or {})
         self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
-        arguments.device("device", device)
         arguments.one_of("engine", engine, ENGINES)
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, args, kwargs, device, dtype)

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import PYRO, running_pyro, without_warnings
 from pyro_symmetric.calls import (
-    WRAP,
     described,
     explaining,
     is_deterministic,
@@ -68,7 +67,7 @@ class TracedTarget(Traced):
         if not self.sites:
             names = [site["name"] for site in latent]
             why = f"discrete latent sites only, {names}, which are summed out" if names else "no latent site"
-            hint = "" if names or not isinstance(model, torch.nn.Module) else f". Of a network make a model: {WRAP}"
+            hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, torch.nn.Module) else ""
             raise ValueError(f"{name_of(model)} has {why}, so there is nothing to sample{hint}")
         given = {site: _value(trace, site) for site in self.sites}
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]

@@ -132,9 +132,6 @@ class Kernel(ABC):
     def __post_init__(self) -> None:
         if self.model is not None:  # a kernel without one can be driven by hand, on a Density
             require_model(self.model)
-        for setting in fields(self):  # type: ignore[arg-type]
-            if setting.type == "bool":
-                arguments.flag(setting.name, getattr(self, setting.name))
 
     @abstractmethod
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pyro_symmetric import arguments
 from pyro_symmetric.discovery.rules.registry import operator_name, operator_of
 from pyro_symmetric.discovery.scaling.labeller import Labeller
 from pyro_symmetric.discovery.scaling.labels import Value
@@ -78,7 +77,6 @@ NUMBERS: set[Any] = set()
 
 def register_rule(*operators: Any, sliced: bool = False) -> Callable[[R], R]:
     """Register a rule for operators, given by name or as they are; a later rule replaces an earlier."""
-    arguments.flag("sliced", sliced)
     for operator in operators:
         if not isinstance(operator, str) and not callable(operator):
             raise TypeError(
