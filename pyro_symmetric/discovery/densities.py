@@ -136,26 +136,26 @@ class FunctionDensity:
     """A log-density of which only values are known, with the noise of these.
 
     What passes is measured, not guessed: by how much the values change if the same draws are asked for again (which a
-    function that subsamples its data, or is otherwise random, answers differently), or nearby ones.
+    function that subsamples its data, or is otherwise random, answers differently), or others in the last digit.
 
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
-    :param nearby: the same but for the last digit of each number.
     """
 
     name, unit = "the log-density", "nats"
 
-    def __init__(self, log_joint: Callable[[Weights], Tensor], draws: Weights, nearby: Weights):
+    def __init__(self, log_joint: Callable[[Weights], Tensor], draws: Weights):
         self._log_joint = log_joint
         values = self._values(draws)
+        nearby = {
+            site: v * (1 + torch.finfo(v.dtype).eps * (4 * torch.randint_like(v, 2) - 2)) for site, v in draws.items()
+        }
         others = [self._values(draws), self._values(nearby)]
         if not torch.equal(others[0], values):
             others += [self._values(draws) for _ in range(REPEATS)]
-        noise = torch.cat([(other - values).abs() for other in others])
-        digits = torch.finfo(min((v.dtype for v in draws.values()), key=lambda dtype: torch.finfo(dtype).bits)).eps
-        sizes = torch.cat([noise, digits * values.abs()])
-        finite = sizes[sizes.isfinite()]
-        self.tolerance = NATS + (NOISE * float(finite.amax()) if len(finite) else 0.0)
+        digits = max(torch.finfo(value.dtype).eps for value in draws.values())
+        sizes = torch.cat([digits * values.abs(), *((other - values).abs() for other in others)])
+        self.tolerance = NATS + NOISE * float(torch.where(sizes.isfinite(), sizes, 0.0).amax())
         self.draws, self.before = {site: value[:COMPARED] for site, value in draws.items()}, values[:COMPARED]
         self.shapes = {site: value.shape[1:] for site, value in draws.items()}
 
@@ -165,10 +165,11 @@ class FunctionDensity:
         try:
             after = self._values(element.on_sites(self.draws))
         except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
-            after = torch.full_like(self.before, torch.nan)
-        comparable = (after != self.before) & ~self.before.isnan()
-        changes = (after - self.before).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        size = float(torch.where(comparable, changes, 0.0).max())
+            return Change(True, float("inf"))
+        same = (after == self.before) | self.before.isnan()
+        size = float(
+            torch.where(same, 0.0, (after - self.before).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)).max()
+        )
         return Change(size > self.tolerance, size)
 
     def _values(self, weights: Weights) -> Tensor:

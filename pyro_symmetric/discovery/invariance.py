@@ -124,7 +124,7 @@ class Verification:
         if self:
             return f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e}"
         head = f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"
-        return "\n".join([head, *map(str, self.broken), f"relative changes of {self.tolerance:.1g} pass as rounding"])
+        return "\n".join([head, *map(str, self.broken), f"up to {self.tolerance:.1g} would pass as rounding"])
 
     def require(self) -> None:
         """:raises ValueError: if the function isn't invariant, with all that is known about it."""

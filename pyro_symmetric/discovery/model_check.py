@@ -112,16 +112,13 @@ def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verif
 
 
 @undisturbed()
-def check_function(
-    group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights, nearby: Weights
-) -> Verification:
+def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights) -> Verification:
     """:func:`verify_model` for a log-density of which only values are known.
 
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
-    :param nearby: the same but for the last digit of each number.
     """
-    return _verified(group.finite, FunctionDensity(log_joint, draws, nearby))
+    return _verified(group.finite, FunctionDensity(log_joint, draws))
 
 
 @undisturbed()
@@ -142,11 +139,8 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
     if density.row_counts or not all(site in draws for site in sites):
         return  # rows of its own at every call, or draws that were cut
     some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)
-    z = density.unconstrain({site: draws[site][some] for site in sites})
-    nearby = density.layout.constrain(z * (1 + torch.finfo(z.dtype).eps * (4 * torch.randint_like(z, 2) - 2)))
-    found = check_function(
-        symmetry, lambda weights: density.target.log_joint(weights, None), density.layout.constrain(z), nearby
-    )
+    at = density.layout.constrain(density.unconstrain({site: draws[site][some] for site in sites}))
+    found = check_function(symmetry, lambda weights: density.target.log_joint(weights, None), at)
     if not found:
         raise ValueError(
             f"at draws of the posterior, {found}\nModulo that group they would be draws of another posterior: give the "

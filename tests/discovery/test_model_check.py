@@ -66,29 +66,6 @@ def test_a_right_declaration_holds_and_axes_that_are_left_out_or_too_many_are_na
         result.require()
 
 
-def test_only_the_wrong_factor_is_named() -> None:
-    def two() -> None:
-        pyro.sample("a", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        pyro.sample("b", dist.Normal(torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 1.1])).to_event(1))
-
-    group = Group.declare({"a": ("fair",), "b": ("lopsided",)}, {"a": (3,), "b": (4,)})  # type: ignore[dict-item]
-    (broken,) = verify_model(group, two).broken
-    assert (broken.name, broken.sites) == ("lopsided", ("b",))
-
-
-def test_the_other_axis_of_a_square_site_is_found() -> None:
-    def square() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(3, 3), torch.tensor([1.0, 2.0, 3.0])).to_event(2))
-
-    def model() -> None:
-        square()
-        pyro.sample("v", dist.Normal(torch.arange(3.0), 1.0).to_event(1))
-
-    group = Group.declare({"w": ("k", None), "v": ("k",)}, {"w": (3, 3), "v": (3,)})  # type: ignore[dict-item]
-    (broken,) = verify_model(group, model).broken
-    assert broken.superfluous == (("v", 0),)
-
-
 @pytest.mark.parametrize("validate", [True, False])
 def test_an_ordered_prior_breaks_the_symmetry_outside_of_its_support(validate: bool) -> None:
     def ordered(data: torch.Tensor) -> None:

@@ -140,28 +140,6 @@ def test_noise_of_train_mode_alone_breaks_no_symmetry(name: str) -> None:
     assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).error > 1e-3
 
 
-def test_labels_that_are_dropped_in_train_mode_alone_break_no_symmetry() -> None:
-    class Guided(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.classes, self.a, self.out = nn.Embedding(4, 6), nn.Linear(3, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            if self.training:  # for guidance without a classifier
-                labels = torch.where(torch.rand(len(labels)) < 0.1, 3, labels)
-            return self.out(torch.tanh(self.a(x) + self.classes(labels)))
-
-    torch.manual_seed(0)
-    net, x, labels = Guided(), torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
-    symmetry = quietly(net, x, labels)
-    assert symmetry.permutations.factors == {"classes": 6}
-    assert verify(symmetry, net, x, labels).error < 1e-12
-    # Train mode is still compared, with the labels that it keeps.
-    axes = {"a.weight": ("a", None), "a.bias": ("a",)}
-    wrong = verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x, labels)
-    assert wrong.error > 1e-3
-
-
 def test_means_of_noise_are_those_of_many_draws() -> None:
     draws = {
         "randn": lambda n: torch.randn(n),

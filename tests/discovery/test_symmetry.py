@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 
 import pyro.distributions as dist
 import pytest
@@ -39,34 +37,6 @@ def test_elements_leave_the_function_of_a_batch_of_weights_unchanged() -> None:
     moved = symmetry.sample((10,))(weights)
     torch.testing.assert_close(outputs(net, moved, x), outputs(net, weights, x), rtol=1e-6, atol=1e-6)
     assert not torch.allclose(moved["0.weight"], weights["0.weight"])
-
-
-def test_products_and_inverses_act_like_their_parts() -> None:
-    net = network()
-    symmetry = found(net)
-    weights = {name: torch.randn_like(p) for name, p in net.named_parameters()}
-    g, h = symmetry.sample(), symmetry.sample()
-    for site, value in (g @ h)(weights).items():
-        torch.testing.assert_close(value, g(h(weights))[site])
-    for site, value in (g.inverse() @ g)(weights).items():
-        torch.testing.assert_close(value, weights[site], rtol=1e-6, atol=1e-6)
-    for site, value in symmetry.group.identity()(weights).items():
-        assert torch.equal(value, weights[site])
-    mixed = symmetry.permutations.sample()
-    product = g @ mixed
-    for site, value in product(weights).items():
-        torch.testing.assert_close(value, g(mixed(weights))[site])
-
-
-def test_batches_of_elements_and_of_weights_broadcast() -> None:
-    net = network()
-    symmetry = found(net)
-    weights = {name: torch.randn(1, 3, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
-    element = symmetry.sample((5, 1))
-    assert element.batch_shape == (5, 1)
-    assert element(weights)["0.weight"].shape == (5, 3, 6, 3)
-    one = element.select(2)(weights)["2.weight"]
-    torch.testing.assert_close(one[0], element(weights)["2.weight"][2])
 
 
 def test_act_returns_a_new_module_and_leaves_the_old_one() -> None:
@@ -132,14 +102,6 @@ def test_json_brings_everything_back() -> None:
     assert repr(again) == repr(symmetry)
 
 
-def test_symmetries_are_pickled_and_copied() -> None:
-    net, x = network(), torch.randn(4, 3, dtype=torch.float64)
-    symmetry = found(net)
-    for again in (pickle.loads(pickle.dumps(symmetry)), copy.deepcopy(symmetry)):
-        assert again.group == symmetry.group
-        torch.testing.assert_close(again.act(again.sample(), net)(x), net(x), rtol=1e-6, atol=1e-6)
-
-
 def test_parts_of_a_symmetry() -> None:
     net, x = network(), torch.randn(4, 3, dtype=torch.float64)
     symmetry = found(net)
@@ -166,26 +128,6 @@ def test_sites_of_a_larger_model_have_a_prefix() -> None:
 
 def priors(net: nn.Module) -> dict[str, dist.Distribution]:
     return {name: dist.Normal(torch.zeros_like(p), 1.0).to_event(p.dim()) for name, p in net.named_parameters()}
-
-
-def test_exchangeable_priors_pass() -> None:
-    net = network()
-    result = check_priors(found(net), priors(net))
-    assert result
-    assert not result.broken
-    assert "invariant" in str(result)
-
-
-def test_a_prior_with_different_scales_within_a_layer_is_named() -> None:
-    net = network()
-    given = priors(net)
-    scale = torch.ones(6, dtype=torch.float64)
-    scale[2] = 1.001
-    given["0.bias"] = dist.Normal(torch.zeros(6, dtype=torch.float64), scale).to_event(1)
-    result = check_priors(found(net), given)
-    assert [(found.move, found.name, found.sites) for found in result.broken] == [("permute", "0", ("0.bias",))]
-    assert not result
-    assert "0.bias" in str(result)
 
 
 def test_a_prior_that_is_not_even_breaks_signs_only() -> None:

@@ -133,7 +133,7 @@ def test_right_groups_pass() -> None:
 def test_wrong_groups_are_all_caught() -> None:
     wrong = [(name, group, net, x) for net, x, symmetry in examples() for name, group in wrong_groups(symmetry)]
     # Each passes with a probability of less than 1e-6.
-    missed = [name for name, group, net, x in random.Random(0).sample(wrong, 30) if verify(group, net, x)]
+    missed = [name for name, group, net, x in random.Random(0).sample(wrong, 15) if verify(group, net, x)]
     assert not missed
 
 
@@ -200,35 +200,6 @@ def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> 
     assert not result
     assert result.error > 1e-3
     assert verify(declared({**axes, "extra.weight": (None, "a")}, net), net, x)
-
-
-class Seen(nn.Module):
-    """A convolutional network that remembers how many images it saw, and may refuse to see few."""
-
-    def __init__(self, least: int = 1):
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-        self.least = least
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) < self.least:
-            raise RuntimeError("too few images")
-        SEEN.append(len(x))
-        return self.net(x)
-
-
-SEEN: list[int] = []
-
-
-@pytest.mark.parametrize(("pixels", "least", "compared"), [(256, 1, 1), (256, 3, 5), (128, 1, 3), (8, 1, 5)])
-def test_of_large_images_no_more_are_compared_than_it_takes(pixels: int, least: int, compared: int) -> None:
-    net, x = Seen(least), torch.randn(5, 3, pixels, pixels)
-    axes = {"net.0.weight": ("a", None, None, None), "net.0.bias": ("a",), "net.2.weight": (None, "a", None, None)}
-    SEEN.clear()
-    assert verify(declared(axes, net), net, x)
-    assert SEEN[-1] == compared
-    wrong = {site: names for site, names in axes.items() if site != "net.0.bias"}
-    assert not verify(declared(wrong, net), net, x)
 
 
 def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified() -> None:
