@@ -12,7 +12,7 @@ CHECK := $(addprefix tests/, \
   compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
   datasets/test_tables.py \
   discovery/test_model_check.py discovery/test_nullspace.py \
-  distributions/test_matchings.py distributions/test_permanent.py distributions/test_signed.py \
+  distributions/test_matchings.py distributions/test_signed.py \
   distributions/test_symmetrized.py \
   ensembles/test_training.py \
   groups/test_action.py groups/test_element.py \

@@ -1,8 +1,7 @@
 """Symmetrised distributions and the estimators of their log-density."""
 
-from pyro_symmetric.distributions.estimators import InfoNCE, SinkhornImportance
+from pyro_symmetric.distributions.estimators import InfoNCE, OrbitEstimator, SinkhornImportance
 from pyro_symmetric.distributions.exact import ExactOrbit, usual_estimator
-from pyro_symmetric.distributions.orbit import OrbitEstimator
 from pyro_symmetric.distributions.symmetrized import Symmetrized
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 

@@ -20,25 +20,60 @@ importance-weighted hierarchical variational inference (Sobolev & Vetrov 2019, a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.matching import propose
-from pyro_symmetric.distributions.orbit import (
-    CHUNK_NUMBERS,
-    OrbitEstimator,
-    in_chunks,
-    log_mean_exp,
-    log_prob_on_orbit,
-    mean_field_moments,
-    units_of,
-)
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, propose, units_of
 from pyro_symmetric.groups.action import Action
+from pyro_symmetric.groups.element import Element
+
+CHUNK_NUMBERS = 2**25  # that are held at once; beyond, the work is done chunk by chunk
+
+
+class OrbitEstimator(ABC):
+    r"""The estimator that :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
+
+    The average is over ``action.group.finite``, the permutations and signs of the group. ``bound`` says what the
+    expected value is at draws of the base: ``"exact"``, or ``"upper"``, an upper bound of :math:`\log \bar q`.
+    """
+
+    bound: ClassVar[Literal["upper", "exact"]]
+
+    @abstractmethod
+    def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        r"""Estimate :math:`\log \bar q` at draws of ``base``; the mean of the reciprocal of its exponential is
+        :math:`1 / \bar q`.
+
+        :param base: density ``q`` over vectors, event shape ``(D,)``.
+        :param action: the group's action on those vectors.
+        :param value: draws of ``base``, ``batch_shape + (D,)``.
+        :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``.
+        """
+
+    def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
+        r"""The log of an unbiased estimate of :math:`\bar q` at any weights: draws of a chain."""
+        if self.bound == "exact":
+            return self.log_prob(base, action, value)
+        raise NotImplementedError(f"{type(self).__name__} estimates the density at draws of the base alone")
+
+    @property
+    def knows_elsewhere(self) -> bool:
+        """True if :meth:`log_prob_elsewhere` is there."""
+        return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
+
+
+def require_estimator(estimator: Any) -> None:
+    """:raises TypeError: unless this is an estimator (a class of them is none) or None."""
+    if not isinstance(estimator, OrbitEstimator | None):
+        raise TypeError(f"estimator is {estimator!r}; it must be an OrbitEstimator such as SinkhornImportance(4)")
 
 
 @dataclass(frozen=True)
@@ -48,8 +83,8 @@ class InfoNCE(OrbitEstimator):
     .. math:: \log \frac{1}{K+1} \Big[ q(w) + \sum_{k=1}^{K} q(g_k \cdot w) \Big]
 
     It can't get below ``log q(w) - log(K + 1)``: of the ``log |G|`` nats at stake it sees at most ``log(K + 1)``;
-    :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. Cost: ``K + 1`` evaluations of ``q``. Its
-    gradient is, without bias, that of the bound it reports.
+    :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. Its gradient is, without bias, that of
+    the bound it reports.
 
     Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496),
     Theorem 4.3, whose ``K`` counts the identity.
@@ -75,12 +110,12 @@ class InfoNCE(OrbitEstimator):
         if self.K == 0 or group.log_order() == 0:
             return own
         proposals = group.sample((self.K, *own.shape), device=value.device)
-        return log_mean_exp(torch.cat([own[None], log_prob_on_orbit(base, action, value, proposals)]))
+        return log_mean_exp(torch.cat([own[None], log_prob_on_orbit(base, action, value, proposals)])).to(own.dtype)
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         batch, group = torch.broadcast_shapes(base.batch_shape, value.shape[:-1]), action.group.finite
         proposals = group.sample((self.K + 1, *batch), device=value.device)
-        return log_mean_exp(log_prob_on_orbit(base, action, value, proposals))
+        return log_mean_exp(log_prob_on_orbit(base, action, value, proposals)).to(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -90,7 +125,8 @@ class SinkhornImportance(OrbitEstimator):
     If units are far apart it finds all of the :math:`\log|G|` nats, whatever the width, and if they are alike it knows
     that; in between a larger ``K`` helps. Normals that correlate units are matched by means and deviations alone: of
     overlapping units under a full covariance less than half of the nats may be found. *Tied units*, whose weights from
-    state to state belong to two of them, lose more than others.
+    state to state belong to two of them, lose more than others; *units inside others*, rows of an attention head, are
+    proposed uniformly, so that as many of their nats are found as by :class:`InfoNCE`.
 
     *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands: the identity is no free draw,
     so that with exact proposals :math:`1/(K+1)` of the gain's gradient is missing. The jackknife
@@ -141,20 +177,62 @@ def log_terms(base: Distribution, action: Action, value: Tensor, count: int) -> 
 
 def _log_terms(base: Distribution, action: Action, value: Tensor, count: int) -> Tensor:
     own = base.log_prob(value)
-    batch, device = own.shape, value.device
     if value.numel() == 0 or not action.group.finite.sites:
-        return own.double().expand(count + 1, *batch)
-    with torch.autocast(device.type, enabled=False):  # differences of large numbers need all digits
-        units = units_of(base, action, value.expand(*batch, -1).reshape(1, -1, value.shape[-1]), batch)
-        if not units.seats:
-            return own.double().expand(count + 1, *batch)
+        return own.double().expand(count + 1, *own.shape)
+    with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
+        units = units_of(base, action, value.expand(1, *own.shape, -1))
         elements, log_tau = propose(units, count)
-        if units.blocks.keys() == units.seats.keys() or (mean_field_moments(base) and not action.nonlinear_sites):
-            terms = own.reshape(-1) + units.gains(elements)
-        else:
-            others = elements.select((slice(1, None), torch.arange(own.numel(), device=device).reshape(batch)))
-            terms = torch.cat([own[None], log_prob_on_orbit(base, action, value, others)]).reshape(count + 1, -1)
-        return (terms.double() - log_tau - units.log_order).reshape(count + 1, *batch)
+        moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)
+        return torch.cat([own[None], moved]).double() - log_tau
+
+
+def log_prob_on_orbit(
+    base: Distribution,
+    action: Action,
+    value: Tensor,
+    elements: Element,
+    units: UnitDensities | None = None,
+    own: Tensor | None = None,
+) -> Tensor:
+    r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements.
+
+    Of independent units these are gathered from the matrix of all their densities, else the weights are moved.
+
+    :param value: ``batch_shape + (D,)``.
+    :param elements: batch shape ``(K,) + batch_shape`` (or what broadcasts to it).
+    :param units: of ``value``, if they are known already; so is ``own``, its density.
+    :return: ``(K,) + batch_shape``. Beyond a fixed size of the moved weights the work is chunked over ``K``, and
+        recomputed in the backward pass, so that memory stays bounded.
+    """
+    own = base.log_prob(value) if own is None else own
+    found = units or units_of(base, action, value.expand(1, *own.shape, -1))
+    mean_field = mean_field_moments(base) is not None and not action.nonlinear_sites
+
+    def score(part: slice) -> Tensor:
+        chosen = elements.select(part)
+        if mean_field or found.blocks.keys() == found.sets.keys():
+            return own + found.gains(chosen)
+        return base.log_prob(action(value, chosen)) + action.log_abs_det(value, chosen)
+
+    return in_chunks(score, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))
+
+
+def in_chunks(score: Callable[[slice], Tensor], count: int, chunk: int) -> Tensor:
+    """Scores of ``count`` things, at most ``chunk`` at once, joined; recomputed in the backward pass."""
+    chunk = max(1, chunk)
+    if chunk >= count:
+        return score(slice(0, count))
+    parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
+    if not torch.is_grad_enabled():
+        return torch.cat([score(part) for part in parts])
+    return torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts])
+
+
+def log_mean_exp(log_terms: Tensor) -> Tensor:
+    """Logarithm of the mean over the first dimension."""
+    # The terms span hundreds of nats and their number can be 10⁵: the group sum is made in float64.
+    total = torch.logsumexp(log_terms.double(), 0) - math.log(len(log_terms))
+    return total.to(log_terms.dtype)
 
 
 def jackknifed(log_terms: Tensor) -> Tensor:

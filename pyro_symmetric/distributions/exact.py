@@ -1,4 +1,12 @@
-"""The symmetrised log-density itself: all terms of the sum over the orbit."""
+r"""The symmetrised log-density itself: all terms of the sum over the orbit.
+
+The permanent of a matrix of log-densities is :math:`\sum_{p \in S_n} \exp \sum_j A_{j\,p(j)}`. It is made of subsets of
+columns by size: with :math:`f_t(S)` the sum over all ways to give the first ``t`` rows the ``t`` columns of ``S``,
+
+.. math:: f_t(S) = \sum_{i \in S} e^{A_{t i}} f_{t-1}(S \setminus i),
+
+all terms positive, so that nothing cancels in log space (unlike Ryser's formula). It takes :math:`n\,2^{n-1}` terms.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +17,26 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.estimators import SinkhornImportance
-from pyro_symmetric.distributions.matching import seats_of
-from pyro_symmetric.distributions.orbit import (
+from pyro_symmetric.distributions.estimators import (
     CHUNK_NUMBERS,
     OrbitEstimator,
+    SinkhornImportance,
     in_chunks,
     log_mean_exp,
     log_prob_on_orbit,
-    mean_field_moments,
-    unit_blocks,
-    units_of,
 )
-from pyro_symmetric.distributions.permanent import LARGEST_PERMANENT, log_permanent
-from pyro_symmetric.distributions.unit_blocks import UnitBlocks
+from pyro_symmetric.distributions.matching import mean_field_moments, sets_of, unit_blocks, units_of
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
+
+# n 2^(n-1) terms: 10 million at 20, which is what a machine holds and a person waits for.
+LARGEST_PERMANENT = 20
+# Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
+TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
 
 
 @dataclass(frozen=True)
@@ -36,8 +44,7 @@ class ExactOrbit(OrbitEstimator):
     r"""The whole sum over the orbit, for groups small enough: the ruler for every other estimator.
 
     In general by enumeration, ``|G|`` evaluations of ``q``. If units are independent under the base (mean-field, or
-    unit blocks), the sum over one set of units is a permanent
-    (:mod:`~pyro_symmetric.distributions.permanent`) of numbers that are sums over the units' signs:
+    unit blocks), the sum over one set of units is a permanent of numbers that are sums over the units' signs:
     :math:`n\,2^{n-1}` terms instead of :math:`n!\,2^n`, up to width 20. Sets that share no site (one hidden layer;
     every second layer of a deep network, given the others) are summed so, and only the rest is enumerated.
 
@@ -71,83 +78,87 @@ class ExactOrbit(OrbitEstimator):
         own = base.log_prob(value)
         if value.numel() == 0:
             return own
-        dtype = own.dtype
-        if summed.units:
-            # A permanent is told beside log q, and both may be a thousand times the sum of the two: all in float64.
-            base, value = _in_double(base), value.double()
-            own = base.log_prob(value)
         # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
-        elements = enumerated.enumerate().to(value.device)
+        elements = enumerated.enumerate().to(value.device).select((slice(None), *([None] * own.dim())))
         terms = own[None]
         if order > 1:
-            others = elements.select(slice(1, None)).select((slice(None), *([None] * own.dim())))
-            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, others)])
+            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, elements.select(slice(1, None)))])
         if summed.units:
             terms = terms + _gains(base, action, value.expand(*own.shape, -1), summed, elements)
-        return log_mean_exp(terms).to(dtype)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
-    """The sets of units whose densities are told unit by unit, all else being given."""
-    if action.nonlinear_sites:
-        return ()
-    group = action.group.finite
-    return tuple(group.units if mean_field_moments(base) is not None else unit_blocks(base, action, group))
-
-
-@functools.lru_cache(maxsize=64)
-def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
-    """The part of a group that permanents sum over, sets of which no two share a site; and the rest."""
-    chosen: dict[str, set[str]] = {}
-    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        for name in sorted(independent, key=lambda name: -group[name].size):
-            own, sites = group.without(other for other in group.units if other != name), set(group.site_shapes)
-            seats = seats_of(own, frozenset(sites)).get(name, ())
-            sites = {seat.axis.site for seat in seats}
-            narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
-            nested = group[name].copies > 1 or bool(group.children(name))
-            apart = all(map(sites.isdisjoint, chosen.values())) and all(seat.lone for seat in seats)
-            if sites and narrow and apart and not nested:
-                chosen[name] = sites
-        rest = [name for name in group.units if name not in chosen]
-        return group.without(rest) if rest else group, group.without(chosen) if chosen else group
-
-
-def _in_double(base: Distribution) -> Distribution:
-    """A base of independent units in float64."""
-    if isinstance(base, UnitBlocks):
-        return base.double()
-    loc, scale = (moment.double() for moment in mean_field_moments(base) or ())
-    return Independent(Normal(loc, scale, validate_args=False), 1)
+        return log_mean_exp(terms).to(own.dtype)
 
 
 def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elements: Element) -> Tensor:
     r"""``log mean_s q(s·e·w) - log q(e·w)`` over sets that share no site, ``(E,) + batch_shape``, float64."""
-    flat = value.reshape(-1, value.shape[-1])
 
     def gain(part: slice) -> Tensor:
-        moved = action(flat, elements.select(part).select((slice(None), None)))
-        units = units_of(base, action, moved, value.shape[:-1], group)
-        total = torch.zeros((), dtype=torch.float64, device=flat.device)
-        for name, pairs in ((name, units.alone(name)) for name in units.seats):
-            permuted = "permute" in group[name].moves
-            summed = log_permanent(pairs.total) if permuted else pairs.total.diagonal(dim1=-2, dim2=-1).sum(-1)
+        units = units_of(base, action, action(value, elements.select(part)), group)
+        total = torch.zeros((), dtype=torch.float64, device=value.device)
+        for name, pairs in ((name, units.alone(name)) for name in units.sets):
+            permuted, densities = "permute" in group[name].moves, pairs.total.double()
+            summed = log_permanent(densities) if permuted else densities.diagonal(dim1=-2, dim2=-1).sum(-1)
             total = total + summed - pairs.at_rest
-        return total - units.log_order
+        return total - units.log_order(units.sets)
 
     # What is held for one element: copies of the draws, and the largest level of each permanent.
     levels = sum(math.comb(one.size, one.size // 2) * one.size for one in group.units.values())
-    few = CHUNK_NUMBERS // (len(flat) * (4 * flat.shape[-1] + levels))
-    return in_chunks(gain, elements.batch_shape[0], few).reshape(-1, *value.shape[:-1])
+    few = CHUNK_NUMBERS // (value.shape[:-1].numel() * (4 * value.shape[-1] + levels))
+    return in_chunks(gain, elements.batch_shape[0], few)
+
+
+def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
+    """The sets of units whose densities are told unit by unit, all else being given."""
+    group = action.group.finite
+    if action.nonlinear_sites:
+        return ()
+    return tuple(group.units if mean_field_moments(base) is not None else unit_blocks(base, action, group))
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
+def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
+    """The part of a group that permanents sum over, sets of which no two share a site; and the rest."""
+    chosen: dict[str, set[str]] = {}
+    for name in sorted(independent, key=lambda name: -group[name].size):
+        own = group.without(other for other in group.units if other != name)
+        found = sets_of(own, frozenset(group.site_shapes)).get(name)
+        sites = {axis.site for axis in found.lone} if found and found.matched and not found.shared else set()
+        narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
+        if sites and narrow and not group.children(name) and all(map(sites.isdisjoint, chosen.values())):
+            chosen[name] = sites
+    rest = [name for name in group.units if name not in chosen]
+    return group.without(rest) if rest else group, group.without(chosen) if chosen else group
+
+
+def log_permanent(densities: Tensor) -> Tensor:
+    """Logarithm of the permanent of ``exp(densities)``, ``batch_shape + (n, n)``, differentiable; ``n`` at most 20."""
+    n = densities.shape[-1]
+    if n > LARGEST_PERMANENT:
+        raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
+    total = densities.new_zeros(*densities.shape[:-2], 1)
+    for row, (columns, previous) in enumerate(_subsets(n, densities.device)):
+        total = torch.logsumexp(total[..., previous] + densities[..., row, :][..., columns], -1)
+    return total[..., 0]
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
+    masks = torch.arange(2**n, device=device)
+    member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
+    size, place = member.sum(-1), torch.zeros_like(masks)
+    levels = []
+    for t in range(n + 1):
+        own = (size == t).nonzero()[:, 0]
+        if t:
+            columns = member[own].nonzero()[:, 1].reshape(-1, t)
+            levels.append((columns, place[own[:, None] ^ (1 << columns)]))
+        place[own] = torch.arange(len(own), device=device)
+    return levels
 
 
 # the default ----------------------------------------------------------------------------------------------------------
-
-# Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
-TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
 
 
 def usual_estimator(base: Distribution, action: Action, training: bool = True) -> OrbitEstimator:

@@ -21,9 +21,8 @@ from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
+from pyro_symmetric.distributions.estimators import CHUNK_NUMBERS, OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.exact import usual_estimator
-from pyro_symmetric.distributions.orbit import CHUNK_NUMBERS, OrbitEstimator, require_estimator
-from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 
@@ -44,13 +43,11 @@ class Estimate(NamedTuple):
 class Symmetrized(TorchDistribution):
     r"""A base distribution averaged over the orbits of a group.
 
-    ``sample`` and ``rsample`` draw *from the base*: every function of the weights that is invariant under the group (a
-    network's predictions) is distributed as under :math:`\bar q`, reparametrised gradients flow, and the draws are what
-    the bounds of ``estimator`` are stated for. :meth:`sample_orbit` draws from :math:`\bar q` itself.
-
-    ``log_prob`` is the estimator's answer, which for a bound is random. An ELBO made of it never exceeds that of
-    :math:`\bar q` in expectation, **if** the model is invariant under the group: check yours by
-    ``ps.verify_model(group, model, *args)``, as :class:`~pyro_symmetric.guides.AutoSymmetrized` does.
+    ``sample`` and ``rsample`` draw *from the base*: functions of the weights that are invariant under the group (a
+    network's predictions) are distributed as under :math:`\bar q`, and the bounds of ``estimator`` are stated for these
+    draws. :meth:`sample_orbit` draws from :math:`\bar q` itself. ``log_prob`` is the estimator's answer, which for a
+    bound is random: an ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the model is
+    invariant under the group, as ``ps.verify_model(group, model, *args)`` checks.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
@@ -64,8 +61,6 @@ class Symmetrized(TorchDistribution):
         permutations and signs.
     :param estimator: of :math:`\log \bar q`; by default exact where that is cheap, else
         :class:`~pyro_symmetric.distributions.SinkhornImportance`.
-    :param sticking_the_landing: differentiate ``log_prob`` through the draw only, not through the parameters of a
-        Gaussian base (Roeder, Wu & Duvenaud 2017, arXiv 1703.09194). What is left out has mean zero.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
@@ -75,15 +70,11 @@ class Symmetrized(TorchDistribution):
         base_distribution: TorchDistribution,
         action: Action,
         estimator: OrbitEstimator | None = None,
-        sticking_the_landing: bool = False,
         validate_args: bool | None = None,
     ):
-        arguments.instance(
-            "base_distribution", base_distribution, torch.distributions.Distribution, "a distribution over flat vectors"
-        )
+        arguments.instance("base_distribution", base_distribution, torch.distributions.Distribution, "a distribution")
         arguments.instance("action", action, Action, "an Action(group, sites) on those vectors")
-        if estimator is not None:
-            require_estimator(estimator)
+        require_estimator(estimator)
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
@@ -92,17 +83,10 @@ class Symmetrized(TorchDistribution):
         self.base_distribution = base_distribution
         self.action = action
         self.estimator = estimator or usual_estimator(base_distribution, action)
-        self.sticking_the_landing = sticking_the_landing
-        if sticking_the_landing:
-            detached(base_distribution)  # which base can't be is reported here
         super().__init__(base_distribution.batch_shape, base_distribution.event_shape, validate_args=validate_args)
 
     def __repr__(self) -> str:
-        return (
-            f"Symmetrized({type(self.base_distribution).__name__}, batch_shape={tuple(self.batch_shape)}, "
-            f"event_shape={tuple(self.event_shape)}, log_order={self.action.group.log_order():.1f}, "
-            f"estimator={self.estimator!r} [{self.estimator.bound}])"
-        )
+        return f"Symmetrized({self.base_distribution}, {self.action}, {self.estimator!r} [{self.estimator.bound}])"
 
     @constraints.dependent_property(is_discrete=False, event_dim=1)
     def support(self) -> Any:
@@ -118,7 +102,6 @@ class Symmetrized(TorchDistribution):
         new.base_distribution = self.base_distribution.expand(arguments.shape("batch_shape", batch_shape))
         new.action = self.action
         new.estimator = self.estimator
-        new.sticking_the_landing = self.sticking_the_landing
         super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
@@ -140,15 +123,14 @@ class Symmetrized(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        return self.estimator.log_prob(self.scored_distribution, self.action, value)
+        return self.estimator.log_prob(self.base_distribution, self.action, value)
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         """Score parts as Pyro's objectives ask for them. Draws that aren't reparametrised have the base's score; then
         the gradient of ``log_prob`` itself, whose mean is zero, is left out."""
-        if not self.has_rsample:
-            return ScoreParts(self.log_prob(x), self.base_distribution.log_prob(x), 0)  # type: ignore[arg-type]
         log_prob = self.log_prob(x)
-        return ScoreParts(log_prob, 0, log_prob)  # type: ignore[arg-type]
+        score = (0, log_prob) if self.has_rsample else (self.base_distribution.log_prob(x), 0)
+        return ScoreParts(log_prob, *score)
 
     # moments and information ----------------------------------------------------------------------------------------
 
@@ -199,31 +181,6 @@ class Symmetrized(TorchDistribution):
         bound: Literal["lower", "exact"] = "exact" if self.estimator.bound == "exact" else "lower"
         return Estimate(gains.mean(0), gains.std(0) / math.sqrt(count), bound)
 
-    @property
-    def scored_distribution(self) -> TorchDistribution:
-        """The base as ``log_prob`` sees it: without gradient to its parameters, when sticking the landing."""
-        return detached(self.base_distribution) if self.sticking_the_landing else self.base_distribution
-
-
-def detached(base: TorchDistribution) -> TorchDistribution:
-    """Return the same Gaussian without gradient to its parameters.
-
-    :raises TypeError: for a base that isn't normal (in blocks, multivariate, of low rank).
-    """
-    if isinstance(base, UnitBlocks):
-        return base.detach()
-    if isinstance(base, torch.distributions.Independent):
-        return dist.Independent(detached(base.base_dist), base.reinterpreted_batch_ndims)
-    if isinstance(base, torch.distributions.Normal):
-        return dist.Normal(base.loc.detach(), base.scale.detach())
-    if isinstance(base, torch.distributions.MultivariateNormal):
-        return dist.MultivariateNormal(base.loc.detach(), scale_tril=base.scale_tril.detach())
-    if isinstance(base, torch.distributions.LowRankMultivariateNormal):
-        return dist.LowRankMultivariateNormal(base.loc.detach(), base.cov_factor.detach(), base.cov_diag.detach())
-    raise TypeError(
-        f"sticking_the_landing needs a Gaussian base; that of {type(base).__name__} keeps its parameters to itself"
-    )
-
 
 @register_kl(Symmetrized, dist.Independent)
 def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
@@ -245,17 +202,13 @@ def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
 
 
 def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor:
-    """Average each entry over the places to which the group moves it.
+    """Average each entry over the places to which the group moves it, ``batch_shape + (D,)``.
 
-    :param values: ``batch_shape + (D,)``.
     :param signed: whether they change their sign with the entries; those that can be flipped then average to zero.
     :raises NotImplementedError: if the group permutes the entries of a simplex, whose coordinates it mixes.
     """
     if action.nonlinear_sites:
-        raise NotImplementedError(
-            f"the group moves the constrained values of {list(action.nonlinear_sites)}, not single coordinates: "
-            "average draws of sample_orbit instead"
-        )
+        raise NotImplementedError(f"the group mixes coordinates of {action.nonlinear_sites}: average sample_orbit's")
     both = torch.cat([values, -values if signed else values], -1)
     orbit = _signed_orbits(action).to(values.device)
     size = torch.bincount(orbit, minlength=len(orbit)).to(values)
@@ -264,22 +217,22 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
 
 
 @functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
 def _signed_orbits(action: Action) -> Tensor:
     """The number of the orbit of each entry, and of each with its sign reversed, ``(2 D,)``, by generators."""
     group, dim = action.group.finite, action.dim
-    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        numbered = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu")
-        elements = [group.generators(name) for name in group.names("permute")]
-        for name in group.names("flip"):
-            # All flipped at once, and by the digits of their numbers: entries that two units flip are flipped by one.
-            digits = 2 ** torch.arange(group[name].count.bit_length(), device="cpu").unsqueeze(-1)
-            odd = torch.arange(group[name].count, device="cpu") // digits % 2
-            signs = 1.0 - 2.0 * torch.cat([torch.ones_like(odd[:1]), odd]).double()
-            elements.append(Element(group, {}, {name: signs.unflatten(-1, group[name].shape)}))
-        moved = torch.cat([action(numbered, element).cpu() for element in elements] or [numbered[None]])
-        source, flipped = moved.abs().long() - 1, moved < 0
-        place = torch.arange(dim, device="cpu").expand_as(source)
-        edges = [(place + dim * side, source + dim * (flipped ^ bool(side))) for side in (0, 1)]
-        rows, columns = (torch.cat([pair[k].flatten() for pair in edges]).numpy() for k in (0, 1))
-        graph = coo_array(([True] * len(rows), (rows, columns)), shape=(2 * dim, 2 * dim))
-        return torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.long, device="cpu")
+    numbered = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu")
+    elements = [group.generators(name) for name in group.names("permute")]
+    for name in group.names("flip"):
+        # All flipped at once, and by the digits of their numbers: entries that two units flip are flipped by one.
+        digits = 2 ** torch.arange(group[name].count.bit_length(), device="cpu").unsqueeze(-1)
+        odd = torch.arange(group[name].count, device="cpu") // digits % 2
+        signs = 1.0 - 2.0 * torch.cat([torch.ones_like(odd[:1]), odd]).double()
+        elements.append(Element(group, {}, {name: signs.unflatten(-1, group[name].shape)}))
+    moved = torch.cat([action(numbered, element).cpu() for element in elements] or [numbered[None]])
+    source, flipped = moved.abs().long() - 1, moved < 0
+    place = torch.arange(dim, device="cpu").expand_as(source)
+    edges = [(place + dim * side, source + dim * (flipped ^ bool(side))) for side in (0, 1)]
+    rows, columns = (torch.cat([pair[k].flatten() for pair in edges]).numpy() for k in (0, 1))
+    graph = coo_array(([True] * len(rows), (rows, columns)), shape=(2 * dim, 2 * dim))
+    return torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.long, device="cpu")

@@ -1,13 +1,4 @@
-r"""Normals of which each unit has a covariance of its own: weights are correlated inside units, units are independent.
-
-With :math:`w_u` the weights of unit ``u`` of a set, and those that belong to no unit by themselves,
-
-.. math:: q(w) = \prod_{\text{sets}} \prod_u \mathcal N(w_u \mid m_u, L_u L_u^\top)
-   \;\prod_{\text{rest}} \mathcal N(w_r \mid m_r, s_r^2) .
-
-The number of parameters is linear in the number of units, and the log-density of one unit's weights under another's
-block is exact, as it is for a mean-field normal.
-"""
+"""Normals in which each unit has a covariance of its own: weights correlate inside units, units are independent."""
 
 from __future__ import annotations
 
@@ -21,7 +12,13 @@ from torch.distributions import constraints
 
 
 class UnitBlocks(TorchDistribution):
-    """A normal over vectors of event shape ``(D,)`` that is independent between blocks of positions.
+    r"""A normal over vectors of event shape ``(D,)`` that is independent between blocks of positions.
+
+    .. math:: q(w) = \prod_{\text{units}} \mathcal N(w_u \mid m_u, L_u L_u^\top)
+       \;\prod_{\text{rest}} \mathcal N(w_r \mid m_r, s_r^2)
+
+    The number of parameters is linear in the number of units, and the log-density of one unit's weights under another's
+    block is exact, as it is for a mean-field normal.
 
     :param loc: means, ``(D,)``.
     :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the positions of unit ``u`` in the
@@ -63,10 +60,6 @@ class UnitBlocks(TorchDistribution):
         self._order = torch.cat([listed, self.rest]).argsort()
         super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
 
-    def __repr__(self) -> str:
-        blocks = ", ".join(f"{n} x {d}" for n, d in (tuple(index.shape) for index in self.positions))
-        return f"UnitBlocks({len(self.loc)} numbers: blocks {blocks}; {len(self.rest)} alone)"
-
     def expand(self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None) -> UnitBlocks:
         new = self._get_checked_instance(UnitBlocks, _instance)
         for name in ("loc", "positions", "scale_trils", "_sets", "scale", "rest", "_order"):
@@ -74,11 +67,6 @@ class UnitBlocks(TorchDistribution):
         super(UnitBlocks, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
-
-    def detach(self) -> UnitBlocks:
-        """The same normal without gradient to its parameters."""
-        trils = [tril.detach() for tril in self.scale_trils]
-        return UnitBlocks(self.loc.detach(), self.positions, trils, self.scale.detach(), self.batch_shape)
 
     # density and draws ----------------------------------------------------------------------------------------------
 
@@ -123,32 +111,23 @@ class UnitBlocks(TorchDistribution):
         whole = torch.cat([*blocks, self.scale.square()])[self._order]
         return whole.expand(self.batch_shape + self.event_shape)
 
-    def are_independent(self, units: Tensor) -> bool:
-        """True if units, whose positions are the rows of ``units`` ``(n, d)``, share no block with anything else."""
-        owner = torch.full((len(self.loc),), -1, device=self.loc.device)
-        owner[units] = torch.arange(len(units), device=self.loc.device).unsqueeze(-1)
-        return all(bool((owner[index] == owner[index[:, :1]]).all()) for index in self.positions)
-
-    def covariances(self, units: Tensor) -> Tensor:
-        """Return those of the numbers at each row of ``units``: ``(n, d)`` -> ``(n, d, d)``."""
-        found = torch.zeros(*units.shape, units.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
-        alone = torch.zeros_like(self.loc).index_copy(0, self.rest, self.scale.square())
-        found = found + torch.diag_embed(alone[units])
-        for index, tril in self._sets:
-            block = self.loc.new_full((len(self.loc),), len(index), dtype=torch.long)
-            block[index] = torch.arange(len(index), device=index.device).unsqueeze(-1)
-            column = torch.zeros_like(block)
-            column[index] = torch.arange(index.shape[1], device=index.device).expand_as(index)
-            matrices = torch.cat([tril @ tril.mT, tril.new_zeros(1, *tril.shape[1:])])  # the last for other positions
-            own, where = block[units], column[units]
-            pairs = matrices[own.unsqueeze(-1), where.unsqueeze(-1), where.unsqueeze(-2)]
-            found = found + torch.where(own.unsqueeze(-1) == own.unsqueeze(-2), pairs, 0.0)
+    def precisions(self, units: Tensor) -> Tensor | None:
+        """Return the precision matrix of the numbers at each row of ``units``, ``(n, d)`` -> ``(n, d, d)``, in float64;
+        None if they share a block with anything else."""
+        owner, column = (torch.full((len(self.loc),), -1, device=self.loc.device) for _ in range(2))
+        owner[units] = torch.arange(len(units), device=owner.device).unsqueeze(-1)
+        column[units] = torch.arange(units.shape[1], device=owner.device).expand_as(units)
+        found = self.loc.new_zeros(*units.shape, units.shape[1], dtype=torch.float64)
+        alone = self.scale.square().reciprocal()[:, None, None]
+        blocks = [torch.cholesky_inverse(tril.double()) for tril in self.scale_trils]
+        for index, block in ((self.rest[:, None], alone.double()), *zip(self.positions, blocks, strict=True)):
+            own, at = owner[index], column[index]
+            if not bool((own == own[:, :1]).all()):
+                return None
+            inside = own[:, 0] >= 0
+            own, at = own[inside], at[inside]
+            found = found.index_put((own.unsqueeze(-1), at.unsqueeze(-1), at.unsqueeze(-2)), block[inside])
         return found
-
-    def double(self) -> UnitBlocks:
-        """The same in float64."""
-        trils = [tril.double() for tril in self.scale_trils]
-        return UnitBlocks(self.loc.double(), self.positions, trils, self.scale.double(), self.batch_shape)
 
     @property
     def square_root(self) -> Tensor:

@@ -26,7 +26,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
-from pyro_symmetric.distributions.orbit import require_estimator
+from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
@@ -169,8 +169,7 @@ def evidence_of(
     arguments.whole("num_samples", num_samples, 2)
     arguments.whole("chunk", chunk, 1)
     arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
-    if estimator is not None:
-        require_estimator(estimator)
+    require_estimator(estimator)
     layout, base = layout_of(guide), plain_posterior(guide)
     estimator = estimator or usual_estimator(base, layout.action(group), training=False)
     require_spread(base, guide)

@@ -93,7 +93,6 @@ def _described(guide: Any) -> dict[str, Any]:
             "class": kind,
             "base": _described(guide.base),
             "group": guide.group.to_dict(),
-            "sticking_the_landing": guide.sticking_the_landing,
             "estimator": {"name": type(guide.estimator).__name__, **asdict(guide.estimator)},
         }
     if isinstance(guide, AutoUnitBlocks):
@@ -111,7 +110,6 @@ def _built(described: Mapping[str, Any], layout: GuideLayout, like: Tensor) -> A
             Group.from_dict(described["group"]),
             base=_built(described["base"], layout, like),
             estimator=ESTIMATORS[fields.pop("name")](**fields),
-            sticking_the_landing=described["sticking_the_landing"],
         )
         return guide.setup()
     if kind == "AutoUnitBlocks":

@@ -28,7 +28,7 @@ from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
-from pyro_symmetric.distributions.orbit import require_estimator
+from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.gaussian import plain, require_spread
@@ -62,7 +62,6 @@ class AutoSymmetrized(WeightsGuide):
     :param base: a class of :class:`~pyro.infer.autoguide.AutoContinuous`, :class:`~pyro_symmetric.AutoUnitBlocks` among
         them (``AutoNormal`` stands for ``AutoDiagonalNormal``); or a set-up guide, of which a copy is the base.
     :param estimator: of the symmetrised log-density; by default exact where that is cheap, else matched units.
-    :param sticking_the_landing: leave the score of the guide out of its gradients (Gaussian bases only).
     :param init_loc_fn: where the means start; by default near the prior's mean, or at a network's own values.
     :param base_arguments: further arguments of the base, such as ``init_scale`` or ``rank``.
     """
@@ -74,13 +73,11 @@ class AutoSymmetrized(WeightsGuide):
         base: type[AutoGuide] | AutoGuide = AutoDiagonalNormal,
         estimator: OrbitEstimator | None = None,
         *,
-        sticking_the_landing: bool = False,
         init_loc_fn: InitLocFn | None = None,
         **base_arguments: Any,
     ):
         self.group = group_of(group).finite
-        if estimator is not None:
-            require_estimator(estimator)
+        require_estimator(estimator)
         if base is AutoUnitBlocks:
             base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
@@ -88,7 +85,6 @@ class AutoSymmetrized(WeightsGuide):
         self._given = (model, start)
         self.base = _base(base, model, start, base_arguments)
         self.estimator: Any = estimator  # until set-up None, if it is left to the base
-        self.sticking_the_landing = sticking_the_landing
         self._action: Action | None = None
 
     @property
@@ -155,7 +151,7 @@ class AutoSymmetrized(WeightsGuide):
         if self._action is None:
             layout_of(self)  # says what to do
         base = self.base.get_posterior(*args, **kwargs)
-        return Symmetrized(base, self._action, self.estimator, self.sticking_the_landing)  # type: ignore[arg-type]
+        return Symmetrized(base, self._action, self.estimator)  # type: ignore[arg-type]
 
     def sample_posterior(self, sample_shape: Sequence[int] = (), orbit: bool = False) -> Weights:
         """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.distributions.matching import seats_of
+from pyro_symmetric.distributions.matching import sets_of
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.groups.places import rows
 from pyro_symmetric.guides.base import WeightsGuide
@@ -139,11 +139,11 @@ def unit_positions(action: Action) -> dict[str, Tensor]:
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     linear = {site: where for site, where in numbers.items() if site not in action.nonlinear_sites}
     view = action.group.viewed(linear)
-    sets = seats_of(action.group, frozenset(view))
-    axes = [(name, seat.axis) for name, seats in sets.items() for seat in seats]
+    sets = sets_of(action.group, frozenset(view))
+    axes = [(name, axis) for name, own in sets.items() for axis in own.lone + own.shared]
     found: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
-    for name, axis in sorted(axes, key=lambda pair: pair[1].dim):
+    for name, axis in sorted(axes, key=lambda pair: (pair[1].dim, -len(action.group.ancestors(pair[0])))):
         places = rows(view[axis.site], axis, view[axis.site].dim())
         places = places[:, free[places].all(0)]
         free[places] = False

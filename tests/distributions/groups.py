@@ -66,39 +66,11 @@ def heads(count: int = 2, size: int = 2) -> Group:
     )
 
 
-def signed_heads() -> Group:
-    """Heads that are flipped with their gates, and rows that are flipped inside."""
-    inner, outer = torch.arange(4)[None], torch.tensor([[0, 2], [1, 3]])
-    moves = frozenset(BOTH)
-    return Group(
-        [
-            Units("heads", 2, (Axis("w", 0, outer), Axis("v", 1, outer, 1), Axis("gate", 0, torch.arange(2)[None], 1)),
-                  moves=moves),
-            Units("rows", 2, (Axis("w", 0, inner, 1), Axis("v", 1, inner, -1)), parent="heads", copies=2, moves=moves),
-        ],
-        {"w": torch.Size([4, 2]), "v": torch.Size([2, 4]), "gate": torch.Size([2])},
-    )  # fmt: skip
-
-
-def mixed_heads() -> Group:
-    """Rows inside heads between the units of a hidden layer before and one after."""
-    inner, outer, three = torch.arange(4)[None], torch.tensor([[0, 2], [1, 3]]), torch.arange(3)[None]
-    return Group(
-        [
-            Units("stream", 3, (Axis("in", 0, three, 1), Axis("w", 1, three, 1), Axis("v", 0, three, 1)),
-                  moves=frozenset(BOTH)),
-            Units("heads", 2, (Axis("w", 0, outer), Axis("v", 1, outer))),
-            Units("rows", 2, (Axis("w", 0, inner), Axis("v", 1, inner)), parent="heads", copies=2),
-        ],
-        {"in": torch.Size([3, 2]), "w": torch.Size([4, 3]), "v": torch.Size([3, 4])},
-    )  # fmt: skip
-
-
-def grouped(moves: Any = ("permute",)) -> Group:
+def grouped() -> Group:
     """A convolution of 2 groups of 2 channels each: inputs and outputs inside groups, both on the same kernel."""
-    outer, inner, kept = torch.tensor([[0, 2], [1, 3]]), torch.arange(4)[None], frozenset(moves)
+    outer, inner = torch.tensor([[0, 2], [1, 3]]), torch.arange(4)[None]
     columns = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]])  # of the kernel (4, 2), flattened
-    own = {"parent": "groups", "copies": 2, "moves": kept}
+    own: Any = {"parent": "groups", "copies": 2}
     return Group(
         [
             Units("groups", 2, (Axis("first", 0, outer), Axis("kernel", 0, outer), Axis("last", 1, outer))),
@@ -182,11 +154,7 @@ PERMUTED = {
 }
 NESTED = {
     "heads": heads(),
-    "three heads": heads(3),
-    "signed heads": signed_heads(),
-    "mixed heads": mixed_heads(),
     "grouped": grouped(),
-    "grouped with signs": grouped(BOTH),
     "normalised": normalised(),
     "three deep": three_deep(),
     "copies apart": copies_apart(),

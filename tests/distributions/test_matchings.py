@@ -1,4 +1,4 @@
-"""Random matchings: probabilities that add up to one, draws that follow them, doubly stochastic matrices."""
+"""Sums over all matchings, and random ones: probabilities that add up to one, draws that follow them."""
 
 import itertools
 import math
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import permanent
-from pyro_symmetric.distributions.permanent import doubly_stochastic, draw_matchings, log_permanent, soft_permanent
+from pyro_symmetric.distributions import matching
+from pyro_symmetric.distributions.exact import log_permanent
+from pyro_symmetric.distributions.matching import doubly_stochastic, draw_matchings
 
 
 def log_probability(densities: Tensor, matchings: Tensor) -> Tensor:
@@ -33,17 +34,10 @@ def test_sinkhorn_only_multiplies_rows_and_columns_which_then_sum_to_one(spread:
     torch.testing.assert_close(doubly_stochastic(shifted, 3000), matrix, atol=1e-7, rtol=1e-5)
 
 
-def test_the_soft_permanent_lies_below_the_sum_and_meets_it_where_one_matching_stands_out() -> None:
-    scores = torch.randn(20, 5, 5, dtype=torch.float64)
-    assert bool((soft_permanent(scores) < log_permanent(scores) + 1e-6).all())
-    clear = scores + 60 * torch.eye(5)
-    torch.testing.assert_close(soft_permanent(clear), log_permanent(clear))
-
-
 @pytest.mark.parametrize("late", [1, 2, 4, 6])
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_probabilities_of_all_matchings_add_up_to_one(n: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permanent, "TAIL", late)
+    monkeypatch.setattr(matching, "TAIL", late)
     densities = 2 * torch.randn(n, n, dtype=torch.float64)
     found = log_probability(densities, every_matching(n))
     assert float(found.exp().sum()) == pytest.approx(1.0)
@@ -62,7 +56,7 @@ def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
     """24 frequencies of 40,000 draws, from one matrix or from one each. Chernoff's bound of the probability that one is
     further off than the one found is ``exp(-count KL(found | stated))`` to either side: false alarm below
     24 * 2 * exp(-14), 1 in 10^4."""
-    monkeypatch.setattr(permanent, "TAIL", late)
+    monkeypatch.setattr(matching, "TAIL", late)
     count, densities = 40_000, sharpness * torch.randn(4, 4, dtype=torch.float64)
     matrices = densities.expand(count + 1 if own else 1, 1, 4, 4)
     images, told = draw_matchings(matrices, count)
@@ -97,3 +91,30 @@ def test_large_constants_of_rows_and_columns_rank_matchings_alike_in_float32() -
         return draw_matchings(matrix[:, matchings].movedim(0, 1)[None], 0, torch.float32)[1][0]
 
     torch.testing.assert_close(told(large), told(small), atol=1e-3, rtol=1e-4)
+
+
+# permanents ---------------------------------------------------------------------------------------------------------
+
+
+def summed(scores: Tensor) -> Tensor:
+    n = scores.shape[-1]
+    return torch.logsumexp(scores[..., torch.arange(n), every_matching(n)].sum(-1), -1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 300.0])
+def test_log_permanent_equals_enumeration(n: int, scale: float) -> None:
+    scores = scale * torch.randn(4, 3, n, n, dtype=torch.float64)
+    torch.testing.assert_close(log_permanent(scores), summed(scores))
+
+
+def test_log_permanent_of_equal_entries_is_a_factorial() -> None:
+    assert float(log_permanent(torch.zeros(16, 16, dtype=torch.float64))) == pytest.approx(math.lgamma(17))
+
+
+def test_its_gradient_is_the_probability_of_each_match() -> None:
+    scores = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(log_permanent(scores), scores)[0]
+    other = torch.autograd.grad(summed(scores), scores)[0]
+    torch.testing.assert_close(gradient, other)
+    torch.testing.assert_close(gradient.sum(0), torch.ones(5, dtype=torch.float64))

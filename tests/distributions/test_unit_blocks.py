@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.distributions.symmetrized import detached
 
 POSITIONS = (torch.tensor([[7, 0], [3, 5]]), torch.tensor([[1, 2, 9]]))  # of ten numbers; 4, 6, 8 are alone
 
@@ -48,6 +47,10 @@ def test_moments_and_square_root_are_those_of_the_whole_covariance() -> None:
     torch.testing.assert_close(blocks.expand((2,)).mean, whole.mean.expand(2, 10))
     torch.testing.assert_close(blocks.expand((2,)).variance, whole.variance.expand(2, 10))
     torch.testing.assert_close(blocks.square_root @ blocks.square_root.mT, whole.covariance_matrix)
+    entries = torch.tensor([[7, 4, 0], [3, 6, 5]])  # two blocks, and numbers that are alone
+    expected = torch.stack([whole.covariance_matrix[row][:, row].inverse() for row in entries])
+    torch.testing.assert_close(blocks.precisions(entries), expected)
+    assert blocks.precisions(torch.tensor([[7], [3]])) is None
 
 
 @pytest.mark.stochastic
@@ -64,10 +67,9 @@ def test_draws_have_the_covariance() -> None:
     assert float(white.mean(1).abs().max()) < error
 
 
-def test_gradients_reach_the_parameters_through_draws_unless_detached() -> None:
+def test_gradients_reach_the_parameters_through_draws() -> None:
     blocks, _, given = blocks_and_whole()
     assert all(float(part.abs().sum()) > 0 for part in torch.autograd.grad(blocks.rsample((2,)).square().sum(), given))
-    assert not detached(blocks).log_prob(torch.zeros(10, dtype=torch.float64)).requires_grad
 
 
 @pytest.mark.parametrize("positions", [POSITIONS[0] - 2, POSITIONS[0][:1], torch.tensor([[7, 0], [3, 0]])])

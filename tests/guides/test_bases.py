@@ -1,10 +1,9 @@
-"""Every base: set-up, training, draws, medians, quantiles, where it starts; gradients that stick the landing."""
+"""Every base: set-up, training, draws, medians, quantiles, where it starts."""
 
 import functools
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.distributions.transforms import block_autoregressive, iterated, spline_coupling
@@ -21,8 +20,7 @@ from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
-from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.distributions import InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized
 from pyro_symmetric.models import BayesianModel
 
@@ -113,87 +111,6 @@ def test_a_flow_s_quantiles_are_those_of_its_draws() -> None:
     for call in (guide.median, lambda: guide.quantiles([0.5])):
         with pytest.raises(NotImplementedError):
             call()
-
-
-# sticking the landing -----------------------------------------------------------------------------------------------
-
-THREE = Group.declare({"w": ("u",)}, {"w": torch.Size([3])})
-TARGET = torch.tensor([-1.0, 0.2, 1.5])
-
-
-def exchangeable() -> None:
-    """A posterior with all permutations, and no data: its ELBO is known up to a constant by many draws."""
-    w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    pyro.sample("y", dist.Normal((w**2).sum(-1), 1.0), obs=torch.tensor(3.0))
-
-
-def gradient_rows(estimator: Any, sticking: bool, number: int = 3000) -> torch.Tensor:
-    """Gradients of log q̄ terms with respect to means and log-deviations, draw by draw: ``(number, 6)``."""
-    loc = TARGET.double().expand(number, 3).clone().requires_grad_()
-    log_scale = torch.tensor([-0.5, 0.0, 0.3], dtype=torch.float64).expand(number, 3).clone().requires_grad_()
-    q = dist.Normal(loc, log_scale.exp()).to_event(1)
-    symmetrized = Symmetrized(q, Action(THREE, ["w"]), estimator, sticking)
-    w = symmetrized.rsample()
-    return torch.cat(torch.autograd.grad(symmetrized.log_prob(w).sum(), (loc, log_scale)), -1)
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(1), InfoNCE(3), SinkhornImportance(1)])
-def test_sticking_the_landing_is_unbiased(estimator: Any) -> None:
-    """For the exact density, and for estimates whose terms are exchangeable given their shares: 6 standard errors over
-    6 numbers."""
-    stuck, full = (gradient_rows(estimator, sticking, 40_000) for sticking in (True, False))
-    error = ((stuck.var(0) + full.var(0)) / len(full)).sqrt()
-    assert bool(((stuck.mean(0) - full.mean(0)).abs() < 6 * error).all())
-    assert float((stuck - full).abs().max()) > 0.1  # draw by draw they differ
-
-
-def test_the_score_that_is_left_out_has_mean_zero_by_enumeration() -> None:
-    r"""On a grid: :math:`\sum_w q(w)\, \partial \log \bar q(w) \Delta w = 0` for two exchangeable coordinates."""
-    two = Group.declare({"w": ("u",)}, {"w": torch.Size([2])})
-    axis = torch.linspace(-8, 8, 801, dtype=torch.float64)
-    grid = torch.cartesian_prod(axis, axis)
-    parameters = torch.tensor([-1.0, 0.7, 0.6, 1.1], dtype=torch.float64, requires_grad=True)
-    q = dist.Normal(parameters[:2], parameters[2:]).to_event(1)
-    log_prob = Symmetrized(q, Action(two, ["w"]), ExactOrbit()).log_prob(grid)
-    weights = q.log_prob(grid).exp().detach() * (axis[1] - axis[0]) ** 2
-    assert float(weights.sum()) == pytest.approx(1.0, abs=1e-6)
-    (score,) = torch.autograd.grad((weights * log_prob).sum(), parameters)
-    torch.testing.assert_close(score, torch.zeros(4, dtype=torch.float64), atol=1e-6, rtol=0)
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("base", GAUSSIAN)
-def test_gradients_vanish_where_the_guide_is_the_posterior(base: type) -> None:
-    """The namesake: a Gaussian posterior with distinct modes far apart, so that q̄ is locally q; no noise is left."""
-
-    def model() -> None:
-        pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-
-    norms = {}
-    for sticking in (True, False):
-        guide = AutoSymmetrized(
-            model, THREE, base=base, estimator=ExactOrbit(), sticking_the_landing=sticking, init_scale=1.0
-        ).setup()
-        with torch.no_grad():
-            guide.base.loc.zero_()
-            if base is AutoLowRankMultivariateNormal:
-                guide.base.cov_factor.zero_()
-                guide.base.scale = torch.ones(3)
-        guide.zero_grad()
-        Trace_ELBO(num_particles=3).loss_and_grads(model, guide)
-        norms[sticking] = sum(float(p.grad.norm()) for p in guide.parameters() if p.grad is not None)
-    assert norms[True] < 1e-4
-    assert norms[False] > 1e-2
-
-
-def test_a_flow_cannot_stick_the_landing() -> None:
-    guide = AutoSymmetrized(exchangeable, THREE, base=AutoIAFNormal, hidden_dim=[8], sticking_the_landing=True)
-    with pytest.raises(TypeError, match="Gaussian base"):
-        guide()
-    cauchy = dist.Cauchy(torch.zeros(3), 1.0).to_event(1)
-    with pytest.raises(TypeError, match="Gaussian base"):
-        Symmetrized(cauchy, Action(THREE, ["w"]), ExactOrbit(), sticking_the_landing=True)
 
 
 def test_a_flow_without_an_inverse_is_refused_at_set_up() -> None:
