@@ -67,8 +67,8 @@ INSIDE = {
     ],
     "alignment": [
         ["assignment", "gaussian"],
-        ["activations", "features", "geodesic", "repair"],
-        ["barrier", "descent", "scales"],
+        ["activations", "barrier", "features"],
+        ["descent", "scales"],
         ["matching"],
         ["many"],
         ["relabel"],

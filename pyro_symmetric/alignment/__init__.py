@@ -2,8 +2,8 @@
 
 ``matching`` (:func:`align`), ``many`` (:func:`align_many`) and ``relabel`` (:func:`relabel`) are what a user calls.
 They rest on ``features`` (what is compared, and what a cost is), ``descent`` (the search over permutations and signs),
-``scales``, ``activations``, ``assignment`` and ``gaussian`` (what was given, as Gaussian moments). Beside them,
-``geodesic`` and ``barrier`` (:func:`loss_barrier`, with ``repair``): the path between two, and what is lost along it.
+``assignment``, ``scales``, ``activations`` and ``gaussian`` (what was given, as Gaussian moments). Beside them,
+``barrier`` (:func:`loss_barrier`): the path between two, and what is lost along it.
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier

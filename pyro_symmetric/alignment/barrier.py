@@ -21,19 +21,17 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution
+from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.geodesic import barycentre_gaussians, draw, require_ends
-from pyro_symmetric.alignment.repair import Repair
-from pyro_symmetric.calls import described, over_weights
+from pyro_symmetric.alignment.gaussian import barycentre_gaussians, draw, require_ends, to_gaussian
+from pyro_symmetric.calls import described
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights, require_finite
@@ -48,7 +46,8 @@ Data = tuple[Tensor, Tensor]
 CHUNK_WEIGHTS = 2**24
 # Outputs of the widest layer that one forward may hold for all draws and rows; it sets how many rows go at once.
 CHUNK_NUMBERS = 2**24
-LOSS_LABEL = "marginalised loss (nats per row)"
+# Rows from which statistics of batch normalisation are computed at once, at most.
+BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,6 @@ class BarrierCurve:
     t: Tensor
     losses: dict[str, Tensor]
     metrics: dict[str, Tensor]
-    _at: Callable[[float], nn.Module] | None = field(default=None, repr=False, compare=False, kw_only=True)
-
-    def network(self, t: float) -> nn.Module:
-        """The network at a position of the path between two networks, put right if ``repair`` asked for it.
-
-        >>> first, second, x = nn.Linear(2, 1), nn.Linear(2, 1), torch.randn(20, 2)
-        >>> curve = ps.loss_barrier(first, second, ps.BayesianModel(first, likelihood="gaussian"), (x, x[:, :1]))
-        >>> torch.allclose(curve.network(0.5)(x), (first(x) + second(x)) / 2, atol=1e-5)
-        True
-
-        :param t: from 0 to 1.
-        :return: a new network, in eval mode.
-        :raises ValueError: if the ends are no plain networks, or the losses came without a model.
-        """
-        arguments.number("t", t, least=0, most=1)
-        if self._at is None:
-            raise ValueError("t names no network: the ends have deviations, or log_likelihood was no BayesianModel")
-        return self._at(float(t))
 
     @property
     def barriers(self) -> dict[str, float]:
@@ -98,21 +79,15 @@ class BarrierCurve:
 
     def excess(self, name: str) -> Tensor:
         """The excess over the straight line between the ends, ``(T,)``."""
-        values = self._curve("name", name)
-        return values - torch.lerp(values[0], values[-1], self.t)
-
-    def _curve(self, argument: str, name: str) -> Tensor:
         known = {**self.losses, **self.metrics}
-        return known[arguments.one_of(argument, name, known)]
+        values = known[arguments.one_of("name", name, known)]
+        return values - torch.lerp(values[0], values[-1], self.t)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        return {
-            "t": self.t.tolist(),
-            "losses": {name: value.tolist() for name, value in self.losses.items()},
-            "metrics": {name: value.tolist() for name, value in self.metrics.items()},
-            "barriers": self.barriers,
-        }
+        listed = {"losses": self.losses, "metrics": self.metrics}
+        values = {kind: {name: value.tolist() for name, value in own.items()} for kind, own in listed.items()}
+        return {"t": self.t.tolist(), **values, "barriers": self.barriers}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}: {value:.4f}" for name, value in self.barriers.items())
@@ -128,16 +103,12 @@ class BarrierCurve:
         from matplotlib import pyplot as plt
 
         drawn = list(self.losses) if names is None else arguments.listed("names", names, str, "names")
-        known = {name: self._curve("names", name) for name in drawn}
-        arguments.instance("label", label, str, "a text")
-        if ax is not None and not hasattr(ax, "plot"):
-            raise TypeError(f"ax is {described(ax)}; it must be Matplotlib axes, or None for a new figure")
-        if ax is None:
-            ax = plt.subplots()[1]
-        for name, values in known.items():
+        ax = plt.subplots()[1] if ax is None else ax
+        for name in drawn:
+            values = {**self.losses, **self.metrics}[name]
             (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
             ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
-        kinds = dict.fromkeys(LOSS_LABEL if name in self.losses else name for name in drawn)
+        kinds = dict.fromkeys("marginalised loss (nats per row)" if name in self.losses else name for name in drawn)
         ax.set(xlabel="position on the path t", ylabel=", ".join(kinds))
         ax.legend()
         return ax
@@ -179,11 +150,8 @@ def loss_barrier(
     :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
     :param num_points: how many points, ends included; at least 3.
     :param num_samples: draws at each point; plain networks need, and take, one.
-    :param repair: inputs, without labels, from which statistics of activations are put right at every point: the
-        running statistics of batch normalisation are computed anew or, in a network without it, units are rescaled to
-        means and deviations between those of the ends; see :mod:`pyro_symmetric.alignment.repair`. Needs a
-        model, the latter plain networks.
-    :return: the curve; between two networks its :meth:`~BarrierCurve.network` gives those on the path, repaired.
+    :param repair: inputs, without labels, from which the running statistics of the model's batch normalisation are
+        computed anew at every point.
 
     Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does, and
     nothing repairs them: the model's belong to one network.
@@ -193,217 +161,131 @@ def loss_barrier(
     first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
-    measures = _measures(log_likelihood, data)
-    plain = not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values())
-    if plain:
-        num_samples = 1
-    repairing = _repair(model, repair, first, second, plain)
-    if model is not None and repairing is None:
-        _warn_of_borrowed_statistics(model, first, second)
-    values = list(first.loc.values())
-    parts = torch.arange(num_samples, device="cpu").split(
-        max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
-    )
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
-    found: dict[str, list[Tensor]] = {}
-    for position in tqdm(t.tolist(), desc="path", disable=not progress):
-        between = barycentre_gaussians((first, second), (1 - position, position))
-        generator = torch.Generator(values[0].device).manual_seed(seed)
-        here = measures()
-        for part in parts:
-            weights = draw(between, len(part), generator)
-            if repairing is not None:
-                weights = repairing(weights, position)
-            for measure in here:
-                measure.add(weights, len(part))
-        for measure in here:
-            for name, value in measure.results().items():
-                found.setdefault(name, []).append(value)
-    curves = {name: torch.stack(points) for name, points in found.items()}
-    losses = {measure.name: curves.pop(measure.name) for measure in here}
-    at = functools.partial(_network_at, model.net, first, second, repairing) if model is not None and plain else None
-    return BarrierCurve(t, losses, curves, _at=at)
-
-
-# along the path -------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _network_at(
-    net: nn.Module, first: GaussianWeights, second: GaussianWeights, repairing: Repair | None, t: float
-) -> nn.Module:
-    """The network between two plain ones; what the ends don't hold is as in ``net``."""
-    between = barycentre_gaussians((first, second), (1 - t, t)).loc
-    weights = {name: value[None] for name, value in between.items()}
-    if repairing is not None:
-        weights = repairing(weights, t)
-    own = dict(net.named_parameters()) | dict(net.named_buffers())
-    return with_weights(net, {name: value[0] for name, value in weights.items() if name in own})
-
-
-def _measures(log_likelihood: Any, data: Data | Mapping[str, Data] | None) -> Callable[[], list[MarginalLikelihood]]:
-    """Measurements to be taken at a point, made anew at every call."""
-    if isinstance(log_likelihood, BayesianModel):
-        if data is None:
-            raise ValueError('data is None; with a model give (x, y), or {"train": (x, y), "test": (x, y)}')
-        rows = data if isinstance(data, Mapping) else {"loss": data}
-        for name, pair in rows.items():
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
-                raise ValueError(f"data[{name!r}] is a {type(pair).__name__}; it must be a pair (x, y) of tensors")
-            if len(pair[0]) != len(pair[1]):
-                raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
-            require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
-        if not rows:
-            raise ValueError('data is empty; with a model give (x, y), or {"train": (x, y), "test": (x, y)}')
-        return lambda: [MarginalPrediction(name, log_likelihood, x, y) for name, (x, y) in rows.items()]
-    named = dict(log_likelihood) if isinstance(log_likelihood, Mapping) else {"loss": log_likelihood}
-    for function in named.values() or [None]:
-        if isinstance(function, nn.Module) or not callable(function):
-            found = "a module" if isinstance(function, nn.Module) else described(function)
-            raise TypeError(
-                f"log_likelihood is {found}; it must be a BayesianModel, or a function of weights, e.g. "
-                "lambda w: model.log_likelihood(w, x, y)"
-            )
-    if data is not None:
-        raise ValueError("data go with a BayesianModel as log_likelihood; functions of weights know their own")
-    return lambda: [MarginalLikelihood(name, function) for name, function in named.items()]
-
-
-def _repair(
-    model: BayesianModel | None,
-    inputs: Tensor | None,
-    first: GaussianWeights,
-    second: GaussianWeights,
-    plain: bool,
-) -> Repair | None:
-    if inputs is None:
-        return None
-    if model is None:
-        raise ValueError("repair needs a BayesianModel as log_likelihood, whose network it looks into")
-    repairing = Repair(model.net, inputs, (first.loc, second.loc))
-    if repairing.kind == "rescaling" and not plain:
-        raise ValueError(
-            "the network has no batch normalisation, and rescaling is for plain networks: these ends have deviations"
-        )
-    return repairing
-
-
-def _warn_of_borrowed_statistics(model: BayesianModel, first: GaussianWeights, second: GaussianWeights) -> None:
-    held = [
-        f"{name}.running_mean".lstrip(".")
-        for name, module in model.net.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
-    ]
-    if borrowed := [name for name in held if name not in first.loc or name not in second.loc]:
+    scores = _scores(log_likelihood, data)
+    norms = _norms(model.net) if model is not None else {}
+    if repair is not None and not norms:
+        raise ValueError("repair needs a BayesianModel as log_likelihood, with batch normalisation in its network")
+    held = [f"{name}.running_mean".lstrip(".") for name in norms]
+    borrowed = [name for name in held if name not in first.loc or name not in second.loc]
+    if borrowed and repair is None:
         warnings.warn(
             f"the ends bring no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are measured "
             "with the model's: what was fitted to another network's, or moved by an element of the symmetry, isn't "
             "measured as itself. Pass repair=x, or networks, whose own statistics come along",
             UserWarning,
-            stacklevel=4,  # past loss_barrier and the no_grad around it
+            stacklevel=3,  # past the no_grad around it
+        )
+    values = list(first.loc.values())
+    if not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values()):
+        num_samples = 1
+    size = max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
+    parts = [min(size, num_samples - start) for start in range(0, num_samples, size)]
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
+    losses: dict[str, list[Tensor]] = {name: [] for name in scores}
+    metrics: dict[str, list[Tensor]] = {}
+    for position in tqdm(t.tolist(), desc="path", disable=not progress):
+        between = barycentre_gaussians((first, second), (1 - position, position))
+        generator = torch.Generator(values[0].device).manual_seed(seed)
+        found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in scores}
+        for count in parts:
+            weights = draw(between, count, generator)
+            if model is not None and repair is not None:
+                weights = {**weights, **_statistics(model.net, weights, repair)}
+            for name, score in scores.items():
+                found[name].append(score(weights, count))
+        for name, own in found.items():
+            total, *prediction = zip(*own, strict=True)
+            losses[name].append(math.log(num_samples) - torch.logsumexp(torch.stack(total), 0).mean().cpu())
+            if model is not None and data is not None:
+                y = (data[name] if isinstance(data, Mapping) else data)[1]
+                kind, error = _error(torch.stack(prediction[0]).sum(0) / num_samples, model.likelihood.targets(y))
+                metrics.setdefault(kind if name == "loss" else f"{name} {kind}", []).append(error.cpu())
+    return BarrierCurve(t, *({n: torch.stack(points) for n, points in own.items()} for own in (losses, metrics)))
+
+
+# what is measured -----------------------------------------------------------------------------------------------------
+
+
+def _scores(log_likelihood: Any, data: Any) -> dict[str, Callable[[Weights, int], tuple[Tensor, ...]]]:
+    """Name -> function of weights and their number, to ``log Σ_s p(y|x,w_s)`` by row and, of a model, the sum of
+    predictions."""
+    if isinstance(log_likelihood, BayesianModel):
+        rows = data if isinstance(data, Mapping) else {"loss": data}
+        for name, pair in rows.items():
+            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
+                raise ValueError(f"data[{name!r}] is {described(pair)}; with a model give a pair (x, y) of tensors")
+            if len(pair[0]) != len(pair[1]):
+                raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
+            require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
+        return {name: functools.partial(_of_model, log_likelihood, name, x, y) for name, (x, y) in rows.items()}
+    named = dict(log_likelihood) if isinstance(log_likelihood, Mapping) else {"loss": log_likelihood}
+    if any(isinstance(own, nn.Module) or not callable(own) for own in named.values()) or data is not None:
+        raise TypeError(
+            f"log_likelihood is {described(log_likelihood)}; it must be a BayesianModel, or, without data, a function "
+            "of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
         )
 
-
-# what is measured -------------------------------------------------------------------------------------------------
-
-
-class MarginalLikelihood:
-    """The running sum of ``p(y_n | x_n, w_s)`` over draws, from pointwise log-likelihoods.
-
-    :param name: of the data, for error messages.
-    :param log_likelihood: weights of batch shape ``(S,)`` -> ``(S, N)``.
-    """
-
-    def __init__(self, name: str, log_likelihood: Any):
-        self.name = name
-        self._log_likelihood = log_likelihood
-        self._total: Tensor | None = None
-        self._count = 0
-
-    def add(self, weights: Weights, count: int) -> None:
-        """Take in ``count`` draws."""
-        pointwise = self._log_likelihood(weights)
+    def of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
+        pointwise = own(weights)
         if pointwise.dim() != 2 or len(pointwise) != count:
             raise ValueError(
-                f"log_likelihood {self.name!r} returned shape {tuple(pointwise.shape)}; it must be one value for "
-                f"each draw and row, ({count}, N), not summed"
+                f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one value for each draw and row, "
+                f"({count}, N), not summed"
             )
-        self._include(torch.logsumexp(pointwise.double(), 0), count)
+        return (torch.logsumexp(pointwise.double(), 0),)
 
-    def _include(self, total: Tensor, count: int) -> None:
-        self._total = total if self._total is None else torch.logaddexp(self._total, total)
-        self._count += count
-
-    def results(self) -> dict[str, Tensor]:
-        """The marginalised loss, in nats per row."""
-        assert self._total is not None
-        return {self.name: -(self._total - math.log(self._count)).mean().cpu()}
+    return {name: functools.partial(of_function, own) for name, own in named.items()}
 
 
-class MarginalPrediction(MarginalLikelihood):
-    """Likelihood and mean prediction of a Bayesian model on labelled rows.
-
-    Weights may hold buffers of the network, too (running statistics), which then take the place of the network's own.
-    """
-
-    def __init__(self, name: str, model: BayesianModel, x: Tensor, y: Tensor):
-        super().__init__(name, None)
-        self._model, self._x, self._targets = model, x, model.likelihood.targets(y)
-        self._latents = set(model.site_shapes) - set(dict(model.net.named_parameters()))
-        self._mean: Tensor | None = None
-
-    def add(self, weights: Weights, count: int) -> None:
-        parts = [self._scored(weights, part) for part in _parts(weights, count, len(self._x))]
-        total, prediction = (torch.cat(column) for column in zip(*parts, strict=True))
-        self._include(total, count)
-        self._mean = prediction if self._mean is None else self._mean + prediction
-
-    def _scored(self, weights: Weights, part: slice) -> tuple[Tensor, Tensor]:
-        """``log Σ_s p(y|x,w_s)``, ``(N,)``, and ``Σ_s E[y|x,w_s]``, ``(N, ...)``, in float64."""
-        likelihood = self._model.likelihood
-        latents = {name: weights[name] for name in self._latents}
-        of_net = {name: value for name, value in weights.items() if name not in latents}
-        outputs = over_weights(self._model.net, lambda w: self._model.call(w, self._x[part]), of_net)
-        distribution = likelihood.distribution(outputs, latents)
-        self._require_fit(distribution)
-        log_prob = distribution.log_prob(self._targets[part])
-        by_row = log_prob.reshape(*outputs.shape[:2], -1).sum(-1).double()
-        return torch.logsumexp(by_row, 0), likelihood.mean(outputs).double().sum(0)
-
-    def _require_fit(self, distribution: Distribution) -> None:
-        """:raises ValueError: if the targets aren't what the likelihood scores."""
-        targets, likelihood = self._targets, type(self._model.likelihood).__name__
-        if isinstance(distribution, Categorical) and targets.is_floating_point():
-            raise ValueError(
-                f"data[{self.name!r}] has targets of type {targets.dtype} and shape {tuple(targets.shape)}, but the "
-                f"{likelihood} takes class numbers, whole and of shape {tuple(targets.shape[:1])}: y.long(), or "
-                "y.argmax(-1) of one-hot rows"
-            )
-        expected = (len(targets), *distribution.batch_shape[2:], *distribution.event_shape)
-        if targets.shape != expected:
-            raise ValueError(
-                f"data[{self.name!r}] has targets of shape {tuple(targets.shape)}; for this network the {likelihood} "
-                f"takes {expected}"
-            )
-
-    def results(self) -> dict[str, Tensor]:
-        """The marginalised loss, and the error of the mean prediction (of real targets: RMSE)."""
-        assert self._mean is not None
-        kind = "RMSE" if self._targets.is_floating_point() else "error"
-        name = kind if self.name == "loss" else f"{self.name} {kind}"
-        return {**super().results(), name: _error(self._mean / self._count, self._targets).cpu()}
-
-
-def _parts(weights: Weights, draws: int, num_rows: int) -> list[slice]:
+def _of_model(
+    model: BayesianModel, name: str, x: Tensor, y: Tensor, weights: Weights, count: int
+) -> tuple[Tensor, ...]:
+    """By row, a few rows at once. Weights may hold buffers, which take the place of the network's own."""
+    targets = model.likelihood.targets(y)
+    latents = {site: weights[site] for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))}
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
-    step = max(1, min(num_rows, CHUNK_NUMBERS // max(1, draws * widest)))
-    return [slice(start, start + step) for start in range(0, num_rows, step)]
+    found = []
+    for part in torch.arange(len(x), device=x.device).split(max(1, CHUNK_NUMBERS // max(1, count * widest))):
+        outputs = model.outputs(weights, x[part])
+        distribution = model.likelihood.distribution(outputs, latents)
+        expected = (len(part), *distribution.batch_shape[2:], *distribution.event_shape)
+        if targets[part].shape != expected:
+            raise ValueError(
+                f"data[{name!r}] has targets of shape {tuple(targets.shape)}; for this network the "
+                f"{type(model.likelihood).__name__} takes {(len(targets), *expected[1:])}"
+            )
+        by_row = distribution.log_prob(targets[part]).reshape(count, len(part), -1).sum(-1).double()
+        found.append((torch.logsumexp(by_row, 0), model.likelihood.mean(outputs).double().sum(0)))
+    return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
 
-def _error(prediction: Tensor, targets: Tensor) -> Tensor:
-    if not targets.is_floating_point():
-        return (prediction.argmax(-1) != targets).double().mean()
-    if prediction.dim() == targets.dim() + 1 and prediction.shape[-1] == 1:
-        prediction = prediction.squeeze(-1)
-    return (prediction - targets.double()).square().mean().sqrt()
+def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
+    if prediction.dim() == targets.dim() + 1 and prediction.shape[-1] > 1:
+        return "error", (prediction.argmax(-1) != targets).double().mean()
+    return "RMSE", (prediction.reshape(targets.shape) - targets.double()).square().mean().sqrt()
+
+
+# batch normalisation --------------------------------------------------------------------------------------------------
+
+
+def _norms(net: nn.Module) -> dict[str, _BatchNorm]:
+    modules = net.named_modules()
+    return {name: m for name, m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None}
+
+
+def _statistics(net: nn.Module, weights: Weights, inputs: Tensor) -> Weights:
+    """Running statistics of each of several networks ``(S,)``: PyTorch's own averages, over equally large batches."""
+    # Layers that see a small last batch would normalise by the noise of its statistics; one row has none.
+    batches = inputs.tensor_split(min(math.ceil(len(inputs) / BATCH), len(inputs) // 2))
+    every = []
+    for k in range(len(next(iter(weights.values())))):
+        own = with_weights(net, {name: weights[name][k] for name, _ in net.named_parameters()}).eval()
+        for module in _norms(own).values():
+            module.reset_running_stats()
+            module.momentum = None
+            module.train()
+        for batch in batches:
+            own(batch)
+        every.append({name: value for name, value in own.named_buffers() if value.is_floating_point()})
+    return {name: torch.stack([own[name] for own in every]) for name in every[0]}

@@ -18,21 +18,28 @@ activations               minus the product                   standardised      
 the source's entropy, the divergence from the reference: every weight counts by its precision, so that no site counts
 for more because of its units of measurement; but the few weights known best decide.
 
-Moments and features are tensors ``(channels, batch, *site_shape)``; a sign flips the first channel only.
+Moments and features are tensors ``(channels, batch, *site_shape)``; a sign flips the first channel only. Units are
+compared place by place: blocks of an axis along which they lie, all multiplied alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.gaussian import GaussianWeights
-from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.weights import batch_shape, require_finite
+from pyro_symmetric import arguments
+from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, on_host
+from pyro_symmetric.calls import described
+from pyro_symmetric.groups import Axis, Element, Group, Units
+from pyro_symmetric.groups.element import require_buffers
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.weights import Weights, batch_shape, require_finite
 
 Moments = dict[str, Tensor]
 
@@ -108,14 +115,12 @@ CORRELATION = Cost(lambda reference, moved: -reference * moved)
 
 def require_fit(cost: str, group: Group, reference: GaussianWeights | None = None) -> None:
     """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
-    if COSTS[cost].squared:
-        return
-    if group.names("scale"):
+    if not COSTS[cost].squared and group.names("scale"):
         raise ValueError(
             f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and scales make any density as high "
             "as one likes: use cost='wasserstein', or the symmetry's .finite part"
         )
-    for site, scale in reference.scale.items() if reference else ():
+    for site, scale in reference.scale.items() if reference and not COSTS[cost].squared else ():
         if site in group.site_shapes and not bool((scale > 0).all()):
             raise ValueError(f"reference has deviations of zero at site {site!r}; cost {cost!r} needs them positive")
 
@@ -159,6 +164,52 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
     return sites
 
 
+def members_of(
+    sources: Any, group: Group, each: str
+) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
+    """The moments of a list, a batch or a posterior, by what messages call them; their device, and the batch shape of
+    the elements that act on them.
+
+    :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
+    """
+    arguments.one_of("each", each, ("draw", "chain"))
+    if each == "chain" and not isinstance(sources, Posterior):
+        raise ValueError(
+            f"each is 'chain', but only a Posterior knows its chains; sources is {described(sources)}"
+        )
+    if not isinstance(sources, Posterior | Mapping | GaussianWeights):
+        members = arguments.listed("sources", sources, object, "members, or a batch")
+        if not members:
+            raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
+        found = {f"sources[{k}]": on_host(own, f"sources[{k}]") for k, own in enumerate(members)}
+        for name, (one, _) in found.items():
+            if batch_shape_of(one, group, name):
+                raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
+            require_buffers(one.loc, group.buffers, name)
+        return {name: one for name, (one, _) in found.items()}, found["sources[0]"][1], (len(found),)
+    read, shape = sources, None
+    if isinstance(sources, Posterior):
+        samples = _with_moments(draws_of(sources, "posterior"), group)
+        shape, read = (sources.num_chains, sources.num_samples), {s: v.flatten(0, 1) for s, v in samples.items()}
+        if each == "chain":
+            shape, spread = (sources.num_chains, 1), {s: v.std(1, correction=0) for s, v in samples.items()}
+            read = GaussianWeights({site: value.mean(1) for site, value in samples.items()}, spread)
+    elif isinstance(sources, Mapping):
+        read = _with_moments(sources, group)
+    gaussian, device = on_host(read, "sources")
+    batch = tuple(batch_shape_of(gaussian, group, "sources"))
+    if len(batch) != 1:
+        raise ValueError(f"sources has batch shape {batch}; it must be (number of members,), or a list of members")
+    require_buffers(gaussian.loc, group.buffers, "sources")
+    return {"sources": gaussian}, device, shape or batch
+
+
+def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
+    """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
+    arguments.weights("sources", weights)
+    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
+
+
 def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost) -> list[Moments]:
     """Moments of each, site -> ``(channels, B, *site_shape)``.
 
@@ -186,10 +237,9 @@ def shifted(group: Group, reference: Moments, source: Moments) -> tuple[Moments,
     result, shifts = dict(source), {}
     for name in group.names("shift"):
         gaps = []
-        for axis in group.axes(name):
-            if axis.site in source:
-                gap = group.view(axis.site, reference[axis.site][0] - source[axis.site][0])
-                gaps.append(gap.movedim(1 + axis.dim, -1)[..., axis.index].flatten(1, -2))
+        for axis in (own for own in group.axes(name) if own.site in source):
+            gap = group.view(axis.site, reference[axis.site][0] - source[axis.site][0])
+            gaps.append(gap.movedim(1 + axis.dim, -1)[..., axis.index].flatten(1, -2))
         if gaps:
             shifts[name] = torch.cat(gaps, 1).mean(1).reshape(-1, *group[name].shape)
     element = Element(group.shifts, shifts=shifts)
@@ -206,9 +256,6 @@ def chunks_of(group: Group, source: Mapping[str, Tensor]) -> list[Tensor]:
     return list(torch.arange(batch, device="cpu").split(max(1, CHUNK_ENTRIES // max(1, 3 * weights + 2 * scores))))
 
 
-# small steps ----------------------------------------------------------------------------------------------------------
-
-
 def _comparable(group: Group) -> list[str]:
     buffers = set(group.buffers)
     return [site for site in group.site_shapes if site not in buffers]
@@ -219,10 +266,104 @@ def _check_site(site: str, weights: GaussianWeights, group: Group, name: str) ->
     rescaled = any(axis.exponent or "shift" in group[other].moves for other, axis in members)
     bijection = weights.bijection(site)
     if bijection is not None and (rescaled or (bijection.domain.event_dim and members)):
-        how = "rescaled or shifted" if rescaled else "permuted"
         raise ValueError(
             f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
-            f"unconstrained values {'linearly' if rescaled else 'element by element'}; its moments can't be {how}"
+            "unconstrained values as the group moves it: linearly if it is rescaled, else element by element"
         )
     require_finite({site: weights.loc[site]}, name)
     require_finite({site: weights.scale[site]}, f"scale of {name}")
+
+
+# where units lie ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Some blocks of an axis of a set of units: the same places in every unit, all multiplied alike.
+
+    :param axis: in the group's view.
+    :param shape: copies and size of the units.
+    :param flips: the units, these or those of size one inside them, whose signs enter.
+    :param others: the roots that have a part in these entries, but for the units along this axis.
+    :param size: the number of entries.
+    """
+
+    axis: Axis
+    shape: tuple[int, int]
+    flips: frozenset[str]
+    others: frozenset[str]
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def family_of(group: Group, root: str) -> Group:
+    """The group of some units and all that lies inside them, alone."""
+    return group.without([name for name in group.units if name not in group.family(root)])
+
+
+@lru_cache(maxsize=4096)
+def places_of(group: Group, root: str, sites: tuple[str, ...]) -> tuple[Place, ...]:
+    """The places of the units of a root, at some sites."""
+    found, family, units = [], group.family(root), group[root]
+    signed = [name for name in (family if is_simple(group, root) else (root,)) if "flip" in group[name].moves]
+    for axis in group.axes(root):
+        if axis.site not in sites:
+            continue
+        others = {
+            [name, *group.ancestors(name)][-1]
+            for dim, members in group.members(axis.site).items()
+            for name, other in members
+            if dim != axis.dim or (name not in family and bool(torch.isin(axis.index, other.index).any()))
+        }
+        alike: dict[frozenset[str], list[int]] = {}
+        for block, row in enumerate(axis.index):
+            entering = [
+                name
+                for name in signed
+                for own in group.axes(name)
+                if (own.site, own.dim) == (axis.site, axis.dim) and own.exponent % 2
+                if bool((own.index == row).all(-1).any())
+            ]
+            alike.setdefault(frozenset(entering), []).append(block)
+        shape = group.view_shapes[axis.site]
+        for flips, blocks in alike.items():
+            part = replace(axis, index=axis.index[blocks])
+            size = part.index.numel() * math.prod(shape) // shape[axis.dim]
+            found.append(Place(part, (units.copies, units.size), flips, frozenset(others), size))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def is_simple(group: Group, root: str) -> bool:
+    """True if nothing lies inside these units but sets of size one, which have signs of their own."""
+    return all(group[name].size == 1 and group[name].parent == root for name in group.family(root)[1:])
+
+
+@lru_cache(maxsize=256)
+def inside_of(group: Group, root: str, sites: tuple[str, ...]) -> tuple[Group, list[tuple[Place, str]]]:
+    """The group of what lies inside one unit, and its sites: for each axis of the unit, the positions that it holds."""
+    outer, named, shapes = group[root], [], {}
+    axes: dict[str, list[Axis]] = {name: [] for name in group.family(root)}
+    for number, place in enumerate(places_of(group, root, sites)):
+        axis, site = place.axis, f"{number}: {place.axis.site}"
+        named.append((place, site))
+        shape = group.view_shapes[axis.site]
+        shapes[site] = torch.Size((len(axis.index), math.prod(shape) // shape[axis.dim]))
+        block = torch.full((shape[axis.dim],), -1, device="cpu")
+        block[axis.index[:, 0]] = torch.arange(len(axis.index), device="cpu")
+        for name in axes:
+            for own in group.axes(name):
+                if (own.site, own.dim) == (axis.site, axis.dim):
+                    local = block[own.index[:, : group[name].count // outer.count]]
+                    if bool((local := local[(local >= 0).all(-1)]).numel()):
+                        axes[name].append(Axis(site, 0, local, own.exponent))
+    units = []
+    for name, own_axes in axes.items():
+        one = group[name]
+        if name == root:
+            units += [Units(name, 1, tuple(own_axes), moves=frozenset({"flip"}))] if "flip" in one.moves else []
+        else:
+            parent = None if one.parent == root else one.parent
+            copies = one.count // outer.count // one.size
+            units.append(Units(name, one.size, tuple(own_axes), parent, copies, one.moves))
+    return Group(units, shapes), named

@@ -1,14 +1,20 @@
-"""Read the mean-field Gaussian moments of a guide, whatever its class, or of other weights, keyed by site.
+r"""Mean-field Gaussian moments of a guide, whatever its class, or of other weights, by site; barycentres and draws.
 
-Alignment and interpolation of posteriors need, for every weight, a mean and a standard deviation. Guides keep them in
-different places (one parameter per site, one flat vector in the model's execution order, a Cholesky factor);
-:func:`to_gaussian` brings all of them, plain weights, networks and draws to one form. Correlations are dropped: the
-deviations are those of the marginals.
+Guides keep means and standard deviations in different places (one parameter per site, one flat vector in the model's
+execution order, a Cholesky factor); :func:`to_gaussian` brings all of them, plain weights, networks and draws to one
+form. Correlations are dropped: the deviations are those of the marginals. Of independent Gaussians
+
+.. math:: W_2^2(q_0, q_1) = \|m_0 - m_1\|^2 + \|s_0 - s_1\|^2, \qquad
+          \bar m = \sum_i \lambda_i m_i, \quad \bar s = \sum_i \lambda_i s_i ,
+
+and the geodesic is the barycentre of two with weights :math:`(1 - t, t)`.
+
+Reference: Rossi et al. 2023 (arXiv 2310.10171), section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +29,8 @@ from torch.distributions.transforms import Transform
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.groups.action import is_real
-from pyro_symmetric.placement import together
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, all_true, require_finite
+from pyro_symmetric.weights import Weights, require_finite
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,31 +55,17 @@ class GaussianWeights:
     def __post_init__(self) -> None:
         arguments.weights("loc", self.loc)
         arguments.weights("scale", self.scale)
-        for site, support in self.supports.items():
-            arguments.instance(f"supports[{site!r}]", support, Constraint, "a constraint of torch.distributions")
-        if unknown := sorted(set(self.supports) - set(self.loc)):
-            raise ValueError(f"supports holds the sites {unknown}, which loc lacks; it has {sorted(self.loc)}")
-        if set(self.loc) != set(self.scale):
-            raise ValueError(
-                f"loc and scale must hold the same sites; only one holds {sorted(set(self.loc) ^ set(self.scale))}"
-            )
+        if odd := set(self.loc) ^ set(self.scale) | set(self.supports) - set(self.loc):
+            raise ValueError(f"loc and scale must hold the same sites, supports none but theirs: {sorted(odd)}")
         for site, loc in self.loc.items():
-            if self.scale[site].shape != loc.shape:
+            scale = self.scale[site]
+            if scale.shape != loc.shape or not (loc.is_floating_point() and scale.is_floating_point()):
                 raise ValueError(
-                    f"scale[{site!r}] has shape {tuple(self.scale[site].shape)}, but loc[{site!r}] has "
-                    f"{tuple(loc.shape)}; they must be equal"
+                    f"loc[{site!r}] is {described(loc)}, scale[{site!r}] {described(scale)}; both must "
+                    "be real numbers of one shape (of complex ones pass torch.view_as_real, counters leave out)"
                 )
-            for name, value in (("loc", loc), ("scale", self.scale[site])):
-                if not value.is_floating_point():
-                    count = ": leave it out, or pass the network itself instead of its state_dict"
-                    hint = ": pass torch.view_as_real(...) as a site of its own" if value.is_complex() else count
-                    raise ValueError(
-                        f"{name}[{site!r}] is of {value.dtype}; means and deviations are floating-point{hint}"
-                    )
-        if not all_true((scale >= 0).all() for scale in self.scale.values()):
-            site, scale = next((site, scale) for site, scale in self.scale.items() if not bool((scale >= 0).all()))
-            found = "NaN" if bool(scale.isnan().any()) else "negative values"
-            raise ValueError(f"scale[{site!r}] holds {found}; standard deviations are at least 0")
+            if not bool((scale >= 0).all()):
+                raise ValueError(f"scale[{site!r}] holds negative values or NaN; standard deviations are at least 0")
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{site} {tuple(loc.shape)}" for site, loc in self.loc.items())
@@ -89,11 +80,6 @@ class GaussianWeights:
         """The shape of the moments of a site whose values have this shape."""
         bijection = self.bijection(site)
         return shape if bijection is None else bijection.inverse_shape(shape)
-
-    def constrained(self, values: Weights) -> Weights:
-        """Weights from such values as these moments are of."""
-        bijections = {site: self.bijection(site) for site in values}
-        return {site: value if (b := bijections[site]) is None else b(value) for site, value in values.items()}
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GaussianWeights:
         """The same with all means and deviations changed alike."""
@@ -128,29 +114,14 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     if isinstance(weights, GaussianWeights):
         return weights
     loc, scale, supports = _read(plain(weights), name)
-    return GaussianWeights(loc, _or_zeros(scale, loc), supports)
+    return GaussianWeights(loc, scale or {site: torch.zeros_like(value) for site, value in loc.items()}, supports)
 
 
-@torch.no_grad()
 def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch.device]:
-    """The moments that :func:`to_gaussian` gives, on the CPU, and the device that they came from.
-
-    Whatever decides by values, step by step, has a GPU wait at each. All moments of a dtype come in one copy.
-    """
-    given = isinstance(weights, GaussianWeights)
-    loc, scale, supports = (weights.loc, weights.scale, weights.supports) if given else _read(plain(weights), name)
-    device = next((value.device for value in loc.values()), torch.device("cpu"))
-    values = together([*loc.values(), *scale.values()], "cpu")
-    if given and all(new is old for new, old in zip(values, (*loc.values(), *scale.values()), strict=True)):
-        return weights, device
-    loc, scale = dict(zip(loc, values[: len(loc)], strict=True)), dict(zip(scale, values[len(loc) :], strict=True))
-    return GaussianWeights(loc, _or_zeros(scale, loc), supports), device
-
-
-def moved_to(gaussian: GaussianWeights, device: torch.device) -> GaussianWeights:
-    """The same moments on a device, by one copy for each dtype."""
-    values = iter(together([*gaussian.loc.values(), *gaussian.scale.values()], device))
-    return gaussian.each(lambda _: next(values))
+    """The moments on the CPU, and the device that they came from: what decides step by step has a GPU wait at each."""
+    gaussian = to_gaussian(weights, name)
+    device = next((value.device for value in gaussian.loc.values()), torch.device("cpu"))
+    return (gaussian if device.type == "cpu" else gaussian.each(lambda value: value.cpu())), device
 
 
 def plain(weights: Any) -> Any:
@@ -170,6 +141,52 @@ def draws_of(posterior: Posterior, name: str) -> Weights:
         raise ValueError(f"{name} has {posterior.num_chains} chains of {posterior.num_samples} draws; it is empty")
     require_finite(posterior.samples, name)
     return posterior.samples
+
+
+# barycentres, and draws ----------------------------------------------------------------------------------------------
+
+
+def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[float]) -> GaussianWeights:
+    """The barycentre of mean-field Gaussians of the same sites, with weights ``shares`` of sum one."""
+
+    def mean(values: Sequence[Weights]) -> Weights:
+        return {
+            site: torch.stack([s * own[site].to(like.device) for s, own in zip(shares, values, strict=True)]).sum(0)
+            for site, like in values[0].items()
+        }
+
+    return GaussianWeights(mean([g.loc for g in gaussians]), mean([g.scale for g in gaussians]), gaussians[0].supports)
+
+
+def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
+    """:raises ValueError: naming the sites, unless both ends of a path are finite and have the same sites, of the same
+    shapes, on which they know the same supports."""
+    if set(first.loc) != set(second.loc):
+        raise ValueError(f"both ends must have the same sites; only one has {sorted(set(first.loc) ^ set(second.loc))}")
+    for site, value in first.loc.items():
+        if value.shape != (other := second.loc[site]).shape:
+            raise ValueError(
+                f"site {site!r} has shape {tuple(value.shape)} at one end, {tuple(other.shape)} at the other"
+            )
+    if differing := set(first.supports) ^ set(second.supports):
+        raise ValueError(
+            f"the sites {sorted(differing)} are unconstrained, as a guide has them, at one end only; map them by "
+            "biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+        )
+    for gaussian, end in ((first, "the first end"), (second, "the second end")):
+        require_finite(gaussian.loc, end)
+        require_finite(gaussian.scale, f"scale of {end}")
+
+
+def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> Weights:
+    """Constrained weights of batch shape ``(count,)``; generators in one state give the same standard normals."""
+    weights = {}
+    for site, loc in gaussian.loc.items():
+        noise = torch.randn(count, *loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
+        value = loc + gaussian.scale[site] * noise
+        bijection = gaussian.bijection(site)
+        weights[site] = value if bijection is None else bijection(value)
+    return weights
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -197,10 +214,6 @@ def _read(weights: Any, name: str) -> Moments:
         "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
         "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
     )
-
-
-def _or_zeros(scale: Weights, loc: Weights) -> Weights:
-    return scale or {site: torch.zeros_like(value) for site, value in loc.items()}
 
 
 def _unpacked_moments(guide: Any) -> dict[str, tuple[Tensor, Tensor]]:

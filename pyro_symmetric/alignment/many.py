@@ -3,10 +3,10 @@ r"""Bring many posteriors, networks or draws into one frame, without a privilege
 .. math:: \min_{g_1 \dots g_S \in G} \sum_k W_2^2(g_{k\#} q_k, \bar q), \qquad
     \bar q = \arg\min_q \sum_k W_2^2(g_{k\#} q_k, q)
 
-For mean-field Gaussians the Wasserstein barycentre :math:`\bar q` has the mean of the means and the mean of the
-standard deviations. Aligning every member to the barycentre and taking the barycentre anew never raises the sum; this
-goes on until nothing changes. Then, of few members, each is aligned in turn to the barycentre of the others, which lets
-go of what a member found only because it is part of the barycentre itself.
+For mean-field Gaussians the barycentre :math:`\bar q` has the mean of the means and the mean of the deviations.
+Aligning every member to it and taking it anew never raises the sum; this goes on until nothing changes. Then, of few
+members, each is aligned in turn to the barycentre of the others, which lets go of what a member found only because it
+is part of the barycentre itself.
 
 Many draws can be told apart better: by the density that each has under independent Gaussians fitted to all of them,
 
@@ -25,37 +25,34 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.descent import Descent, chosen
+from pyro_symmetric.alignment.descent import Descent, acted, put, recentred, reshaped
 from pyro_symmetric.alignment.features import (
     COSTS,
     Moments,
-    batch_shape_of,
     chunks_of,
     compared_sites,
+    members_of,
     moments_of,
     require_fit,
     shifted,
 )
-from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, moved_to, on_host, plain
+from pyro_symmetric.alignment.gaussian import GaussianWeights, plain, to_gaussian
 from pyro_symmetric.alignment.matching import BAR_DELAY
 from pyro_symmetric.alignment.scales import evened_together, scaled
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of
-from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -84,10 +81,10 @@ class Frame:
 
     :param element: one element for each member, a batch of the members' shape: ``(S,)`` for a list or a batch,
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
-    :param aligned: the members moved: a list for a list, with networks for networks, else as they came.
-    :param barycentre: means and standard deviations of the Wasserstein barycentre.
-    :param cost: squared distance of each member to it, float64 ``(S,)``, on the CPU; under ``"gaussian"`` minus the
-        log-density.
+    :param aligned: the members moved: a list for a list, with networks for networks, else as they came; their
+        barycentre is ``ps.barycentre(frame.aligned)``.
+    :param cost: squared distance of each member to the barycentre, float64 ``(S,)``, on the CPU; under ``"gaussian"``
+        minus the log-density.
     :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
     :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
     :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
@@ -96,7 +93,6 @@ class Frame:
 
     element: Element
     aligned: Any
-    barycentre: GaussianWeights
     cost: Tensor
     history: tuple[float, ...]
     converged: bool
@@ -111,12 +107,11 @@ class Frame:
     @property
     def displaced(self) -> Tensor:
         """Members that did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
-        here = self.element.group.identity()
-        result = torch.zeros(self.element.batch_shape, dtype=torch.bool, device="cpu")
-        for mine, neutral in ((self.element.permutations, here.permutations), (self.element.signs, here.signs)):
+        moved, here = self.element.to("cpu"), self.element.group.identity()
+        result = torch.zeros(moved.batch_shape, dtype=torch.bool, device="cpu")
+        for mine, neutral in zip(moved.parts[:2], here.parts[:2], strict=True):
             for name, value in mine.items():
-                different = value != neutral[name].to(value)
-                result |= different.flatten(len(result.shape)).any(-1).cpu()
+                result |= (value != neutral[name].to(value)).flatten(result.dim()).any(-1)
         return result
 
     @property
@@ -185,51 +180,50 @@ def align_many(
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     require_of_posterior(group, sources)
     group = _two_sided(group_of(group))
-    given, gaussian, device, shape = _read(sources, group, each)
+    given, device, shape = members_of(sources, group, each)
     sites = compared_sites(given, group)
-    objective = _objective(cost, sources, gaussian, group)
-    (moments,) = moments_of([gaussian], sites, group, COSTS[objective])
+    objective: Any = cost
+    if cost is not None:
+        require_fit(cost, group)
+    else:
+        drawn = isinstance(sources, Posterior | Mapping) and each == "draw"
+        objective = "gaussian" if drawn and math.prod(shape) >= MANY and not group.names("scale") else "wasserstein"
+    every = moments_of(list(given.values()), sites, group, COSTS[objective])
+    moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
     scales = evened_together(group, moments)
     even, settings = scaled(scales, moments), (max_sweeps, tolerance)
-    rounds, near = _Rounds(group, objective, even, *settings), _Rounds(group, "wasserstein", even, *settings)
+    rounds = _Rounds(group, objective, even, *settings)
     with (
         contextlib.nullcontext() if seed is None else forked(seed),
         tqdm(total=1 + restarts, desc="align many", unit="start", disable=not progress, delay=BAR_DELAY) as bar,
     ):
-        starts: list[Callable[[], Element]] = [rounds.aligned_to_one for _ in range(1 + restarts)]
-        if objective == "gaussian":
-            starts[0] = lambda: near.settle(near.aligned_to_one(), NEAR_ROUNDS).element
         settled = []
-        for start in starts:
-            settled.append(rounds.settle(start(), max_rounds))
+        for number in range(1 + restarts):
+            start = None
+            if objective == "gaussian" and number == 0:
+                near = _Rounds(group, "wasserstein", even, *settings)
+                start = near.settle(near.aligned_to_one(), NEAR_ROUNDS).element
+            settled.append(rounds.settle(start or rounds.aligned_to_one(), max_rounds))
             bar.update()
-        best, frame = min(settled, key=lambda one: one.cost), rounds
+        best, frame = min(settled, key=lambda one: one.history[-1]), rounds
         first = _Rounds(group, objective, moments, *settings)
-        if best.cost > first.given:  # the members came in a better frame than a start from any one of them finds
+        if best.history[-1] > first.given:  # the members came in a better frame than a start from any one of them finds
             best, frame, scales = first.settle(first.identity(), max_rounds), first, Element(group, batch_shape=(1,))
+        frame.place(best.element)
     element = recentred(best.element).within(group) @ scales
     if frame.shifts:
         element = element @ Element(group, shifts=frame.shifts)
-    permutations, signs, logs, shifts = (
-        {n: v.reshape(*shape, *group[n].shape) for n, v in part.items()} for part in element.parts
-    )
-    element = Element(group, permutations, signs, logs, shifts, shape)
-    moved = _moved(gaussian, element)
-    barycentre = moved.each(
-        lambda value: value.to(torch.promote_types(value.dtype, torch.float32)).mean(tuple(range(len(shape))))
-    )
-    element = element.to(device)
+    element = reshaped(element, shape).to(device)
     return Frame(
         element,
-        _as_given(sources, element, moved, device),
-        moved_to(barycentre, device),
-        frame.costs(best.element),
+        _as_given(sources, element),
+        frame.costs(),
         (first.given, *(cost for cost in best.history if cost < first.given)),
         best.converged,
         objective,
-        tuple(one.cost for one in settled),
+        tuple(one.history[-1] for one in settled),
     )
 
 
@@ -242,11 +236,6 @@ class _Settled(NamedTuple):
     element: Element
     history: tuple[float, ...]
     converged: bool
-
-    @property
-    def cost(self) -> float:
-        """The mean cost at the end."""
-        return self.history[-1]
 
 
 class _Rounds:
@@ -285,7 +274,7 @@ class _Rounds:
                 alone[site] = torch.stack([alone[site][0], scale.expand_as(alone[site][0])])
         found = self.identity()
         for rows in self._chunks:
-            found = _put(found, rows, self._descent(alone, rows, self._tolerance).search(0)[0].element)
+            found = put(found, rows, self._descent(alone, rows).search(0)[0].element)
         return found
 
     def settle(self, element: Element, max_rounds: int) -> _Settled:
@@ -293,71 +282,51 @@ class _Rounds:
 
         :param element: where the members begin.
         """
-        history = [self._place(element)]
-        for others in (False, True):
-            converged = False
+        self.place(element)
+        history, converged = [float(self.costs().mean())], False
+        for alone in (False, True) if 2 <= self._count <= FEW else (False,):
             for number in range(max_rounds):
-                fresh = number < FRESH_ROUNDS
-                element = self._one_by_one(element) if others else self._all_at_once(element, fresh)
-                history.append(self._place(element))
+                fresh = alone or number < FRESH_ROUNDS
+                element = self._round(element, alone, fresh)
+                history.append(float(self.costs().mean()))
                 gained = history[-2] - history[-1] > self._tolerance * abs(history[-2])
-                if converged := not gained and (others or not fresh):
+                if converged := not gained and (alone or not fresh):
                     break
-            if not converged or not 2 <= self._count <= FEW:
+            if not converged:
                 break
         return _Settled(element, tuple(history), converged)
 
-    def costs(self, element: Element | None = None) -> Tensor:
-        """The share of each member in its distance from the common reference, float64 ``(S,)``.
-
-        :param element: where the members are; ``None``: where they were left.
-        """
-        if element is not None:
-            self._place(element)
-        centre = self._centre(self._total(), self._count)
+    def costs(self) -> Tensor:
+        """The share of each member in its distance from the common reference, float64 ``(S,)``."""
+        centre = self._centre({site: value.sum(1, keepdim=True) for site, value in self._present.items()}, self._count)
         return torch.cat([self._cost.total(centre, _some(self._present, rows)) for rows in self._chunks])
 
-    def _place(self, element: Element) -> float:
-        """Move the members to where their elements bring them; returns the mean cost there."""
-        every = self._descent(self._present, torch.arange(self._count, device="cpu"))
-        self._present = every.features_after(element)
-        return float(self.costs().mean())
+    def place(self, element: Element) -> None:
+        """Move the members to where elements bring them."""
+        self._present = {site: acted(element, site, value) for site, value in self._source.items()}
 
-    def _all_at_once(self, element: Element, fresh: bool) -> Element:
-        """Align all to the common reference, and at first from a new start, too."""
-        centre = self._centre(self._total(), self._count)
-        for rows in self._chunks:
-            element = _put(element, rows, self._descended(centre, rows, element.select(rows), fresh)[0])
+    def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
+        """Align all members to the common reference, or each in turn to that of the others.
+
+        :param fresh: whether members start anew, too, as well as where they are.
+        """
+        total = {site: value.sum(1, keepdim=True) for site, value in self._present.items()}
+        singles = torch.randperm(self._count, device="cpu").split(1)
+        for rows in singles if alone else self._chunks:
+            rest = {s: v - self._present[s][:, rows] for s, v in total.items()} if alone else total
+            descent = self._descent(self._centre(rest, self._count - alone), rows)
+            best = descent.descend(descent.at(element.select(rows)), descent.roots)
+            if fresh:
+                best = best.better(descent.descend(*descent.start()))
+            element = put(element, rows, best.element)
+            for site, value in descent.at(best.element).present.items():
+                self._present[site] = self._present[site].index_copy(1, rows, value)
+                total[site] = rest[site] + value if alone else total[site]
         return element
 
-    def _one_by_one(self, element: Element) -> Element:
-        """Align each member in turn to the others."""
-        total = self._total()
-        for k in torch.randperm(self._count, device="cpu").tolist():
-            row = torch.tensor([k], device="cpu")
-            others = {site: value - self._present[site][:, k : k + 1] for site, value in total.items()}
-            own, features = self._descended(self._centre(others, self._count - 1), row, element.select(row), True)
-            element = _put(element, row, own)
-            for site, value in features.items():
-                total[site] = others[site] + value
-                self._present[site][:, k : k + 1] = value
-        return element
-
-    def _descended(self, centre: Moments, rows: Tensor, element: Element, fresh: bool) -> tuple[Element, Moments]:
-        """Resume from the present elements of some members or, if that is better, from a forward start."""
-        descent = self._descent(centre, rows)
-        descent.threshold = self._tolerance * 0.1 * descent.cost_of(element).abs()
-        best = descent.descend(element, descent.roots)
-        if fresh:
-            best = best.better(descent.descend(*descent.start()), 10 * descent.threshold)
-        return best.element, descent.features_after(best.element)
-
-    def _descent(self, reference: Moments, rows: Tensor, tolerance: float = 0.0) -> Descent:
-        return Descent(self._group, self._cost, reference, _some(self._source, rows), tolerance, self._max_sweeps)
-
-    def _total(self) -> Moments:
-        """The sum of the features of all members in the frame, ``(channels, 1, *site_shape)``."""
-        return {site: value.sum(1, keepdim=True) for site, value in self._present.items()}
+    def _descent(self, reference: Moments, rows: Tensor) -> Descent:
+        source = _some(self._source, rows)
+        return Descent(self._group, self._cost, reference, source, 0.1 * self._tolerance, self._max_sweeps)
 
     def _centre(self, total: Moments, count: int) -> Moments:
         """The reference that is best for as many members, whose features have this sum."""
@@ -368,39 +337,7 @@ def _some(values: Moments, rows: Tensor) -> Moments:
     return {site: value[:, rows] for site, value in values.items()}
 
 
-def _put(element: Element, rows: Tensor, other: Element) -> Element:
-    """A batch ``(B,)`` in which some elements are those of another batch."""
-    index = torch.zeros(element.batch_shape[0], dtype=torch.long, device="cpu").index_copy(
-        0, rows, torch.arange(len(rows), device="cpu")
-    )
-    taken = torch.zeros(element.batch_shape[0], dtype=torch.bool, device="cpu").index_fill(0, rows, True)
-    return chosen(taken, other.select(index), element)
-
-
-def recentred(element: Element) -> Element:
-    """The same frame, counted from the permutations and signs that most members have, of several the first's.
-
-    With :math:`h` the commonest element every :math:`g` becomes :math:`h^{-1} g`.
-    """
-    finite = [value.flatten(1) for value in (*element.permutations.values(), *element.signs.values())]
-    if not finite:
-        return element
-    _, kind, counts = torch.cat([value.long() for value in finite], 1).unique(
-        dim=0, return_inverse=True, return_counts=True
-    )
-    return element.select(int((counts[kind] == counts.max()).nonzero()[0])).inverse() @ element
-
-
 # what was given -------------------------------------------------------------------------------------------------------
-
-
-def _objective(cost: Objective | None, sources: Any, gaussian: GaussianWeights, group: Group) -> Objective:
-    if cost is not None:
-        require_fit(cost, group)
-        return cost
-    count = len(next(iter(gaussian.loc.values())))
-    drawn = isinstance(sources, Posterior | Mapping) and not any(bool(value.any()) for value in gaussian.scale.values())
-    return "gaussian" if drawn and count >= MANY and not group.names("scale") else "wasserstein"
 
 
 def _two_sided(group: Group) -> Group:
@@ -410,90 +347,26 @@ def _two_sided(group: Group) -> Group:
     return group.without([n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0], "scale")
 
 
-def _read(
-    sources: Any, group: Group, each: str
-) -> tuple[dict[str, GaussianWeights], GaussianWeights, torch.device, tuple[int, ...]]:
-    """The moments of a list, a batch or a posterior, by what messages call them, as one batch ``(S,)``; their device,
-    and the batch shape of the elements that act on them.
-
-    :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
-    """
-    arguments.one_of("each", each, ("draw", "chain"))
-    if isinstance(sources, Posterior):
-        samples = _with_moments(draws_of(sources, "posterior"), group)
-        if each == "draw":
-            shape: tuple[int, ...] = (sources.num_chains, sources.num_samples)
-            read: Any = {site: value.flatten(0, 1) for site, value in samples.items()}
-        else:
-            shape, spread = (sources.num_chains, 1), {s: v.std(1, correction=0) for s, v in samples.items()}
-            read = GaussianWeights({site: value.mean(1) for site, value in samples.items()}, spread)
-        gaussian, device = on_host(read, "posterior")
-        given = {"sources": gaussian}
-    elif isinstance(sources, Mapping | GaussianWeights):
-        read = _with_moments(sources, group) if isinstance(sources, Mapping) else sources
-        gaussian, device = on_host(read, "sources")
-        shape, given = tuple(batch_shape_of(gaussian, group, "sources")), {"sources": gaussian}
-        if len(shape) != 1:
-            raise ValueError(f"sources has batch shape {shape}; it must be (number of members,), or a list of members")
-    else:
-        sources = arguments.listed("sources", sources, object, "members, or a batch")
-        if not sources:
-            raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
-        names = [f"sources[{k}]" for k in range(len(sources))]
-        read = {name: on_host(own, name) for name, own in zip(names, sources, strict=True)}
-        given, device = {name: one for name, (one, _) in read.items()}, read[names[0]][1]
-        for name, one in given.items():
-            if batch_shape_of(one, group, name):
-                raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
-        gaussian, shape = _stacked(list(given.values())), (len(sources),)
-    batch_shape_of(gaussian, group, "sources")
-    require_buffers(gaussian.loc, group.buffers, "sources")
-    return given, gaussian, device, shape
-
-
-def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
-    """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
-    arguments.weights("sources", weights)
-    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
-
-
-def _stacked(every: Sequence[GaussianWeights]) -> GaussianWeights:
-    """One batch, of the sites that all have in one shape."""
-    first = every[0].loc
-    sites = [s for s in first if all(s in one.loc and one.loc[s].shape == first[s].shape for one in every)]
-    loc, scale = ({s: torch.stack([part(o)[s].to(first[s]) for o in every]) for s in sites} for part in (
-        lambda one: one.loc, lambda one: one.scale))  # fmt: skip
-    return GaussianWeights(loc, scale, {site: own for site, own in every[0].supports.items() if site in sites})
-
-
-def _moved(own: GaussianWeights, element: Element) -> GaussianWeights:
-    """The moments of all sites, moved, those that weren't compared (buffers, what no group knows) with them."""
-    # What a guide maps to values of another shape (a simplex) no element moves.
-    held = {site for site in own.supports if (b := own.bijection(site)) is not None and b.domain.event_dim}
-
-    def act(weights: Mapping[str, Tensor]) -> Weights:
-        shaped = {s: v.reshape(*element.batch_shape, *v.shape[1:]) for s, v in weights.items()}
-        return shaped | element({site: value for site, value in shaped.items() if site not in held})
-
-    loc = act(own.loc)
-    # Elements are affine, weight by weight: deviations go with what is linear, without its sign.
-    scale, shift = act(own.scale), act({site: torch.zeros_like(value) for site, value in own.scale.items()})
-    return GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, own.supports)
-
-
-def _as_given(sources: Any, element: Element, gaussian: GaussianWeights, device: torch.device) -> Any:
+def _as_given(sources: Any, element: Element) -> Any:
     """The members as they were given, moved."""
     if isinstance(sources, Posterior):
         return sources.map(element)
     if isinstance(sources, Mapping):
         return element(sources)
     if isinstance(sources, GaussianWeights):
-        return moved_to(gaussian, device)
+        # Elements are affine, weight by weight: deviations go with what is linear, without its sign. What a guide maps
+        # to values of another shape (a simplex) no element moves.
+        held = {site for site in sources.supports if (b := sources.bijection(site)) is not None and b.domain.event_dim}
+        loc, scale, shift = (
+            own | element({site: value for site, value in own.items() if site not in held})
+            for own in (sources.loc, sources.scale, {s: torch.zeros_like(v) for s, v in sources.scale.items()})
+        )
+        return GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, sources.supports)
     members: list[Any] = []
     for k, own in enumerate(sources):
         weights, one = plain(own), element.select(k)
-        if not isinstance(weights, Mapping):
-            members.append(moved_to(gaussian.each(itemgetter(k)), device))
+        if isinstance(own, nn.Module) and isinstance(weights, Mapping):
+            members.append(with_weights(own, one(weights)))
         else:
-            members.append(one(weights) if weights is own else with_weights(own, one(weights)))
+            members.append(_as_given(weights if isinstance(weights, Mapping) else to_gaussian(weights), one))
     return members

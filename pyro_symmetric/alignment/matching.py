@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.activations import Activations, Shown
-from pyro_symmetric.alignment.descent import Descent, Ended
+from pyro_symmetric.alignment.descent import Descent, acted, reshaped
 from pyro_symmetric.alignment.features import (
     CORRELATION,
     COSTS,
+    Cost,
     Moments,
     batch_shape_of,
     chunks_of,
@@ -146,20 +147,27 @@ def align(
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
     fixed, came = moments_of([first, second], sites, group, COSTS[cost])
-    pair = _Pair(group, cost, fixed, came)
-    shown = Activations(*activations) if activations is not None else None
+    recorder = Activations(*activations) if activations is not None else None
     weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
     chunks, found = chunks_of(group, came), []
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        for chunk in chunks:
-            part = pair.of(chunk)
-            settings = restarts, max_sweeps, tolerance, bar.update
-            if shown is None:
-                found.append(part.matched(*settings))
-            else:
-                own = {site: value[chunk] for site, value in weights.items()}
-                found.append(part.matched_by(shown(own, first.loc, group), *settings))
-    return _result(found, group, device, shape)
+        search = _Search(group, COSTS[cost], restarts, max_sweeps, tolerance, bar.update)
+        for rows in chunks:
+            own = {site: value[rows] for site, value in weights.items()}
+            shown = recorder(own, first.loc, group) if recorder is not None else None
+            found.append(search(fixed, {site: value[:, rows] for site, value in came.items()}, shown))
+    fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
+    parts = [
+        {n: torch.cat([one.element.parts[k][n] for one in found]) for n in part}
+        for k, part in enumerate(found[0].element.parts)
+    ]
+    element = reshaped(Element._of_parts(group, parts, (sum(len(one.cost) for one in found),)), shape).to(device)
+    most = max(len(one.ends) for one in found)
+    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
+    total, initial, converged = (
+        fit(torch.cat([getattr(one, name) for one in found])) for name in ("cost", "initial", "converged")
+    )
+    return Alignment(element, total, initial, converged, tuple(fit(end) for end in ends))
 
 
 class _Found(NamedTuple):
@@ -170,93 +178,69 @@ class _Found(NamedTuple):
     ends: list[Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """Moments of a reference and of some sources, ``(channels, 1 or B, *site_shape)``."""
+class _Search(NamedTuple):
+    """A search for the best elements, by its settings."""
 
     group: Group
-    cost: str
-    reference: Moments
-    source: Moments
+    cost: Cost
+    restarts: int
+    max_sweeps: int
+    tolerance: float
+    tick: Any
 
-    def of(self, rows: Tensor) -> _Pair:
-        """Some sources."""
-        return _Pair(self.group, self.cost, self.reference, {s: v[:, rows] for s, v in self.source.items()})
+    def __call__(self, reference: Moments, given: Moments, shown: Shown | None) -> _Found:
+        """The best element for each source.
 
-    def matched(self, restarts: int, max_sweeps: int, tolerance: float, tick: Any) -> _Found:
-        """The best element for each source by its weights."""
-        cost, (source, shifts) = COSTS[self.cost], shifted(self.group, self.reference, self.source)
-        even = evening(self.group, self.reference, source)
-        features = {site: cost.of_source(value) for site, value in scaled(even, source).items()}
-        descent = Descent(self.group, cost, self.reference, features, tolerance, max_sweeps)
-        best, ends = descent.search(restarts, tick)
-        best, tried = descent.whole_signs(best)
-        element = best.element.within(self.group) @ even
-        for _ in range(REFITS if self.group.names("scale") else 0):
-            placed = {site: _acted(element, site, value) for site, value in source.items()}
-            scales = fitted(self.group, self.reference, placed)
-            again = Descent(self.group, cost, self.reference, scaled(scales, placed), tolerance, max_sweeps)
-            end = again.descend(again.identity(), again.roots)
-            element = end.element.within(self.group) @ scales @ element
-            if bool((again.initial - end.cost <= REFITTED * again.initial).all()):
-                break
-        return self._ended(element, best, [*ends, *tried], descent.initial, source, shifts)
-
-    def matched_by(self, shown: Shown, restarts: int, max_sweeps: int, tolerance: float, tick: Any) -> _Found:
-        """The best element by what units do; signs that don't show, and scales, are fitted to the weights."""
-        descent = Descent(shown.group, CORRELATION, shown.reference, shown.source, tolerance, max_sweeps)
-        best, ends = descent.search(restarts, tick)
-        signs = {
-            own: best.element.signs[name].reshape(-1, *self.group[own].shape) for name, own in shown.signed.items()
-        }
-        element = Element(self.group, best.element.permutations, signs, batch_shape=best.element.batch_shape)
-        source, shifts = shifted(self.group, self.reference, self.source)
-        placed = {site: _acted(element, site, value) for site, value in source.items()}
-        left = Descent(
-            self.group.signs.without(list(signs)), COSTS["l2"], self.reference, placed, tolerance, max_sweeps
-        )
-        element = Element(self.group, signs=left.search(0)[0].element.signs) @ element
-        found = self._ended(element, best, ends, descent.initial, source, shifts)
-        return found._replace(cost=best.cost, initial=descent.initial)
-
-    def _ended(
-        self,
-        element: Element,
-        best: Ended,
-        ends: list[Tensor],
-        initial: Tensor,
-        source: Moments,
-        shifts: dict[str, Tensor],
-    ) -> _Found:
-        """The element with fitted scales and shifts, and its cost."""
-        cost = COSTS[self.cost]
-        if shifts or self.group.names("scale"):
-            initial = cost.total(self.reference, {site: cost.of_source(value) for site, value in self.source.items()})
-        total = best.cost
+        :param reference: site -> moments ``(channels, 1, *site_shape)``; ``given``: ``(channels, B, *site_shape)``.
+        :param shown: what units do, if that decides where it shows.
+        """
+        source, shifts = shifted(self.group, reference, given)
+        element, matched = evening(self.group, reference, source), self.group.finite
+        if shown is not None:
+            by_deeds = self._descent(shown.group, CORRELATION, shown.reference, shown.source)
+            best, ends = by_deeds.search(self.restarts, self.tick)
+            element, matched = best.element.within(self.group) @ element, shown.left
+        descent = self._by_weights(matched, reference, self._placed(source, element))
+        if shown is None:
+            best, ends = descent.search(self.restarts, self.tick)
+            last = best
+        else:
+            last, _ = descent.search(0)
+        element = last.element.within(self.group) @ element
+        cost, initial = best.cost, (by_deeds if shown is not None else descent).initial
         if self.group.names("scale"):
-            placed = {site: _acted(element, site, value) for site, value in source.items()}
-            scales = fitted(self.group, self.reference, placed)
-            total, element = cost.total(self.reference, scaled(scales, placed)), scales @ element
-        if shifts:
-            element = element @ Element(self.group, shifts=shifts)
-        return _Found(element, total, initial, best.converged, ends)
+            element, cost = self._rescaled(matched, reference, source, element)
+        if shown is not None:
+            cost = best.cost
+        elif shifts or self.group.names("scale"):
+            came = {site: self.cost.of_source(value) for site, value in given.items()}
+            initial = self.cost.total(reference, came)
+        element = element @ Element(self.group, shifts=shifts) if shifts else element
+        return _Found(element, cost, initial, best.converged, ends)
 
+    def _rescaled(
+        self, matched: Group, reference: Moments, source: Moments, element: Element
+    ) -> tuple[Element, Tensor]:
+        """Fit scales, and match units anew under these, until that gains next to nothing."""
+        for number in range(REFITS):
+            placed = self._placed(source, element)
+            scales = fitted(self.group, reference, placed)
+            element = scales @ element
+            again = self._by_weights(matched, reference, scaled(scales, placed))
+            if number + 1 < REFITS:
+                end = again.descend(again.begin, again.roots)
+                if bool((again.initial - end.cost > REFITTED * again.initial).any()):
+                    element = end.element.within(self.group) @ element
+                    continue
+            break
+        return element, again.initial
 
-def _acted(element: Element, site: str, value: Tensor) -> Tensor:
-    """All channels of a site moved; deviations without their sign."""
-    first, *others = (element.on_site(site, channel) for channel in value)
-    return torch.stack([first, *(channel.abs() for channel in others)])
+    def _placed(self, source: Moments, element: Element) -> Moments:
+        return {site: acted(element, site, value) for site, value in source.items()}
 
+    def _by_weights(self, group: Group, reference: Moments, source: Moments) -> Descent:
+        features = {site: self.cost.of_source(value) for site, value in source.items()}
+        return self._descent(group, self.cost, reference, features)
 
-def _result(found: Sequence[_Found], group: Group, device: torch.device, shape: torch.Size) -> Alignment:
-    fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    permutations, signs, log_scales, shifts = (
-        {n: torch.cat([one.element.parts[k][n] for one in found]).reshape(*shape, *group[n].shape) for n in part}
-        for k, part in enumerate(found[0].element.parts)
-    )
-    element = Element(group, permutations, signs, log_scales, shifts, shape).to(device)
-    most = max(len(one.ends) for one in found)
-    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
-    cost, initial = torch.cat([one.cost for one in found]), torch.cat([one.initial for one in found])
-    converged = torch.cat([one.converged for one in found])
-    return Alignment(element, fit(cost), fit(initial), fit(converged), tuple(fit(end) for end in ends))
+    def _descent(self, group: Group, cost: Cost, reference: Moments, source: Moments) -> Descent:
+        return Descent(group, cost, reference, source, self.tolerance, self.max_sweeps)

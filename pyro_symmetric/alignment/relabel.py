@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.assignment import assign
-from pyro_symmetric.alignment.many import recentred
+from pyro_symmetric.alignment.descent import recentred
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import Draws, chains_of

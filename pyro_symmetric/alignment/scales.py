@@ -8,13 +8,13 @@ which units multiply the latter by :math:`e^{a_t \cdot u}`,
 
 .. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 .
 
-Scales of neighbouring layers pull at one another, so that unit by unit it takes hundreds of rounds; Newton's method
-with conjugate gradients takes a few steps, each shortened until it lowers the distance.
+Scales of neighbouring layers pull at one another, so that unit by unit it takes hundreds of rounds; L-BFGS takes them
+all together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from pyro_symmetric.alignment.features import Moments
 from pyro_symmetric.canonical.scales import Sum, by_units, conjugate_gradients, evened, places
 from pyro_symmetric.groups import Element, Group
 
-STEPS, SHORTER = 30, 8
-LIMIT = 30.0  # of log-scales
-# Newton steps shorter than this are right even if the distance seems to rise by a part that rounding explains.
-SHORT, HIDDEN = 1e-4, 1e-13
+# Steps of the search, and Newton's at its end, if they are so short.
+STEPS, POLISH, SHORT = 200, 2, 1e-3
 
 
 def evening(group: Group, reference: Moments, source: Moments) -> Element:
@@ -92,47 +90,36 @@ def _element(group: Group, u: Tensor) -> Element:
 
 
 def _least(squares: Sum, products: Sum) -> Tensor:
+    """The log-scales at which the distance, but for the reference's own norm, is least, ``(B, units)``."""
     up, down = (squares.pulls(squares.masses(), side) for side in (1, -1))
     pulled_up, pulled_down = (products.pulls(products.masses(), side) for side in (1, -1))
     # What pulls nowhere stays; so does what would shrink for ever: the pull of its one side keeps it away from zero.
     free = ((up > 0) & (down > 0)) | ((up + down > 0) & (torch.where(up > 0, pulled_up, pulled_down) > 0))
-    diagonal = 2 * (up + down).clamp_min(1e-300)
 
     def distance(u: Tensor) -> Tensor:
-        """The distance, but for the reference's own norm, ``(B,)``."""
         return squares.value(u) - 2 * products.value(u / 2)
 
-    u = torch.zeros_like(up)
-    reached = distance(u)
-    for _ in range(STEPS):
-        step = _newton_step(distance, u, free, diagonal)
-        before, waiting, part = reached, torch.ones_like(reached, dtype=torch.bool), 1.0
-        # Near the optimum rounding hides the gain of a step, but not the step.
-        enough = torch.where(step.abs().amax(-1) < SHORT, reached + HIDDEN * reached.abs(), reached)
-        for _ in range(SHORTER):
-            trial = (u + part * step).clamp(-LIMIT, LIMIT)
-            found = distance(trial)
-            better = waiting & (found < enough)
-            u, reached = torch.where(better.unsqueeze(-1), trial, u), torch.where(better, found, reached)
-            waiting = waiting & ~better
-            if not bool(waiting.any()):
-                break
-            part *= 0.25
-        if bool((before - reached <= HIDDEN * before.abs()).all()) and float(step.abs().max()) < 1e-8:
-            break
-    return u
-
-
-def _newton_step(distance: Callable[[Tensor], Tensor], u: Tensor, free: Tensor, diagonal: Tensor) -> Tensor:
-    """Newton's step by conjugate gradients, cut off where the distance curves downwards."""
     with torch.inference_mode(False), torch.enable_grad():
-        here = u.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(distance(here).sum(), here, create_graph=True)
-        downhill = torch.where(free, -gradient.detach(), 0.0)
-        p = conjugate_gradients(
-            lambda p: free * torch.autograd.grad(gradient, here, p, retain_graph=True)[0],
-            downhill,
-            diagonal,
-            (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_max(0.1).square().clamp_min(1e-20),
-        )
-    return p / p.abs().amax(-1, keepdim=True).clamp_min(1.0)
+        unit = torch.where(free, (up + down).clamp_min(1e-300).rsqrt(), 0.0)  # in such units all curve about alike
+        position = torch.zeros_like(unit).requires_grad_()
+        optimiser = torch.optim.LBFGS([position], max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+
+        def total() -> Tensor:
+            return distance(position * unit).sum()
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            (value := total()).backward()
+            return value
+
+        optimiser.step(closure)
+        for _ in range(POLISH):  # rounding hides from a search by values the last eight digits
+            (gradient,) = torch.autograd.grad(total(), position, create_graph=True)
+            hessian = lambda p: torch.autograd.grad(gradient, position, p, retain_graph=True)[0]  # noqa: B023, E731
+            step = conjugate_gradients(
+                hessian, -gradient.detach(), torch.ones_like(unit), torch.full_like(unit[:, :1], 1e-20)
+            )
+            position.data += torch.where((step * unit).abs().amax(1, keepdim=True) < SHORT, step, 0.0)
+        u = (position * unit).detach()
+    rounding = 1e-13 * distance(torch.zeros_like(u)).abs()
+    return torch.where((distance(u) <= distance(torch.zeros_like(u)) + rounding).unsqueeze(-1), u, 0.0)

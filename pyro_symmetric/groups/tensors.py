@@ -30,8 +30,9 @@ def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -
     batch = value.shape[: value.dim() - site_dims]
     if all(index.dim() == 1 or (site_dims > 1 and index.shape[:-1] == batch) for index in indices.values()):
         for dim, index in indices.items():
-            one = index.dim() == 1
-            value = value.index_select(dim - site_dims, index) if one else _permute_rows(value, dim, len(batch), index)
+            one = index.shape[:-1].numel() == 1
+            whole = index.reshape(-1) if one else index
+            value = value.index_select(dim - site_dims, whole) if one else _permute_rows(value, dim, len(batch), whole)
         return value
     if len(indices) == 1 and batch.numel() == 1:  # several elements meet one value: all that comes anywhere, at once
         ((dim, index),) = indices.items()

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
-from pyro_symmetric.alignment.geodesic import barycentre_gaussians, require_ends
+from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.layout import one_layout_of
 from pyro_symmetric.placement import as_tensor

@@ -1,4 +1,4 @@
-"""Units are matched by what they do, wherever in the network they show, and by scores of the user's own."""
+"""Units are matched by what they do, where a layer reads them, else by their weights."""
 
 import pytest
 import torch
@@ -59,9 +59,9 @@ def moved_network(name):
 
 
 def tables(net, x, source, weights, group):
-    """The correlations with one source, by name of the units."""
+    """The correlations with one source, by the layer that reads the units."""
     shown = Activations(net, x)({site: value[None] for site, value in source.items()}, weights, group)
-    return {name: (shown.reference[name] @ shown.source[name].mT)[0, 0] for name in shown.reference}
+    return {site: (shown.reference[site] @ shown.source[site].mT)[0, 0] for site in shown.reference}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -76,18 +76,19 @@ def test_planted_permutations_are_found_by_activations(name):
 def test_scores_are_the_correlations_of_hooked_activations():
     net, x, symmetry, weights = moved_network("mlp")
     hidden = {}
-    net[1].register_forward_hook(lambda module, inputs, output: hidden.update({"0": output}))
-    net[3].register_forward_hook(lambda module, inputs, output: hidden.update({"2": output}))
+    net[1].register_forward_hook(lambda module, inputs, output: hidden.update({"2.weight": output}))
+    net[3].register_forward_hook(lambda module, inputs, output: hidden.update({"4.weight": output}))
     other = {site: torch.randn_like(value) for site, value in weights.items()}
     activations = []
     for own in (weights, other):
         torch.func.functional_call(net, own, (x,))
         activations.append(dict(hidden))
     scores = tables(net, x, other, weights, symmetry.permutations)
-    for name in ("0", "2"):
-        first, second = (values[name].detach() for values in activations)
+    assert scores.keys() == {"2.weight", "4.weight"}
+    for site, found in scores.items():
+        first, second = (values[site].detach() for values in activations)
         expected = torch.corrcoef(torch.cat([first, second], 1).T)[: first.shape[1], first.shape[1] :].nan_to_num()
-        torch.testing.assert_close(scores[name], expected)
+        torch.testing.assert_close(found, expected)
 
 
 def test_signs_go_with_activations():
@@ -127,7 +128,7 @@ def test_anticorrelated_units_behind_a_normalisation_do_not_go_together_by_a_sig
     )
     for group in (symmetry, symmetry.permutations):
         result = align(source, reference, group, activations=(one, x))
-        scores = tables(one, x, result.element(source), reference, symmetry.permutations)["0"]
+        scores = tables(one, x, result.element(source), reference, symmetry.permutations)["3.weight"]
         assert result.cost == pytest.approx(-float(scores.diagonal().sum()))
         assert result.converged
 
@@ -140,7 +141,7 @@ def test_signs_on_both_sides_of_a_normalisation_are_found():
     result = align(source, weights, symmetry.finite, activations=(net, x))
     assert result.cost == pytest.approx(-8.0)
     moved = result.element(source)
-    scores = tables(net, x, moved, weights, symmetry.permutations)["0"]
+    scores = tables(net, x, moved, weights, symmetry.permutations)["3.weight"]
     torch.testing.assert_close(scores.diagonal(), torch.ones(8, dtype=torch.float64))
     torch.testing.assert_close(torch.func.functional_call(net, moved, (x,)), net(x))
 

@@ -186,13 +186,6 @@ def test_scales_alone_solve_their_quartic():
     torch.testing.assert_close(slope, torch.zeros(6, dtype=torch.float64), atol=1e-7, rtol=0)
 
 
-def test_densities_have_no_best_scale():
-    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
-    plain = {k: torch.rand(s) for k, s in shapes.items()}
-    with pytest.raises(ValueError, match="the group scales 'h'"):
-        align(plain, GaussianWeights(plain, plain), scaled(shapes, 3), "gaussian")
-
-
 def heads(count, rows):
     """Heads of rows that may be permuted inside, and a place of their own; the rows of each head feed columns."""
     n = count * rows
@@ -229,14 +222,6 @@ def test_a_shift_in_front_of_a_softmax_is_the_mean_difference():
     source, reference = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     result = align({"bias": source}, {"bias": reference}, group)
     assert result.cost == pytest.approx(float((reference - source).var(correction=0) * 4))
-
-
-def test_what_is_rescaled_must_be_unconstrained_as_it_is():
-    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
-    plain = {k: torch.rand(s) for k, s in shapes.items()}
-    positive = GaussianWeights(plain, plain, {"in": torch.distributions.constraints.positive})
-    with pytest.raises(ValueError, match=r"'in' of source.*linearly"):
-        align(positive, positive, scaled(shapes, 3))
 
 
 def test_signs_of_several_layers_alone_reach_the_enumerated_optimum():

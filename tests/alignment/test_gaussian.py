@@ -5,16 +5,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import (
-    AutoDelta,
     AutoDiagonalNormal,
-    AutoLaplaceApproximation,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
 )
 from torch.distributions import biject_to
 
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
+from pyro_symmetric.alignment.gaussian import to_gaussian
 from pyro_symmetric.posterior.posterior import Posterior
 
 
@@ -60,13 +58,6 @@ def test_deviations_of_a_flat_guide_are_those_of_the_marginals(guide_class):
     torch.testing.assert_close(flat, guide.get_posterior().variance.sqrt().detach())
 
 
-def test_moments_of_auto_normal_are_its_parameters():
-    guide = used(AutoNormal)
-    gaussian = to_gaussian(guide)
-    torch.testing.assert_close(gaussian.loc["weight"], guide.locs.weight.detach())
-    torch.testing.assert_close(gaussian.scale["bias"], guide.scales.bias.detach())
-
-
 def test_a_subclass_of_a_flat_guide_is_read_like_it():
     class Mine(AutoDiagonalNormal):
         pass
@@ -101,34 +92,3 @@ def test_networks_bring_their_statistics_and_draws_their_deviations():
     gaussian = to_gaussian(Posterior({"w": draws}, kind="chains"))
     torch.testing.assert_close(gaussian.loc["w"], draws.flatten(0, 1).mean(0))
     torch.testing.assert_close(gaussian.scale["w"], draws.flatten(0, 1).var(0, correction=0).sqrt())
-
-
-@pytest.mark.parametrize("guide_class", [AutoNormal, *FLAT_GUIDES])
-def test_a_guide_without_parameters_says_what_to_do(guide_class):
-    with pytest.raises(ValueError, match=r"no parameters yet; call guide.setup\(...\) or run one SVI step"):
-        to_gaussian(guide_class(model))
-
-
-def test_what_has_no_moments_is_refused_with_the_way_out():
-    with pytest.raises(TypeError, match=r"AutoDelta guide pass guide.median\(\)"):
-        to_gaussian(used(AutoDelta))
-    with pytest.raises(TypeError, match="laplace_approximation"):
-        to_gaussian(used(AutoLaplaceApproximation))
-    with pytest.raises(TypeError, match=r"named_parameters"):
-        to_gaussian(torch.zeros(3))
-    with pytest.raises(TypeError, match="'w'"):
-        to_gaussian({"w": [1.0]})
-
-
-def test_moments_that_do_not_fit_are_refused():
-    one = torch.ones(2)
-    with pytest.raises(ValueError, match=r"same sites.*'b'"):
-        GaussianWeights({"a": one}, {"a": one, "b": one})
-    with pytest.raises(ValueError, match=r"scale\['a'\] has shape \(3,\)"):
-        GaussianWeights({"a": one}, {"a": torch.ones(3)})
-    with pytest.raises(ValueError, match="negative"):
-        GaussianWeights({"a": one}, {"a": -one})
-    with pytest.raises(ValueError, match=r"scale\['a'\] holds NaN"):
-        GaussianWeights({"a": one}, {"a": torch.tensor([1.0, torch.nan])})
-    with pytest.raises(ValueError, match=r"loc\['a'\] is of torch.complex64"):
-        to_gaussian({"a": torch.ones(2, dtype=torch.cfloat)})

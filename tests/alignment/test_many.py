@@ -45,7 +45,6 @@ def test_scattered_copies_come_into_one_frame(group):
     mean = {site: value.mean(0) for site, value in frame.aligned.items()}
     expected = sum((frame.aligned[s] - mean[s]).square().flatten(1).sum(1) for s in mean)
     torch.testing.assert_close(frame.cost, expected)
-    torch.testing.assert_close(frame.barycentre.loc["mid"], mean["mid"])
 
 
 def test_a_list_comes_back_as_a_list_of_moved_members():
@@ -60,7 +59,7 @@ def test_a_list_comes_back_as_a_list_of_moved_members():
         _ = frame.posterior
 
 
-def test_gaussians_are_moved_with_their_deviations_and_the_barycentre_averages_both():
+def test_gaussians_are_moved_with_their_deviations():
     scale = {site: 0.1 + value.abs() for site, value in random_weights().items()}
     planted = GROUP.sample((6,))
     centre = random_weights()
@@ -70,15 +69,15 @@ def test_gaussians_are_moved_with_their_deviations_and_the_barycentre_averages_b
     frame = align_many(gaussians, GROUP, progress=False)
     assert one_frame(frame, planted)
     assert float(frame.cost.max()) < 1e-20
-    back = frame.aligned[0]
-    torch.testing.assert_close(frame.barycentre.scale, back.scale)
-    torch.testing.assert_close(frame.barycentre.loc, back.loc)
+    for one in frame.aligned[1:]:
+        torch.testing.assert_close(one.scale, frame.aligned[0].scale)
+        torch.testing.assert_close(one.loc, frame.aligned[0].loc)
 
 
 def test_independent_members_end_where_no_member_can_improve_and_below_the_best_star():
-    """Of one set the difference is -1.6 with a deviation of 0.8 (30 sets), so that of five sets no sum is above 0."""
+    """Of one set the difference is -1.6 with a deviation of 0.8 (30 sets); three sum above 0 once in 3,000."""
     below = 0.0
-    for _ in range(5):
+    for _ in range(3):
         members = random_weights(8)
         frame = align_many(members, GROUP, progress=False, tolerance=0.0, restarts=5)
         # A star: everybody is aligned to one member, the best of all.
@@ -102,13 +101,19 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     assert float(posterior.samples["mid"].flatten(0, 1).std(0).max()) > 0.5
 
 
+def test_only_a_posterior_knows_its_chains():
+    for sources in (random_weights(4), [random_weights() for _ in range(4)]):
+        with pytest.raises(ValueError, match="each is 'chain', but only a Posterior knows its chains"):
+            align_many(sources, GROUP, each="chain", progress=False)
+
+
 def test_chains_are_moved_as_wholes():
     centre, planted = random_weights(), GROUP.sample((4, 1))
     noisy = {site: centre[site] + 0.3 * value for site, value in random_weights(4, 50).items()}
     posterior = Posterior(planted.inverse()(noisy), kind="chains")
     frame = align_many(posterior, GROUP, each="chain", progress=False)
     assert frame.element.batch_shape == (4, 1)
-    assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 5), planted.select((slice(None), 0)))
+    assert one_frame(Frame(frame.element.select((slice(None), 0)), *[None] * 4), planted.select((slice(None), 0)))
     torch.testing.assert_close(frame.posterior.samples, frame.element(posterior.samples))
 
 
@@ -130,43 +135,15 @@ def test_scales_without_a_counterpart_stay():
     assert all(bool(logs.any()) for logs in frame.element.log_scales.values())
 
 
-def test_bad_members_are_named():
-    members, _, _ = scattered(GROUP, 3)
-    listed = [{site: value[k] for site, value in members.items()} for k in range(3)]
-    with pytest.raises(ValueError, match="sources is an empty list"):
-        align_many([], GROUP)
-    with pytest.raises(ValueError, match=r"sources has batch shape \(0,\)"):
-        align_many({site: value[:0] for site, value in members.items()}, GROUP)
-    empty = Posterior({site: value[:, None][:, :0] for site, value in members.items()}, kind="chains")
-    with pytest.raises(ValueError, match="posterior has 3 chains of 0 draws"):
-        align_many(empty, GROUP)
-    with pytest.raises(ValueError, match=r"sources\[1\] lacks the site 'mid'"):
-        align_many([listed[0], {k: v for k, v in listed[1].items() if k != "mid"}], GROUP)
-    with pytest.raises(ValueError, match=r"sources\[2\]\['out'\] has shape \(2, 4\).*\(2, 5\)"):
-        align_many([*listed[:2], listed[2] | {"out": torch.zeros(2, 4)}], GROUP)
-    with pytest.raises(ValueError, match=r"sources\[1\]\['in'\] holds 18 NaN"):
-        align_many([listed[0], listed[1] | {"in": torch.full((6, 3), torch.nan)}], GROUP)
-    with pytest.raises(ValueError, match=r"batch shape \(\)"):
-        align_many(listed[0], GROUP)
-
-
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
     members = random_weights(8)
-    best = min((align_many(members, GROUP, progress=False) for _ in range(6)), key=lambda f: f.history[-1])
-    for _ in range(6):
+    best = min((align_many(members, GROUP, progress=False) for _ in range(3)), key=lambda f: f.history[-1])
+    for _ in range(3):
         again = align_many(best.aligned, GROUP, progress=False)
         assert again.history[0] == pytest.approx(best.history[-1], rel=1e-12)
         assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
         assert float(again.cost.mean()) == pytest.approx(again.history[-1], rel=1e-12)
         assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(again.history))
-
-
-def test_the_history_begins_with_the_cost_of_the_members_as_they_came():
-    members, _, _ = scattered(GROUP, 10)
-    frame = align_many(members, GROUP, progress=False)
-    expected = sum((value - value.mean(0)).square().flatten(1).sum(1) for value in members.values()).mean()
-    assert frame.history[0] == pytest.approx(float(expected))
-    assert f"mean cost {float(expected):.6g} -> {frame.history[-1]:.6g}" in repr(frame)
 
 
 def test_sites_that_the_group_does_not_know_are_kept():
@@ -175,14 +152,6 @@ def test_sites_that_the_group_does_not_know_are_kept():
         return GaussianWeights(loc, {site: 0.1 + torch.rand_like(value) for site, value in loc.items()})
 
     listed = [gaussian() for _ in range(4)]
-    batch = GaussianWeights(
-        *({site: torch.stack([part(one)[site] for one in listed]) for site in listed[0].loc}
-          for part in (lambda one: one.loc, lambda one: one.scale))
-    )  # fmt: skip
-    for members in (listed, batch):
-        frame = align_many(members, GROUP, progress=False)
-        torch.testing.assert_close(frame.barycentre.loc["sigma"], batch.loc["sigma"].mean())
-        torch.testing.assert_close(frame.barycentre.scale["sigma"], batch.scale["sigma"].mean())
     frame = align_many(listed, GROUP, progress=False)
     assert [one.loc["sigma"] for one in frame.aligned] == [one.loc["sigma"] for one in listed]
 
@@ -215,19 +184,3 @@ def test_modules_are_their_weights():
         assert moved is not nets[k]
         torch.testing.assert_close(symmetry.weights_of(moved), frame.element.select(k)(weights[k]))
         torch.testing.assert_close(moved.eval()(x), nets[k].eval()(x))
-
-
-def test_few_members_come_into_one_frame_of_a_group_that_moves_nothing():
-    none = Group.declare({"in": (None, None)}, {"in": SHAPES["in"]})
-    members = {"in": torch.randn(6, 6, 3)}
-    torch.testing.assert_close(align_many(members, none, progress=False).aligned, members)
-
-
-def test_sites_that_no_group_knows_are_passed_on_whatever_they_hold():
-    members, _, _ = scattered(GROUP, 8)
-    counters = torch.arange(8)
-    aligned = align_many({**members, "count": counters}, GROUP, progress=False).aligned
-    assert aligned["count"].equal(counters)
-    posterior = Posterior.from_samples({**members, "count": counters}, kind="chains", num_chains=2)
-    for each in ("draw", "chain"):
-        assert align_many(posterior, GROUP, each=each, progress=False).posterior.get_samples()["count"].equal(counters)

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
-from torch.distributions import Normal, constraints, kl_divergence
+from torch.distributions import Normal, kl_divergence
 
 from pyro_symmetric.alignment import GaussianWeights, align, to_gaussian
 from pyro_symmetric.groups import Axis, Group, Units
@@ -85,16 +85,20 @@ NETWORKS = {
 # planted permutations -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("group", NETWORKS.values(), ids=NETWORKS)
-def test_a_planted_permutation_is_recovered_exactly(group, dtype):
-    reference = random_weights(group, dtype)
-    for _ in range(5):
-        planted = group.sample()
-        result = align(planted.inverse()(reference), reference, group, restarts=0)
-        assert result.element.equal(planted)
-        assert result.cost == 0.0
-        assert result.converged
+def test_a_planted_permutation_is_recovered_exactly(group):
+    """By the means; by the deviations alone; of a batch each its own."""
+    reference, planted = random_weights(group, torch.float32), group.sample((6,))
+    result = align(planted.inverse()(reference), reference, group, restarts=0)
+    assert result.element.equal(planted)
+    assert bool(result.converged.all())
+    assert result.cost.tolist() == [0.0] * 6
+    scale = {site: 0.1 + torch.rand_like(value) for site, value in reference.items()}
+    zero = {site: torch.zeros_like(value) for site, value in reference.items()}
+    for cost in ("wasserstein", "gaussian"):
+        one = planted.select(0)
+        source = GaussianWeights(zero, one.inverse()(scale))
+        assert align(source, GaussianWeights(zero, scale), group, cost, restarts=0).element.equal(one)
 
 
 def test_planted_permutations_of_residual_networks_are_recovered_40_times_of_40():
@@ -103,18 +107,6 @@ def test_planted_permutations_of_residual_networks_are_recovered_40_times_of_40(
         reference, planted = random_weights(group, torch.float32), group.sample()
         noisy = {site: value + 0.1 * torch.randn_like(value) for site, value in reference.items()}
         assert align(planted.inverse()(noisy), reference, group, restarts=0).element.equal(planted)
-
-
-@pytest.mark.parametrize("cost", ["wasserstein", "gaussian"])
-def test_a_permutation_planted_in_the_deviations_alone_is_recovered(cost):
-    group = mlp(6, 9, 8, 3)
-    reference = random_gaussian(group)
-    reference = GaussianWeights({site: torch.zeros_like(loc) for site, loc in reference.loc.items()}, reference.scale)
-    planted = group.sample()
-    result = align(act(planted.inverse(), reference), reference, group, cost)
-    assert result.element.equal(planted)
-    if cost == "wasserstein":
-        assert result.cost == pytest.approx(0.0, abs=1e-12)
 
 
 # enumerated optima --------------------------------------------------------------------------------------------------
@@ -173,8 +165,9 @@ def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
 # the objective ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("group", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(
+    ("group", "dtype"), [*((own, torch.float64) for own in NETWORKS.values()), (NETWORKS["lstm"], torch.float32)]
+)
 def test_cost_is_the_distance_of_the_moved_source(group, dtype):
     source, reference = random_gaussian(group, dtype), random_gaussian(group, dtype)
     result = align(source, reference, group)
@@ -215,31 +208,6 @@ def test_buffers_are_not_looked_at():
     assert align(source, {"w": torch.tensor([1.0, 2.0, 3.0])}, group).cost == 0.0
 
 
-def test_an_alignment_of_identical_weights_stays_where_it_is():
-    group = mlp(4, 6, 5, 2)
-    weights = random_weights(group)
-    result = align(weights, weights, group)
-    assert result.element.equal(group.identity())
-    assert result.cost == result.initial_cost == 0.0
-
-
-def test_a_trivial_group_measures_and_moves_nothing():
-    group = Group([], {"w": torch.Size((2,))})
-    result = align({"w": torch.ones(2)}, {"w": torch.zeros(2)}, group)
-    assert (result.cost, result.initial_cost, result.element.permutations) == (2.0, 2.0, {})
-
-
-def test_one_seed_gives_one_result():
-    group = mlp(4, 16, 16, 16, 3)
-    source, reference = random_weights(group), random_weights(group)
-    results = []
-    for _ in range(2):
-        pyro.set_rng_seed(5)
-        results.append(align(source, reference, group, restarts=5))
-    assert results[0].start_costs == results[1].start_costs
-    assert results[0].element.equal(results[1].element)
-
-
 def test_a_descent_cut_short_says_so():
     group = mlp(4, 16, 16, 16, 16, 2)
     pairs = [(random_weights(group), random_weights(group)) for _ in range(20)]
@@ -247,40 +215,16 @@ def test_a_descent_cut_short_says_so():
     assert not all(align(*pair, group, restarts=0, max_sweeps=1).converged for pair in pairs)
 
 
-def test_narrow_networks_start_anew_by_default_and_wide_ones_do_not():
-    for width, starts in ((12, 4), (257, 1)):
-        group = mlp(2, width, width, 2)
-        weights = random_weights(group), random_weights(group)
-        assert len(align(*weights, group, max_sweeps=1).start_costs) == starts
-
-
-def mirrored_gaussians():
-    """Rossi et al. 2023, Fig. A1: two Gaussians in the plane that are each other's mirror image at y = x."""
+@pytest.mark.parametrize("cost", ["l2", "wasserstein", "gaussian"])
+def test_gaussians_that_are_mirrored_at_the_diagonal_are_exchanged_by_all_costs_that_see_deviations(cost):
+    """Rossi et al. 2023, Fig. A1; the full divergence finds the exchange, too, which the paper denies."""
     group = Group.declare({"w": ("h",)}, {"w": torch.zeros(2)})
     flat = GaussianWeights({"w": torch.ones(2)}, {"w": torch.tensor([2.0, 0.5])})
     upright = GaussianWeights({"w": torch.ones(2)}, {"w": torch.tensor([0.5, 2.0])})
-    return flat, upright, group
-
-
-def test_wasserstein_finds_the_swap_of_mirrored_gaussians():
-    result = align(*mirrored_gaussians())
-    assert result.element["h"].tolist() == [1, 0]
-    assert (result.initial_cost, result.cost) == (4.5, 0.0)
-
-
-def test_means_alone_cannot_tell_mirrored_gaussians_apart():
-    result = align(*mirrored_gaussians(), cost="l2")
-    assert result.element["h"].tolist() == [0, 1]
-    assert result.initial_cost == result.cost == 0.0
-
-
-def test_the_full_divergence_of_mirrored_gaussians_finds_the_swap_too():
-    # Only what is left of it when the terms in the deviations are dropped keeps the identity.
-    flat, upright, group = mirrored_gaussians()
-    result = align(flat, upright, group, cost="gaussian")
-    assert result.element["h"].tolist() == [1, 0]
-    entropy = Normal(flat.loc["w"], flat.scale["w"]).entropy().sum()  # what the divergence lacks
-    assert result.cost == pytest.approx(float(entropy), abs=1e-6)
+    result = align(flat, upright, group, cost)
+    assert result.element["h"].tolist() == ([0, 1] if cost == "l2" else [1, 0])
+    entropy = float(Normal(flat.loc["w"], flat.scale["w"]).entropy().sum())  # what the divergence lacks
+    assert result.cost == pytest.approx(entropy if cost == "gaussian" else 0.0, abs=1e-6)
 
 
 def test_the_divergence_lets_one_precise_weight_outvote_all_others():
@@ -319,46 +263,6 @@ def test_two_guides_are_aligned_by_their_unconstrained_moments(guide_class):
 
 
 # errors -------------------------------------------------------------------------------------------------------------
-
-
-def test_sites_that_do_not_fit_are_named():
-    group = mlp(3, 4, 2)
-    good = random_weights(group)
-    for site in group.site_shapes:
-        less = {name: value for name, value in good.items() if name != site}
-        with pytest.raises(ValueError, match=f"source lacks the site '{site}'"):
-            align(less, good, group)
-        with pytest.raises(ValueError, match=f"reference lacks the site '{site}'"):
-            align(good, less, group)
-    with pytest.raises(ValueError, match=r"reference\['0.bias'\] has shape \(5,\).*\(4,\)"):
-        align(good, good | {"0.bias": torch.zeros(5)}, group)
-    with pytest.raises(ValueError, match="one set of weights at a time; align_many"):
-        align(good, random_weights(group, batch=(2,)), group)
-    with pytest.raises(
-        ValueError, match=r"source\['0.bias'\] has batch shape \(2,\), but source\['0.weight'\] has \(\)"
-    ):
-        align(good | {"0.bias": torch.zeros(2, 4)}, good, group)
-    with pytest.raises(ValueError, match="source is empty"):
-        align({}, good, group)
-    with pytest.raises(TypeError, match="group is"):
-        align(good, good, {"hidden": 4})
-
-
-def test_densities_refuse_a_reference_without_spread():
-    group = mlp(3, 4, 2)
-    with pytest.raises(ValueError, match=r"deviations of zero at site '0.weight'"):
-        align(random_gaussian(group), random_weights(group), group, "gaussian")
-
-
-def test_supports_that_do_not_fit_are_refused():
-    group = Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
-    plain = {"w": torch.ones(3)}
-    positive = GaussianWeights(plain, plain, {"w": constraints.positive})
-    with pytest.raises(ValueError, match=r"source\['w'\] is unconstrained.*reference\['w'\] isn't"):
-        align(positive, plain, group)
-    simplex = GaussianWeights({"w": torch.ones(2)}, {"w": torch.ones(2)}, {"w": constraints.simplex})
-    with pytest.raises(ValueError, match=r"site 'w' of source.*element by element"):
-        align(simplex, simplex, group)
 
 
 @pytest.mark.cuda

@@ -135,41 +135,9 @@ def test_labels_of_overlapping_clusters_are_found_again(method):
     assert result.statistics.keys() == {"lp"}
 
 
-@pytest.mark.stochastic
-def test_draws_that_agree_stay_as_they_are():
-    draws = Dirichlet(torch.tensor([1.0, 5.0, 20.0])).sample((2, 30, 50))
-    result = relabel(posterior_of(draws, 3), group_of(3), draws)
-    assert bool((result.samples["mu"] == torch.arange(3.0)).all())
-
-
 def test_probabilities_of_zero_are_no_obstacle():
     sure = torch.eye(3)[torch.tensor([0, 0, 1, 2, 2])].expand(1, 6, 5, 3)
     order = torch.stack([torch.randperm(3) for _ in range(6)])[None]
     draws = sure.gather(-1, order.unsqueeze(-2).expand_as(sure))
     found = relabelled(draws, relabel(posterior_of(draws, 3), group_of(3), draws))
     assert bool((found == found[0]).all())
-
-
-def test_bad_arguments_are_named():
-    draws = Dirichlet(torch.ones(3)).sample((2, 4, 5))
-    posterior, group = posterior_of(draws, 3), group_of(3)
-    with pytest.raises(
-        ValueError, match=r"probabilities has shape \(2, 4, 5\); it must be .* \(2, 4, observations, 3\)"
-    ):
-        relabel(posterior, group, draws[..., 0])
-    for wrong in (draws.log(), 2 * draws, draws * torch.nan):
-        with pytest.raises(ValueError, match="probabilities hold values"):
-            relabel(posterior, group, wrong)
-    with pytest.raises(TypeError, match="probabilities is a list"):
-        relabel(posterior, group, draws.tolist())
-    with pytest.raises(ValueError, match="method is 'kl'"):
-        relabel(posterior, group, draws, method="kl")
-    with pytest.raises(ValueError, match="starts is 0"):
-        relabel(posterior, group, draws, starts=0)
-    shapes = {"mu": torch.Size((3,)), "weights": torch.Size((3,))}
-    signed = Group.declare(AXES, shapes, ("permute", "flip"))
-    with pytest.raises(ValueError, match="group has the units"):
-        relabel(posterior, signed, draws)
-    two = Group.declare({"mu": ("k",), "weights": ("j",)}, shapes)
-    with pytest.raises(ValueError, match=r"units \['k', 'j'\]"):
-        relabel(posterior, two, draws)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from pyro_symmetric.alignment import Frame, align_many
 from pyro_symmetric.compare.summary import summary
-from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -56,15 +54,5 @@ def test_starts_that_disagree_are_told_of_and_the_best_is_kept(capsys):
     assert "starts disagree" in repr(frame)
     summary(Posterior.from_samples(members, kind="chains", num_chains=2), group, restarts=4)
     assert "starts disagree" in capsys.readouterr().out
-    alike = Frame(*[None] * 5, True, "l2", (1.0, 1.0 + 1e-6))
+    alike = Frame(*[None] * 4, True, "l2", (1.0, 1.0 + 1e-6))
     assert alike.starts_agree
-
-
-@pytest.mark.stochastic
-def test_small_networks_with_scales_come_into_one_frame_well_within_the_rounds_allowed():
-    """Of 60 random sets all converged within 19 rounds of 50; without common scales most were cut short."""
-    for _ in range(3):
-        nets = [nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)) for _ in range(6)]
-        frame = align_many(nets, find_symmetry(nets[0], torch.randn(3, 2)), restarts=0, progress=False)
-        assert frame.converged
-        assert "cut short" not in repr(frame)

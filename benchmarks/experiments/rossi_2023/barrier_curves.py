@@ -64,7 +64,7 @@ from pyro_symmetric.networks import resnet20
 
 PATHS = ("unaligned", "aligned")
 KINDS = ("posterior", "plain")
-KEPT = ("net", "depth", "pool", "init_scale", "cost", "repair", "train", "test", "rows", "steps", "batch", "lr")
+KEPT = ("net", "depth", "pool", "init_scale", "cost", "train", "test", "rows", "steps", "batch", "lr")
 KEPT += ("scale_lr", "restarts", "points", "draws", "device")
 
 
@@ -221,7 +221,6 @@ def compare(
             shown,
             num_points=options.points,
             num_samples=options.draws,
-            repair=x[: options.rows] if kind == "plain" and options.repair else None,
         )
         curves[path] = {**curve.to_dict(), "metrics": {name: v.tolist() for name, v in curve.metrics.items()}}
     return {
@@ -248,7 +247,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--prior-variance", type=float, nargs="+", default=[0.0025])
     arguments.add_argument("--init-scale", type=float, default=0.01)
     arguments.add_argument("--cost", default="wasserstein", help="what align minimises")
-    arguments.add_argument("--repair", action="store_true", help="rescale plain networks along the path")
     arguments.add_argument("--train", type=int, default=8000)
     arguments.add_argument("--test", type=int, default=2000)
     arguments.add_argument("--rows", type=int, default=1000, help="training rows on which the path is measured")
