@@ -3,10 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= runs/digits
-# What `make check` runs: the quickest tests of truth of every room. tests/test_makefile.py wants every room in it. It is
+# What `make check` runs: the quickest tests of truth of every room. It is
 # a list and no marker, since pytest imports every test file to find marks: 17 s in each process, 6 s more than these.
 CHECK := $(addprefix tests/, \
-  test_bad_calls.py test_floors.py test_models.py test_posterior.py test_weights.py \
+  test_bad_calls.py test_floors.py test_models.py test_weights.py \
   alignment/test_assignment.py \
   canonical/test_overlap.py \
   compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
@@ -17,7 +17,8 @@ CHECK := $(addprefix tests/, \
   ensembles/test_training.py \
   groups/test_action.py groups/test_element.py \
   guides/test_objectives.py guides/test_evidence.py guides/test_transport.py \
-  mcmc/test_curves.py mcmc/test_integrator.py mcmc/test_mass.py mcmc/test_layers.py mcmc/test_density.py \
+  mcmc/test_integrator.py mcmc/test_mass.py mcmc/test_layers.py mcmc/test_density.py \
+  posterior/test_posterior.py posterior/test_statistics.py \
   store/test_damage.py \
   study/test_methods.py)
 # Passed on: make compare ARGS="--methods mean-field,symmetrized", make test PYTEST_ARGS="tests/mcmc -x",

@@ -46,7 +46,7 @@ from pyro_symmetric.storage import (
 )
 
 KIND, VERSION = "draw store", 2
-CHECKPOINT, LOCK, TASKS = "checkpoint.safetensors", ".pyro_symmetric.lock", "tasks.json"
+CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
 GROUPS = ("posterior", "sample_stats")
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
 COMMIT_SHARE = 0.05  # and so long that they take at most this share of the time

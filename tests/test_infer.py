@@ -62,7 +62,7 @@ def test_our_own_kernels_are_run_as_sample_runs_them():
     options = {"num_samples": 20, "num_warmup": 30, "num_chains": 3, "progress": False, "seed": 4, "engine": "eager"}
     expected = ps.sample(ours, y, **options)
     assert torch.equal(found.samples["mean"], expected.samples["mean"])
-    assert found.origin.args == (y,)
+    assert found.source.args == (y,)
 
 
 # what Pyro's kernels are asked for ----------------------------------------------------------------------------------

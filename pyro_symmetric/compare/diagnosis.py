@@ -319,7 +319,7 @@ def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: 
     if not posterior.is_attached:
         return
     origin = posterior.model, posterior._args, posterior._kwargs
-    options: dict[str, Any] = {"device": posterior.origin_device, "chain_chunk": CHUNK, "subsampled": True}
+    options: dict[str, Any] = {"device": posterior.source_device, "chain_chunk": CHUNK, "subsampled": True}
     with without_warnings(UserWarning):  # of a mini-batch's scale, of which the run told
         full = Density(*origin, dtype=next(iter(posterior.samples.values())).dtype, **options)
     if full.row_counts:

@@ -134,7 +134,7 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
         return
     dtype = next(iter(posterior.samples.values())).dtype
     origin = posterior.model, posterior._args, posterior._kwargs
-    density = Density(*origin, device=posterior.origin_device, dtype=dtype, subsampled=True)
+    density = Density(*origin, device=posterior.source_device, dtype=dtype, subsampled=True)
     sites, draws = density.layout.site_shapes, posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # rows of its own at every call, or draws that were cut

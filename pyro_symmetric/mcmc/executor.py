@@ -17,14 +17,12 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import PYRO, drawn_seed, forked
-from pyro_symmetric.fingerprint import differences
-from pyro_symmetric.mcmc.resume import OtherRun
 from pyro_symmetric.mcmc.run import run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import load_json, make_folder, save_json
-from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store
+from pyro_symmetric.storage import make_folder
+from pyro_symmetric.store import CHECKPOINT, Contents, read_store
 from pyro_symmetric.weights import batch_shape
 
 SMALLEST, LARGEST, FEWEST = 4, 16, 4  # chains of a task, which warm up together; and tasks
@@ -48,7 +46,7 @@ def run_tasks(
     size = default_size(settings.num_chains) if size is None else size
     if PYRO._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
-    seed = _noted_seed(settings, size)
+    seed = drawn_seed() if settings.seed is None else settings.seed
     tasks, done, before = cut(settings, size, seed), list[Posterior](), torch.get_num_threads()
     do = partial(do_task, threads=threads, here=(os.getpid(), before))
     futures = [] if executor is None else [executor.submit(do, task) for task in tasks]
@@ -77,7 +75,8 @@ def run_tasks(
         kept_in = f". What is done is kept in {settings.store}; the same call resumes there" if settings.store else ""
         raise KeyboardInterrupt(f"interrupted before any of {len(tasks)} tasks had finished{kept_in}")
     whole = Posterior.concat(done)
-    facts = {"seed": seed, "chains_per_task": size, "interrupted": len(done) < len(tasks)}
+    facts = {"chains_per_task": size, "interrupted": len(done) < len(tasks)}
+    facts |= {} if any(task.seed is None for task in tasks) else {"seed": seed}
     return replace(whole, metadata={**whole.metadata, **facts})
 
 
@@ -104,21 +103,36 @@ def do_task(settings: Settings, threads: int, here: tuple[int, int]) -> Contents
 
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
-    """The settings of tasks of ``size`` chains; what is left over makes a smaller one."""
-    initial = settings.initial
+    """The settings of tasks of ``size`` chains; what is left over makes a smaller one.
+
+    :raises OSError: if the store holds other things than tasks.
+    """
+    initial, store = settings.initial, settings.store
     if initial is not None and not isinstance(initial, str):
         with forked(_seed_of(seed, "initial")):  # guides and functions draw for all at once
             initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
             initial = initial(settings.num_chains) if callable(initial) else initial
     shapes = settings.density(settings.num_chains, "eager").layout.site_shapes if isinstance(initial, Mapping) else {}
     each = isinstance(initial, Mapping) and bool(batch_shape(initial, shapes))
+    if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
+        raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
     tasks = []
     for task, begin in enumerate(range(0, settings.num_chains, size)):
-        folder = None if settings.store is None else settings.store / f"task-{task:04d}"
+        folder = None if store is None else store / f"task-{task:04d}"
         own = {site: value[begin : begin + size] for site, value in initial.items()} if each else initial
-        resume = settings.resume if folder is not None and (folder / CHECKPOINT).exists() else "auto"
-        count, own_seed = min(size, settings.num_chains - begin), _seed_of(seed, task)
-        tasks.append(replace(settings, num_chains=count, seed=own_seed, initial=own, store=folder, resume=resume))
+        begun = folder is not None and (folder / CHECKPOINT).exists()
+        tasks.append(
+            replace(
+                settings,
+                num_chains=min(size, settings.num_chains - begin),
+                seed=None if begun and settings.seed is None else _seed_of(seed, task),  # then it keeps its own
+                initial=own,
+                store=folder,
+                resume=settings.resume if begun or not task else "auto",
+            )
+        )
+        if folder is not None:  # at once, so that readers know how many there are to be
+            make_folder(folder)
     return tasks
 
 
@@ -135,30 +149,3 @@ def default_size(num_chains: int) -> int:
 def _seed_of(seed: int, task: int | str) -> int:
     """A seed for one part of a run, independent of the others'."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _noted_seed(settings: Settings, size: int) -> int:
-    """The seed of all tasks, which a folder of tasks remembers; what else a run is, each task's own store does.
-
-    :raises OtherRun: if the chains were cut otherwise there.
-    """
-    store, seed = settings.store, settings.seed
-    if store is None:
-        return drawn_seed() if seed is None else seed
-    settings.require_resumable((store / TASKS).exists())
-    if (store / TASKS).exists():
-        noted = load_json(store / TASKS, "list of tasks")
-        seed = noted.get("seed") if seed is None else seed
-    else:
-        if names := sorted(entry.name for entry in store.iterdir()) if store.exists() else []:
-            raise FileExistsError(
-                f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder"
-            )
-        make_folder(store)
-        noted = {"seed": drawn_seed() if seed is None else seed, "num_chains": settings.num_chains}
-        save_json(store / TASKS, {**noted, "chains_per_task": size}, "list of tasks")
-        return int(noted["seed"])
-    here = {"num_chains": settings.num_chains, "chains_per_task": size, "seed": seed}
-    if differing := differences({name: noted.get(name) for name in here}, here):
-        raise OtherRun.of(store, differing)
-    return int(noted["seed"])

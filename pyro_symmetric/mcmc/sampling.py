@@ -23,7 +23,7 @@ from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
-from pyro_symmetric.posterior.posterior import Origin, Posterior
+from pyro_symmetric.posterior.posterior import Posterior, Source
 from pyro_symmetric.storage import PathLike
 
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
@@ -163,11 +163,11 @@ def sample(
         settings = chosen(settings, num_chains)
         if progress:
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
-    origin = Origin(settings.kernel, args, kwargs, device)
+    source = Source(settings.kernel, args, kwargs, device)
     if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", origin=origin)
+        posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", source=source)
     else:
-        posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), origin=origin)
+        posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), source=source)
     _warn_of_trouble(posterior, settings)
     return posterior
 

@@ -116,7 +116,7 @@ def _observed(
     posterior: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sites: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
     dtype = promoted(list(posterior.samples.values()))
-    model, args, kwargs = placed(model, args, kwargs, posterior.origin_device, dtype)
-    with PYRO, torch.no_grad(), poutine.block(), Placement(posterior.origin_device, dtype):
+    model, args, kwargs = placed(model, args, kwargs, posterior.source_device, dtype)
+    with PYRO, torch.no_grad(), poutine.block(), Placement(posterior.source_device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: array(as_tensor(trace.nodes[site]["value"])) for site in sites}

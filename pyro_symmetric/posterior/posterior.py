@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.arviz import to_arviz
 from pyro_symmetric.posterior.diagnostics import counts, description, diagnostics, entries_table, sites_table
 from pyro_symmetric.posterior.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
-from pyro_symmetric.storage import PathLike, StoreError, load_json
-from pyro_symmetric.store import CHECKPOINT, TASKS, Contents, read_store, save_store
+from pyro_symmetric.storage import PathLike, StoreError
+from pyro_symmetric.store import CHECKPOINT, Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -39,9 +39,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 FORMS = {"wide": wide_frame, "long": long_frame}
 
 
-@dataclass(frozen=True, eq=False)
-class Origin:
-    """The origin of a posterior: model and arguments that it was drawn from; kept in memory only.
+class Source(NamedTuple):
+    """The source of draws, kept in memory only.
 
     :param kernel: the sampler; ``kernel.model`` is the model.
     :param args: what the model was called with; ``kwargs`` likewise.
@@ -50,7 +49,7 @@ class Origin:
 
     kernel: Any
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     device: torch.device | str | None = None
 
 
@@ -69,14 +68,14 @@ class Posterior:
     :param kind: ``"chains"``: each row holds successive states of a Markov chain, of which one depends on the last.
         ``"independent"``: every draw is independent of every other (members of an ensemble, draws of a guide). Tests
         count chains by their effective sample size and independent draws one by one, so this has no default.
-    :param origin: what they were drawn from, if that is known; see :meth:`attach`.
+    :param source: what they were drawn from, if that is known; see :meth:`attach`.
     """
 
     samples: Weights
     statistics: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     kind: Kind = field(kw_only=True)
-    origin: Origin | None = field(default=None, kw_only=True)
+    source: Source | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("samples", "statistics"):
@@ -88,7 +87,6 @@ class Posterior:
             )
         if not self.samples:
             raise ValueError("samples is empty; a posterior needs the draws of at least one site")
-        arguments.instance("origin", self.origin, (Origin, type(None)), "an Origin or None; see attach")
         require_draws(self.samples, self.statistics)
 
     @classmethod
@@ -128,18 +126,13 @@ class Posterior:
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
         if not parts:
             raise ValueError("parts is empty; it must hold at least one posterior")
-        for number, part in enumerate(parts):
-            for name, found, wanted in (
-                ("kind", part.kind, parts[0].kind),
-                ("sites", dict(part.site_shapes), dict(parts[0].site_shapes)),
-                ("statistics", list(part.statistics), list(parts[0].statistics)),
-                ("num_samples", part.num_samples, parts[0].num_samples),
-            ):
-                if found != wanted:
-                    raise ValueError(f"parts[{number}] has {name} {found}, but parts[0] has {wanted}; they must agree")
+        told = [(p.kind, dict(p.site_shapes), list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
+        for number, found in enumerate(told):
+            if found != told[0]:
+                raise ValueError(f"parts[{number}] has {found}, but parts[0] has {told[0]}; they must agree")
         samples, statistics = (beside([getattr(part, kind) for part in parts]) for kind in ("samples", "statistics"))
         metadata = _joint([part.metadata for part in parts], [part.num_chains for part in parts])
-        return cls(samples, statistics, metadata, kind=parts[0].kind, origin=parts[0].origin)
+        return cls(samples, statistics, metadata, kind=parts[0].kind, source=parts[0].source)
 
     # where it comes from --------------------------------------------------------------------------------------------
 
@@ -156,12 +149,12 @@ class Posterior:
         """
         is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
         kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
-        return replace(self, origin=Origin(kernel, args, kwargs))
+        return replace(self, source=Source(kernel, args, kwargs))
 
     @property
-    def origin_device(self) -> torch.device | str | None:
+    def source_device(self) -> torch.device | str | None:
         """The device on which its model was asked to compute; ``None`` if that isn't known or was left to the model."""
-        return None if self.origin is None else self.origin.device
+        return None if self.source is None else self.source.device
 
     @property
     def kernel(self) -> Any:
@@ -179,24 +172,24 @@ class Posterior:
     @property
     def is_attached(self) -> bool:
         """True if :attr:`model` and its arguments are known."""
-        return self.origin is not None
+        return self.source is not None
 
     @property
     def _args(self) -> tuple[Any, ...]:  # the names that Pyro's MCMC has and ArviZ reads
         return self._drawn_from.args
 
     @property
-    def _kwargs(self) -> dict[str, Any]:
+    def _kwargs(self) -> Mapping[str, Any]:
         return self._drawn_from.kwargs
 
     @property
-    def _drawn_from(self) -> Origin:
-        if self.origin is None:
+    def _drawn_from(self) -> Source:
+        if self.source is None:
             raise AttributeError(
                 "this posterior doesn't know the model that it was drawn from (files hold none); say it by "
                 "posterior.attach(model, *args)"
             )
-        return self.origin
+        return self.source
 
     # what it holds --------------------------------------------------------------------------------------------------
 
@@ -402,16 +395,13 @@ class Posterior:
         :raises StoreError: if it is truncated, differs from its checksum, or is of a newer version of the format.
         """
         folder = Path(path)
-        if (folder / TASKS).exists():
-            noted = load_json(folder / TASKS, "list of tasks")
-            parts = [
-                cls.load(task, verify=verify) for task in sorted(folder.glob("task-*")) if (task / CHECKPOINT).exists()
-            ]
-            parts = [part for part in parts if not part.metadata.get("interrupted")] or parts
-            fewest = min((part.num_samples for part in parts), default=0)
-            joint = cls.concat([part.select(draws=slice(fewest)) for part in parts])
-            whole = joint.num_chains == noted.pop("num_chains", None) and not joint.metadata["interrupted"]
-            return replace(joint, metadata={**joint.metadata, **noted, "interrupted": not whole})
+        if tasks := sorted(folder.glob("task-*")):
+            begun = [cls.load(task, verify=verify) for task in tasks if (task / CHECKPOINT).exists()]
+            done = [part for part in begun if not part.metadata.get("interrupted")] or begun
+            fewest = min((part.num_samples for part in done), default=0)
+            joint = cls.concat([part.select(draws=slice(fewest)) for part in done])
+            broken = joint.metadata["interrupted"] or len(done) < len(tasks)
+            return replace(joint, metadata={**joint.metadata, "interrupted": broken})
         samples, statistics, metadata = read_store(folder, verify=verify)
         try:
             return cls(samples, statistics, metadata, kind=metadata.pop("kind", "chains"))
@@ -423,9 +413,7 @@ def _joint(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, 
     """The metadata of several runs together: what they agree in, ``seconds`` of all, and the rest by ``parts``."""
     summed = ("seconds", "interrupted")
     same = {n: v for n, v in every[0].items() if n not in summed and all(own.get(n) == v for own in every)}
-    parts = [
-        {"chains": k, **{n: v for n, v in own.items() if n not in same}} for k, own in zip(chains, every, strict=True)
-    ]
+    parts = [{"chains": k} | {n: v for n, v in o.items() if n not in same} for k, o in zip(chains, every, strict=True)]
     joint = {**same, "parts": parts}
     if all(isinstance(own.get("seconds"), dict) for own in every):
         joint["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}

@@ -42,10 +42,10 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Chains(Protocol):
-    """Draws by chain and number, as a ``Posterior`` holds them; ``origin_device`` is where they were computed."""
+    """Draws by chain and number, as a ``Posterior`` holds them; ``source_device`` is where they were computed."""
 
     samples: Weights
-    origin_device: torch.device | str | None
+    source_device: torch.device | str | None
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def _predicted(
         arguments.whole(name, number, 1, none="a number that suits")
     weights, keeps, device = posterior, True, None
     if isinstance(posterior, Chains):
-        weights, keeps, device = posterior.samples, False, posterior.origin_device
+        weights, keeps, device = posterior.samples, False, posterior.source_device
     elif isinstance(posterior, Sampler):
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     else:

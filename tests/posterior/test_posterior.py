@@ -424,13 +424,8 @@ def test_concat_refuses_parts_that_do_not_belong_together(posterior):
     independent = Posterior(posterior.samples, posterior.statistics, kind="independent")
     bare = Posterior(posterior.samples, kind="chains")
     fewer = Posterior({"b": posterior.samples["b"]}, posterior.statistics, kind="chains")
-    for other, named in (
-        (independent, "kind"),
-        (bare, "statistics"),
-        (fewer, "sites"),
-        (posterior.select(draws=slice(5)), "num_samples"),
-    ):
-        with pytest.raises(ValueError, match=rf"parts\[1\] has {named}"):
+    for other in (independent, bare, fewer, posterior.select(draws=slice(5))):
+        with pytest.raises(ValueError, match="they must agree"):
             Posterior.concat([posterior, other])
     assert Posterior.concat([posterior, posterior]).num_chains == 6
 
