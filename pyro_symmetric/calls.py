@@ -95,7 +95,7 @@ def input_problem(net: nn.Module, *args: Any) -> str:
 def refuse_complex_observations(observed: Iterable[Any]) -> None:
     """:raises ValueError: naming the observed sites that hold complex numbers."""
     values = {site["name"]: site["value"] for site in observed}
-    if several := [n for n, v in values.items() if (v.is_complex() if isinstance(v, Tensor) else isinstance(v, complex))]:
+    if several := [n for n, v in values.items() if (v.is_complex() if torch.is_tensor(v) else type(v) is complex)]:
         raise ValueError(
             f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe both "
             "parts, as torch.view_as_real gives them"

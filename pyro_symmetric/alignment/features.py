@@ -174,9 +174,7 @@ def members_of(
     """
     arguments.one_of("each", each, ("draw", "chain"))
     if each == "chain" and not isinstance(sources, Posterior):
-        raise ValueError(
-            f"each is 'chain', but only a Posterior knows its chains; sources is {described(sources)}"
-        )
+        raise ValueError(f"each is 'chain', but only a Posterior knows its chains; sources is {described(sources)}")
     if not isinstance(sources, Posterior | Mapping | GaussianWeights):
         members = arguments.listed("sources", sources, object, "members, or a batch")
         if not members:
