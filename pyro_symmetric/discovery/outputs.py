@@ -39,11 +39,7 @@ class DoesNotRun(Exception):
 
 
 def prepared(
-    symmetry: Symmetry,
-    net: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
+    symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Outputs:
     """In float64 if the network runs in it, else in its own precision; at random inputs if it runs at these.
 
@@ -53,7 +49,7 @@ def prepared(
     if any(parameter.is_meta for parameter in net.parameters()):
         raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
     reason: Exception | None = None
-    for precision in [torch.float64, None] if dtype is None else [dtype]:
+    for precision in (torch.float64, None):
         for redraw in (True, False):
             try:
                 return Outputs(symmetry, net, args, kwargs, precision, redraw)

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
@@ -56,7 +55,6 @@ def verify(
     *inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     trials: int | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Verification:
     """Compare outputs before and after random elements of the whole group.
 
@@ -68,8 +66,10 @@ def verify(
     >>> bool(ps.verify(symmetry, other, x))  # softplus(c z) isn't c softplus(z)
     False
 
-    Both sides draw the same random numbers, from the generators of PyTorch, NumPy and Python. Masks of dropout, and
-    the noise of train mode, count as their means.
+    Outputs are compared in float64, or in the network's own precision if it doesn't run in that. A change of 1e-6 of
+    the largest output passes, or a larger one if rounding errors, which are measured, are as large. Both sides draw
+    the same random numbers, from the generators of PyTorch, NumPy and Python. Masks of dropout, and the noise of train
+    mode, count as their means.
 
     :param symmetry: what was found for the network, or for one like it.
     :param net: the network; it isn't changed.
@@ -78,9 +78,6 @@ def verify(
     :param kwargs: keyword arguments of its ``forward``.
     :param trials: how many random elements are tried; by default so many that a wrong move passes less than once in a
         million times.
-    :param dtype: the precision of the comparison: float64, or the network's own if it doesn't run in float64. A change
-        of 1e-6 of the largest output passes, or a larger one if the network's rounding errors, which are measured, are
-        as large.
     :raises ValueError: if the network doesn't take the inputs.
     :raises InconclusiveError: if nothing can be told: the network draws random numbers that can't be drawn again, its
         rounding errors are as large as its outputs, or it is on the meta device.
@@ -88,11 +85,10 @@ def verify(
     arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     arguments.whole("trials", trials, 1, none="as many as it takes")
-    arguments.dtype("dtype", dtype)
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
             raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")
-    return verified(symmetry.group, prepared(symmetry, net, inputs, kwargs, dtype), trials)
+    return verified(symmetry.group, prepared(symmetry, net, inputs, kwargs), trials)
 
 
 def repaired(

@@ -181,3 +181,19 @@ def test_explanations_are_chosen_by_site_by_units_and_by_what_happens() -> None:
     pinned = {(axis.site, axis.dim) for axis in symmetry.explain(only="pinned")}
     assert pinned == {("0.weight", 1), ("4.weight", 0), ("4.bias", 0)}
     assert set(symmetry.explain(only="moved")) == set(symmetry.explain()) - set(symmetry.explain(only="pinned"))
+
+
+def test_explanations_show_the_chain_that_ties_an_axis_or_pins_it() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.out(h + self.b(h.relu()))
+
+    symmetry = find_symmetry(Residual(), torch.randn(5, 3))
+    chains = {(axis.site, axis.dim): axis.chain for axis in symmetry.explain()}
+    assert chains["b.bias", 0] == ("b.weight[0] by linear in b (Linear)", "a.weight[0] by add in Residual")
+    assert chains["out.bias", 0] == ("out.weight[0] by linear in out (Linear)",)

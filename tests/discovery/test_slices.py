@@ -1,9 +1,8 @@
-"""Fused weights, whose slices read streams of their own, and arithmetic on stacked ones."""
+"""Fused weights, whose slices read streams of their own, and heads that share the weight of a norm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,39 +47,6 @@ def checked(net: nn.Module, *inputs: Tensor, order: int) -> Symmetry:
     return symmetry
 
 
-class Experts(nn.Module):
-    """A mixture of two-layer experts whose weights are stacked.
-
-    :param how: how the products are written.
-    """
-
-    def __init__(self, how: str = "einsum", experts: int = 3, width: int = 4, hidden: int = 3):
-        super().__init__()
-        self.how = how
-        self.inputs, self.outputs = nn.Linear(2, width), nn.Linear(width, 2)
-        self.router = nn.Linear(width, experts)
-        self.up, self.bias, self.down = (
-            normal(experts, width, hidden),
-            normal(experts, hidden),
-            normal(experts, hidden, width),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.inputs(x))
-        gate = self.router(x).softmax(-1)
-        if self.how == "einsum":
-            h = F.relu(torch.einsum("bi,eih->beh", x, self.up) + self.bias)
-            y = torch.einsum("beh,eho,be->bo", h, self.down, gate)
-        elif self.how == "bmm":
-            h = F.relu(torch.baddbmm(self.bias.unsqueeze(1), x.expand(len(self.up), *x.shape), self.up))
-            y = (torch.bmm(h, self.down) * gate.T.unsqueeze(-1)).sum(0)
-        else:  # a loop
-            y = x.new_zeros(())
-            for e in range(len(self.up)):
-                y = y + (F.relu(x @ self.up[e] + self.bias[e]) @ self.down[e]) * gate[:, e : e + 1]
-        return self.outputs(x + y)
-
-
 @pytest.mark.parametrize("rotary", [False, True])
 def test_heads_that_share_the_weight_of_a_norm_are_exchanged(rotary: bool) -> None:
     """As in Qwen 3 and Gemma 3: one norm weight for all heads' queries, one for all keys, then a rotary embedding."""
@@ -107,9 +73,6 @@ def test_heads_that_share_the_weight_of_a_norm_are_exchanged(rotary: bool) -> No
     # is rotated, and for all heads alike, as they share a weight.
     shared = 1 if rotary else fact(4)
     checked(Normed(), torch.randn(3, 5, 2), order=fact(3) * fact(2) * 2**2 * fact(4) ** 2 * shared)
-
-
-# fused streams --------------------------------------------------------------------------------------------------------
 
 
 def test_the_two_streams_of_a_transformer_move_by_themselves() -> None:
@@ -177,52 +140,3 @@ def test_a_slice_that_nothing_reads_is_no_symmetry() -> None:
             return self.outputs(torch.tanh(self.inputs(x)) + self.table[:4].sum(0))
 
     checked(Partial(), torch.randn(5, 2), order=fact(3) * fact(4))
-
-
-# whatever else is done with a stack -----------------------------------------------------------------------------------
-
-
-def _normed(w: Tensor) -> Tensor:
-    return w / w.norm(dim=1, keepdim=True)
-
-
-ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "scaled": lambda w, v: 2.0 * w,
-    "product": lambda w, v: w * v,
-    "sum": lambda w, v: w + v,
-    "normed": lambda w, v: _normed(w),
-    "centred": lambda w, v: w - w.mean(2, keepdim=True),
-    "flat": lambda w, v: w.flatten(0, 1).reshape(w.shape),
-    "reversed": lambda w, v: w.flip(0),
-    "transposed": lambda w, v: w.transpose(1, 2).contiguous().transpose(1, 2),
-    "first": lambda w, v: torch.cat([w[:1], v[1:]]),
-    "mean": lambda w, v: w + v.mean(0),
-    "abs": lambda w, v: w.abs(),
-    "masked": lambda w, v: w * torch.ones(w.shape[1:]).tril().to(w),
-    "shared": lambda w, v: w[:1].expand_as(w) + v,
-    "chosen": lambda w, v: w[torch.tensor([2, 0, 1])],
-    "twice": lambda w, v: w[torch.tensor([0, 0, 1])],
-    "matmul": lambda w, v: w @ v.mT @ v,
-}
-
-
-@pytest.mark.parametrize("how", ARITHMETIC)
-def test_any_arithmetic_on_stacked_weights_keeps_the_function(how: str) -> None:
-    class Computed(Experts):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = normal(*self.up.shape)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.inputs(x))
-            h = F.relu(torch.einsum("bi,eih->beh", x, ARITHMETIC[how](self.up, self.other)) + self.bias)
-            return self.outputs(x + torch.einsum("beh,eho,be->bo", h, self.down, self.router(x).softmax(-1)))
-
-    net, x = Computed().double(), torch.randn(5, 2).double()
-    symmetry = find_symmetry(net, x, verify=False)
-    weights = tensors(net)
-    before = functional_call(net, weights, (x,))
-    for _ in range(20):
-        after = functional_call(net, symmetry.group.sample(dtype=torch.float64)(weights), (x,))
-        torch.testing.assert_close(after, before, rtol=1e-8, atol=1e-8)
-    assert symmetry.permutations.order() >= fact(3) if how != "mean" else True
