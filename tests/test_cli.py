@@ -120,13 +120,6 @@ def test_a_misspelt_name_is_answered_by_the_nearest(
     assert f"did you mean '{meant}'" in capsys.readouterr().err
 
 
-def test_a_mode_without_copies_is_said_to_have_none(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["symmetries", f"{nets}:line", "--input", "2,3"]) == 0
-    printed = capsys.readouterr().out
-    assert "log |G| = 0.0: no permutation or sign gives a mode an equivalent copy" in printed
-    assert "exp(" not in printed
-
-
 def test_a_network_that_can_t_be_traced_is_told_what_to_do_instead(
     nets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,12 +144,6 @@ def without(*modules: str, arguments: list[str], folder: Path) -> subprocess.Com
 EXTRAS = ("matplotlib", "sklearn", "jinja2", "laplace", "torchvision", "arviz_plots", "torchmetrics")
 
 
-def test_the_symmetries_of_a_network_need_no_extra(nets: str, tmp_path: Path) -> None:
-    done = without(*EXTRAS, arguments=["symmetries", f"{nets}:mlp", "--input", "2,3"], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "46,080 equivalent copies" in done.stdout
-
-
 def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) -> None:
     done = without(*EXTRAS, arguments=["compare", "--methods", "help"], folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -167,12 +154,9 @@ def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
-        (("matplotlib",), ["compare", "--quick"], "study"),
-        (("sklearn",), ["compare", "--quick"], "study"),
         (("jinja2", "sklearn"), ["compare", "--quick"], "study"),
         (("laplace",), ["compare", "--quick", "--methods", "laplace-diagonal,hmc"], "study"),
         (("torchvision",), ["compare", "--quick", "--data", "mnist"], "vision"),
-        (("torchvision",), ["symmetries", "resnet18"], "vision"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple | list) else value,
 )

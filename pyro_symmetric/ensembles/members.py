@@ -21,22 +21,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
 
 
-def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.mse_loss(_as(outputs, targets), targets)
+def _flat(loss: Loss) -> Loss:
+    """The loss of a single output, whose axis targets may lack."""
 
+    def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
+        single = outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1
+        return loss(outputs.squeeze(-1) if single else outputs, targets.to(outputs.dtype))
 
-def _binary(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(_as(outputs, targets), targets.to(outputs.dtype))
-
-
-def _as(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.squeeze(-1) if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1 else outputs
+    return evaluate
 
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": nn.functional.cross_entropy,
-    "binary_cross_entropy": _binary,
-    "mse": _squared,
+    "binary_cross_entropy": _flat(nn.functional.binary_cross_entropy_with_logits),
+    "mse": _flat(nn.functional.mse_loss),
 }
 
 
@@ -44,11 +42,9 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
     """Independent initial values of every parameter, ``(count,) + shape``, as the modules' own initialisation draws
     them.
 
-    Linear and convolutional layers that PyTorch initialises by default (uniform within ``1 / sqrt(fan_in)``) are drawn
-    at once. Any other module that has ``reset_parameters`` is asked for it ``count`` times. Parameters that no module
-    resets keep the values that they have, in every member, which is warned of unless these are all alike (ones, zeros).
-    What a network does to its weights after their modules made them isn't repeated. For both there is
-    :func:`initialised_by`.
+    Parameters that no module resets (by ``reset_parameters``) keep the values that they have, in every member, which is
+    warned of unless these are all alike (ones, zeros). What a network does to its weights after their modules made them
+    isn't repeated. For both there is :func:`initialised_by`.
     """
     net = copy.deepcopy(net)
     members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
@@ -60,11 +56,6 @@ def fresh_members(net: nn.Module, count: int) -> Weights:
         if not own or not callable(reset):
             continue
         left = {name: value for name, value in left.items() if name not in own}
-        bound = _default_bound(module)
-        if bound is not None:
-            for name in own:
-                members[name].uniform_(-bound, bound)
-            continue
         for member in range(count):
             reset()
             for name, parameter in own.items():
@@ -94,15 +85,6 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
         return {name: torch.stack([own[name].detach() for own in made]) for name in made[0]}
 
     return initial
-
-
-def _default_bound(module: nn.Module) -> float | None:
-    """The bound of PyTorch's default initialisation, the same for weight and bias; ``None`` for other modules."""
-    for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        if isinstance(module, kind) and type(module).reset_parameters is kind.reset_parameters:
-            fan_in = math.prod(module.weight.shape[1:])
-            return 1 / math.sqrt(fan_in) if fan_in else None
-    return None
 
 
 def fresh_starts(model: BayesianModel, count: int) -> Weights:
@@ -179,14 +161,3 @@ def evaluating(net: nn.Module) -> Iterator[None]:
         yield
     finally:
         net.train(training)
-
-
-def stacked_buffers(net: nn.Module, count: int) -> Weights:
-    """Every buffer, once for each member."""
-    return {name: value.detach().expand(count, *value.shape).clone() for name, value in net.named_buffers()}
-
-
-def kept_sites(parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Weights:
-    """The state of a member: its parameters, and the running statistics of its normalisation layers."""
-    moving = {name: value for name, value in buffers.items() if value.is_floating_point()}
-    return {name: value.detach() for name, value in {**parameters, **moving}.items()}

@@ -34,10 +34,8 @@ from pyro_symmetric.ensembles.members import (
     evaluating,
     fresh_members,
     fresh_starts,
-    kept_sites,
     map_loss,
     network_loss,
-    stacked_buffers,
 )
 from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.models import BayesianModel
@@ -111,12 +109,10 @@ def ensemble(
     arguments.whole("num_members", num_members, 1)
     arguments.whole("members_at_once", members_at_once, 1, none="a number that suits")
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
-    x, y = _checked_data(data)
-    objective = _objective(net, loss, x, y, device)
-    x, y = x.to(objective.device), y.to(objective.device)
+    objective = _objective(net, loss, data, device)
+    x, make = objective.x, optimizer or functools.partial(torch.optim.Adam, lr=0.01)
     batch_size = min(batch_size or len(x), len(x))
     epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
-    course = Course(objective, x, y, epochs, batch_size, optimizer or functools.partial(torch.optim.Adam, lr=0.01))
     seed = drawn_seed() if seed is None else seed
     weights_each = sum(shape.numel() for shape in objective.shapes.values())
     comfortable = max(1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), weights_each, len(x))))
@@ -125,9 +121,10 @@ def ensemble(
     with tqdm(total=num_members, desc="ensemble", unit="network", disable=not progress) as bar:
         for index, start in enumerate(range(0, num_members, size)):
             count = min(size, num_members - start)
-            generator = torch.Generator(objective.device).manual_seed((seed + index) % 2**63)
-            with forked(generator, objective.device):  # which initial values, dropout and users' functions draw from
-                parts.append(course.train(_started(objective, initial, count), cosine, generator, watch, bar))
+            generator = torch.Generator(x.device).manual_seed((seed + index) % 2**63)
+            with forked(generator, x.device):  # which initial values, dropout and users' functions draw from
+                free = _started(objective, initial, count)
+                parts.append(_train(objective, free, epochs, batch_size, make, cosine, generator, watch, bar))
     samples = {site: torch.cat([weights[site] for weights, _, _ in parts]) for site in parts[0][0]}
     losses = torch.cat([losses for _, losses, _ in parts])
     kept = losses.isfinite()
@@ -151,6 +148,8 @@ class Objective:
     """The function that members minimise.
 
     :param net: the network, in the mode in which it is trained.
+    :param loss: of one network, as a function of its parameters, buffers, inputs and targets.
+    :param x: all inputs, where members are trained; ``y`` likewise.
     :param shapes: site -> its shape in one member.
     :param transforms: site with bounds -> the map from the free values that optimisers move.
     :param frozen: sites that stay as they are, with their values.
@@ -159,106 +158,110 @@ class Objective:
 
     net: nn.Module
     loss: MemberLoss
+    x: Tensor
+    y: Tensor
     shapes: Mapping[str, torch.Size]
     transforms: Mapping[str, Transform]
     frozen: Weights
     fresh: Callable[[int], Weights]
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the members."""
-        return next(self.net.parameters()).device
-
     def constrain(self, free: Weights) -> Weights:
         """The weights at free values."""
         return {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
 
-    def losses(self, free: Weights, buffers: Weights, x: Tensor, y: Tensor, rows: Tensor | None) -> Tensor:
+    def losses(self, free: Weights, buffers: Weights, rows: Tensor | slice) -> Tensor:
         """The losses of all members ``(M,)``, on rows of their own ``(M, B)`` or on the same ones."""
 
         def evaluate(free: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
             return self.loss(self.constrain(free), buffers, x, y)
 
-        batch, axis = ((x, y), None) if rows is None else ((x[rows], y[rows]), 0)
+        axis = None if isinstance(rows, slice) else 0
         options: dict[str, Any] = {"in_dims": (0, 0, axis, axis), "randomness": "different"}
-        return over_weights(self.net, evaluate, free, buffers, *batch, **options)
+        return over_weights(self.net, evaluate, free, buffers, self.x[rows], self.y[rows], **options)
 
 
-@dataclass(frozen=True)
-class Course:
-    """The course of training that all parts of an ensemble take."""
+def _train(
+    objective: Objective,
+    free: Weights,
+    epochs: int,
+    batch_size: int,
+    make: MakeOptimizer,
+    cosine: bool,
+    generator: torch.Generator,
+    watch: Watch | None,
+    bar: tqdm,
+) -> tuple[Weights, Tensor, Tensor]:
+    """Members' weights ``(M, *shape)`` and losses ``(M,)`` at the end, on the CPU; mean losses of epochs."""
+    rows, count = len(objective.x), len(next(iter(free.values())))
+    free = {name: value.requires_grad_(name not in objective.frozen) for name, value in free.items()}
+    buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
+    optimizer = make([value for value in free.values() if value.requires_grad])
+    arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
+    steps, curve, before = rows // batch_size, [], bar.n
+    schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
 
-    objective: Objective
-    x: Tensor
-    y: Tensor
-    epochs: int
-    batch_size: int
-    optimizer: MakeOptimizer
+    def losses(chosen: Tensor | None) -> Tensor:
+        return objective.losses(free, buffers, slice(None) if chosen is None else chosen)
 
-    def train(
-        self, start: Weights, cosine: bool, generator: torch.Generator, watch: Watch | None, bar: tqdm
-    ) -> tuple[Weights, Tensor, Tensor]:
-        """Members' weights ``(M, *shape)`` and losses ``(M,)`` at the end, on the CPU; mean losses of epochs."""
-        objective, count = self.objective, len(next(iter(start.values())))
-        parameters = {name: value.requires_grad_(name not in objective.frozen) for name, value in start.items()}
-        buffers = stacked_buffers(objective.net, count)
-        optimizer = self.optimizer([value for value in parameters.values() if value.requires_grad])
-        arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
-        steps, curve, before = len(self.x) // self.batch_size, [], bar.n
-        schedule = CosineAnnealingLR(optimizer, steps * self.epochs) if cosine else None
+    @torch.no_grad()
+    def watching(step: int) -> None:
+        if watch is not None:
+            watch(step, objective.constrain(free))
 
-        def losses(rows: Tensor | None) -> Tensor:
-            return objective.losses(parameters, buffers, self.x, self.y, rows)
-
-        @torch.no_grad()
-        def watching(step: int) -> None:
-            if watch is not None:
-                watch(step, objective.constrain(parameters))
-
-        for epoch in range(self.epochs):
-            batches = batches_of(len(self.x), self.batch_size, count)
-            now = range(epoch * steps, (epoch + 1) * steps)
-            found = descend(losses, optimizer, now, batches, generator, schedule, watching)
-            curve.append(found[found.isfinite()].mean().cpu())
-            bar.update(before + round(count * (epoch + 1) / self.epochs) - bar.n)
-            bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
-        with torch.no_grad(), evaluating(objective.net):
-            final = torch.zeros(count, device=objective.device)
-            for x, y in zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True):
-                final += objective.losses(parameters, buffers, x, y, None) * len(x) / len(self.x)
-            weights = kept_sites(objective.constrain(parameters), buffers)
-        return {site: value.cpu() for site, value in weights.items()}, final.cpu(), torch.stack(curve)
+    for epoch in range(epochs):
+        batches = batches_of(rows, batch_size, count)
+        now = range(epoch * steps, (epoch + 1) * steps)
+        found = descend(losses, optimizer, now, batches, generator, schedule, watching)
+        curve.append(found[found.isfinite()].mean().cpu())
+        bar.update(before + round(count * (epoch + 1) / epochs) - bar.n)
+        bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
+    with torch.no_grad(), evaluating(objective.net):
+        final = torch.zeros(count, device=objective.x.device)
+        for start in range(0, rows, batch_size):
+            part = slice(start, min(start + batch_size, rows))
+            final += objective.losses(free, buffers, part) * (part.stop - start) / rows
+        # the running statistics of normalisation layers belong to a member
+        moving = {name: value for name, value in buffers.items() if value.is_floating_point()}
+        weights = {site: value.detach().cpu() for site, value in {**objective.constrain(free), **moving}.items()}
+    return weights, final.cpu(), torch.stack(curve)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
 def _objective(
-    net: nn.Module | BayesianModel, loss: str | Loss, x: Tensor, y: Tensor, device: torch.device | str | None
+    net: nn.Module | BayesianModel, loss: str | Loss, data: tuple[Tensor, Tensor], device: torch.device | str | None
 ) -> Objective:
     arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
+    if len(data[0]) != len(data[1]) or not len(data[0]):
+        found = f"{len(data[0])} inputs and {len(data[1])} targets"
+        raise ValueError(f"data holds {found}; they must be equally many, at least one")
     own = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
+    parameters = dict(own.net.named_parameters() if isinstance(own, BayesianModel) else own.named_parameters())
+    frozen = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
+    if not isinstance(own, BayesianModel) and len(frozen) == len(parameters):
+        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
+    x, y = (part.to(next(iter(parameters.values())).device) for part in data)
     if isinstance(own, BayesianModel):
-        require_data(own, x.to(next(own.net.parameters()).device), y)
+        require_data(own, x, y)
         own.net.eval().requires_grad_(False)
         transforms = {site: biject_to(prior.support) for site, prior in own.priors().items()}
         start = functools.partial(fresh_starts, own)
-        return Objective(own.net, map_loss(own, len(x)), dict(own.site_shapes), transforms, {}, start)
-    parameters = dict(own.named_parameters())
-    frozen = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
-    if len(frozen) == len(parameters):
-        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
+        return Objective(own.net, map_loss(own, len(x)), x, y, dict(own.site_shapes), transforms, {}, start)
     function = LOSSES[arguments.one_of("loss", loss, LOSSES, "or a function")] if isinstance(loss, str) else loss
     _require_alike(own, loss, x, y)
     own.train().requires_grad_(False)
     shapes = {name: p.shape for name, p in parameters.items()}
-    return Objective(own, network_loss(own, function), shapes, {}, frozen, functools.partial(fresh_members, own))
+    start = functools.partial(fresh_members, own)
+    return Objective(own, network_loss(own, function), x, y, shapes, {}, frozen, start)
 
 
 def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> None:
     """Refuse targets that a loss of values would pair with outputs of another shape, and train on in silence."""
     with evaluating(net), torch.no_grad():
-        outputs = net(x[:2].to(next(net.parameters()).device))
+        outputs = net(x[:2])
     if loss not in ("mse", "binary_cross_entropy") or y.shape[1:] == outputs.shape[1:]:
         return
     if (*y.shape[1:], 1) != tuple(outputs.shape[1:]):
@@ -279,16 +282,7 @@ def _started(objective: Objective, initial: Callable[[int], Weights] | None, cou
     free = {
         n: objective.transforms[n].inv(start[n]) if n in objective.transforms else start[n] for n in objective.shapes
     }
-    return {name: value.detach().to(objective.device).clone() for name, value in free.items()}
-
-
-def _checked_data(data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
-    x, y = data
-    if len(x) != len(y) or not len(x):
-        raise ValueError(f"data holds {len(x)} inputs and {len(y)} targets; they must be equally many, at least one")
-    return x, y
+    return {name: value.detach().to(objective.x.device).clone() for name, value in free.items()}
 
 
 def _tell_divergence(diverged: int, num_members: int) -> None:

@@ -138,14 +138,6 @@ def test_a_sampler_whose_chains_must_agree_tells_of_disagreement_and_heavy_tails
     assert sampler_failures(fine, False) == []  # of a network, whose chains may sit in copies of one mode
 
 
-def test_few_draws_are_a_warning():
-    result = diagnose(Posterior({"w": torch.randn(4, 50, 3)}, kind="chains"))  # 200 independent draws
-    assert result["effective draws"].status == "warn"
-    few = diagnose(Posterior({"w": torch.randn(4, 5)}, kind="chains"))
-    assert few["weights"].status == "unknown"
-    assert few["weights"] in few.failed
-
-
 @pytest.mark.parametrize(
     ("statistics", "name", "status"),
     [
@@ -161,13 +153,6 @@ def test_few_draws_are_a_warning():
 )
 def test_the_samplers_own_numbers_are_read(statistics, name, status):
     assert diagnose(sound(**statistics))[name].status == status
-
-
-def test_independent_energies_pass_and_a_chain_left_behind_disagrees():
-    statistics = {"energy": torch.randn(CHAINS, DRAWS), "lp": torch.randn(CHAINS, DRAWS)}
-    assert diagnose(sound(**statistics)).ok
-    statistics["lp"][6] -= 40
-    assert diagnose(sound(**statistics))["log density"].status == "fail"
 
 
 @pytest.mark.stochastic

@@ -7,7 +7,6 @@ import torch
 
 import pyro_symmetric as ps
 from pyro_symmetric import Group, Posterior
-from pyro_symmetric.compare.frames import one_frame
 
 DATA = torch.cat([torch.randn(40, generator=torch.Generator().manual_seed(0)) + centre for centre in (-2.0, 2.0)])
 EXCHANGE = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
@@ -39,22 +38,6 @@ def test_a_declared_exchange_of_unequal_components_is_refused(call):
     with pytest.raises(ValueError, match=r"not invariant under the units \['k'\].*verify_model|verify_model"):
         call(drawn(0.48, 0.52))
     call(drawn(0.5, 0.5))
-
-
-def test_draws_that_know_no_model_are_moved_as_they_are_told():
-    posterior = drawn(0.48, 0.52)
-    ps.diagnose(Posterior(posterior.samples, kind="chains"), EXCHANGE)
-    assert one_frame(posterior.get_samples(), EXCHANGE)["locs"].shape == (600, 2)
-
-
-def test_a_prior_that_cannot_be_drawn_from_is_compared_at_the_draws():
-    def improper(data):
-        locs = pyro.sample("locs", dist.ImproperUniform(dist.constraints.real_vector, (), (2,)))
-        pyro.sample("x", dist.Normal(locs.sum() + 0.1 * locs[0], 1.0).expand(data.shape).to_event(1), obs=data)
-
-    posterior = Posterior({"locs": torch.randn(2, 20, 2)}, kind="chains").attach(improper, DATA)
-    with pytest.raises(ValueError, match="not invariant"):
-        ps.align_many(posterior, EXCHANGE)
 
 
 @pytest.mark.parametrize(("spread", "expected"), [(1.0, "pass"), (1.5, "unknown")])

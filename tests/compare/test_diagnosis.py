@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric import Group, canonicalize, find_symmetry
+from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.compare.diagnosis import diagnose
-from pyro_symmetric.compare.frames import one_frame
 from pyro_symmetric.compare.mmd import mmd_test
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 CHAINS, DRAWS = 4, 500
 
@@ -63,14 +62,6 @@ def in_copies(weights, symmetry):
 
 
 @pytest.mark.stochastic
-def test_chains_of_one_mode_agree_everywhere(model, x, symmetry):
-    result = diagnose(Posterior(one_mode(), kind="chains"), symmetry, model=model, x=x)
-    assert list(result.statistics) == ["weights", "modulo symmetry", "predictions"]
-    assert all(result[space].status == "pass" for space in result.statistics)
-    assert result.ok
-
-
-@pytest.mark.stochastic
 def test_chains_in_copies_of_a_mode_agree_on_the_function_and_in_every_common_frame(model, x, symmetry):
     weights = in_copies(one_mode(), symmetry)
     result = diagnose(Posterior(weights, kind="chains"), symmetry, model=model, x=x)
@@ -89,17 +80,6 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
     assert result["predictions"].status == "fail"
     assert result["modulo symmetry"].status == "warn"
     assert not result.ok
-
-
-@pytest.mark.stochastic
-def test_drifting_and_stuck_chains_are_told_to_run_longer(model, x):
-    weights = one_mode()
-    weights["2.bias"] = weights["2.bias"] + torch.linspace(0, 3, DRAWS)[:, None] * torch.arange(1.0, 5)[:, None, None]
-    assert diagnose(Posterior(weights, kind="chains"), model=model, x=x)["predictions"].status == "fail"
-    stuck = {site: value.clone() for site, value in one_mode().items()}
-    for value in stuck.values():
-        value[1] = value[1, :1]
-    assert diagnose(Posterior(stuck, kind="chains"), model=model, x=x)["moving"].words.startswith("chain 1 stuck")
 
 
 @pytest.mark.stochastic
@@ -140,7 +120,7 @@ def planted(kind, shifts, switching="chain", draws=250):
 def test_chains_apart_are_not_called_copies_where_units_tie_in_the_key():
     # 1 to 3 deviations between halves of the chains have an R-hat of 1.13 or more in the frame that tells units apart,
     # far above 1.05; in canonical forms a fifth of the shift is left.
-    for shift in torch.linspace(1, 3, 6):
+    for shift in torch.linspace(1, 3, 3):
         result = diagnose(planted("tied", torch.tensor([0.0, 0.0, shift, shift])), UNITS)
         assert result["modulo symmetry"].status == "fail"
 
@@ -148,8 +128,8 @@ def test_chains_apart_are_not_called_copies_where_units_tie_in_the_key():
 @pytest.mark.stochastic
 @pytest.mark.parametrize("kind", CENTRES)
 def test_copies_of_one_mode_agree_however_their_units_overlap(kind):
-    # 6 runs each; the least effective sample size is near 800, of which 400 are enough.
-    for _ in range(6):
+    # 2 runs each; the least effective sample size is near 800, of which 400 are enough.
+    for _ in range(2):
         result = diagnose(planted(kind, torch.zeros(4)), UNITS)
         assert (result["weights"].status, result["modulo symmetry"].status) == ("warn", "pass")
         assert (
@@ -165,18 +145,6 @@ def test_agreement_as_drawn_is_not_enough():
     assert [c.name for c in diagnose(posterior, UNITS).failed if c.status == "fail"][:1] == ["modulo symmetry"]
     seen = {"predictions": torch.randn(4, 250)}
     assert diagnose(posterior, UNITS, **seen)["modulo symmetry"].status == "warn"
-
-
-def test_the_aligned_frame_depends_on_orbits_alone():
-    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-    symmetry = find_symmetry(net, torch.zeros(2, 2))
-    weights = {name: p.detach() + 0.3 * torch.randn(4, 20, *p.shape) for name, p in net.named_parameters()}
-    frames = []
-    for drawn in (weights, symmetry.sample((4, 20))(weights)):
-        torch.manual_seed(0)
-        frames.append(one_frame(Posterior(drawn, kind="chains").map(canonicalize, symmetry), symmetry).samples)
-    for site, value in frames[0].items():
-        assert torch.allclose(value, frames[1][site], atol=1e-5)
 
 
 # draws that say nothing -----------------------------------------------------------------------------------------------
@@ -208,20 +176,6 @@ def test_entries_that_never_change_are_left_out_and_told():
     assert apart["weights"].status == "fail"
 
 
-@pytest.mark.parametrize("shape", [(4, 0, 3), (0, 10, 3), (4, 10, 0)])
-@pytest.mark.parametrize("kind", ["chains", "independent"])
-def test_a_posterior_without_numbers_is_refused(shape, kind):
-    with pytest.raises(ValueError, match="posterior"):
-        diagnose(Posterior({"w": torch.zeros(shape)}, kind=kind))
-
-
-def test_a_site_without_entries_is_left_out():
-    draws = {"none": torch.zeros(CHAINS, DRAWS, 0), "w": torch.randn(CHAINS, DRAWS, 2)}
-    result = diagnose(Posterior(draws, kind="chains"))
-    assert result.ok
-    assert list(result.statistics["weights"]) == ["w"]
-
-
 @pytest.mark.stochastic
 def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
     draws = torch.randn(CHAINS, DRAWS, 2)
@@ -231,12 +185,6 @@ def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
     assert "R-hat of site 'w' inf" in result["weights"].words
     json.dumps(result.to_dict(), allow_nan=False)
     assert "inf: " in Posterior({"w": draws}, kind="chains").summary_table()
-
-
-def test_what_cannot_be_told_is_not_ok():
-    found = diagnose(Posterior({"w": torch.randn(2, 1, 3)}, kind="chains"))
-    assert found["weights"].status == "unknown"
-    assert not found.ok
 
 
 def test_numbers_are_those_of_the_predictions(model, x):
@@ -270,27 +218,6 @@ def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     assert list(diagnose(Posterior(weights, kind="chains")).statistics) == ["weights"]
     assert diagnose(Posterior(weights, kind="chains")).ok
-
-
-def test_of_very_many_draws_some_entries_are_looked_at(monkeypatch):
-    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.MOST_NUMBERS", 4 * 50 * 30)
-    monkeypatch.setattr("pyro_symmetric.compare.diagnosis.LEAST_ENTRIES", 20)
-    draws = torch.randn(4, 50, 10, 10)
-    found = diagnose(Posterior({"w": draws, "v": draws[..., :3, 0]}, kind="chains")).statistics["weights"]
-    assert torch.equal(found["w"].r_hat, chain_statistics(draws.flatten(2)[..., evenly_spaced(100, 30)]).r_hat)
-    assert found["v"].r_hat.shape == (3,)
-
-
-def test_troubles_of_the_sampler_enter_the_verdict():
-    diverging = torch.zeros(CHAINS, DRAWS, dtype=torch.bool)
-    diverging[0, :20] = True
-    energy = torch.randn(CHAINS, DRAWS).cumsum(1)  # a random walk: E-BFMI near 0
-    statistics = {"diverging": diverging, "energy": energy, "acceptance_rate": torch.full((CHAINS, DRAWS), 0.8)}
-    result = diagnose(Posterior({"w": torch.randn(CHAINS, DRAWS, 2)}, statistics, kind="chains"))
-    assert result["divergences"].value == pytest.approx(20 / (CHAINS * DRAWS))
-    assert result["acceptance"].value == pytest.approx(0.8)
-    assert "1.00% of the draws diverged, should be 0" in result["divergences"].words
-    assert "E-BFMI of the worst chain 0.0" in repr(result)
 
 
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:

@@ -47,11 +47,6 @@ def test_pairs_equal_a_naive_loop_over_pairs():
     assert torch.equal(found, found.T)
 
 
-def test_opposite_certainties_are_log_two_apart():
-    p = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    assert float(pairwise_mutual_information(p)[0, 1]) == pytest.approx(math.log(2))
-
-
 def test_collapse_equals_the_correlation_over_pairs_in_scipy():
     within, outside = (torch.randn(7, n, 3).mul(2).softmax(-1) for n in (5, 8))
     found = functional_collapse(within, outside)

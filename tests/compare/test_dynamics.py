@@ -4,7 +4,6 @@ from scipy.stats import kendalltau
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.compare import dynamics
 from pyro_symmetric.compare.dynamics import SortingTracker, excess_mass, kendall_tau
 
 
@@ -29,13 +28,6 @@ def test_one_swap_of_neighbours_and_a_reversal_have_their_closed_forms():
     assert float(kendall_tau(same, swapped)) == pytest.approx(1 - 4 / (n * (n - 1)))
     assert float(kendall_tau(same, same.flip(0))) == -1
     assert float(kendall_tau(same[:1], same[:1])) == 1
-
-
-def test_chunks_change_nothing(monkeypatch):
-    first, second = orders(11, 7), orders(11, 7)
-    whole = kendall_tau(first, second)
-    monkeypatch.setattr(dynamics, "_CHUNK_ENTRIES", 100)
-    assert torch.equal(kendall_tau(first, second), whole)
 
 
 def relu_net(width=5):

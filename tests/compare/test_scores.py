@@ -1,5 +1,4 @@
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -33,13 +32,6 @@ def test_classification_equals_torchmetrics_and_scikit_learn(predictions):
     assert found.brier == pytest.approx(float(((mean - one_hot) ** 2).sum(-1).mean()), abs=1e-6)
     assert found.uncertainty["mutual_information"] == pytest.approx(float(mutual_information(members).mean()))
     assert found.uncertainty["entropy"] == pytest.approx(float(stats.entropy(mean.numpy(), axis=-1).mean()), abs=1e-6)
-
-
-def test_brier_of_two_classes_is_twice_scikit_learns(predictions):
-    p = predictions[0][0, :, 0].double()
-    labels = (torch.rand(300) < p).long()
-    found = scores.classification(torch.stack([1 - p, p], -1), labels)
-    assert found.brier == pytest.approx(2 * metrics.brier_score_loss(labels, p))
 
 
 def test_the_calibration_curve_counts_every_prediction_in_its_bin(predictions):
@@ -117,14 +109,3 @@ def test_fpr95_is_taken_where_exactly_95_percent_are_flagged():
     outside = torch.cat([torch.full((19,), 2.0), torch.tensor([-1.0])])  # one of twenty looks the surest of all
     assert scores.detect(inside, outside).fpr95 == 0
     assert scores.detect(inside, torch.cat([outside[:-2], outside[-1:], outside[-1:]])).fpr95 == 1
-
-
-def test_missing_scikit_learn_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
-    with pytest.raises(ImportError, match=r"scikit-learn.*pip install 'pyro-symmetric\[study\]'"):
-        scores.detect(torch.rand(3), torch.rand(3))
-
-
-def test_detection_scores_of_two_precisions_are_those_of_the_finer() -> None:
-    inside, outside = torch.tensor([0, 1, 2, 3]), torch.tensor([0.5, 2.5, 3.5, 3.9], dtype=torch.float64)
-    assert scores.detect(inside, outside).auroc == 12 / 16  # pairs with more elsewhere

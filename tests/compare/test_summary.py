@@ -48,14 +48,6 @@ def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
     assert max(means) - min(means) > 1.5 if moves == "permute" else min(map(abs, means)) > 0.5
 
 
-def test_a_site_that_the_group_forgot_is_named(capsys):
-    group = ps.Group.declare({"mu": ("k", None)}, {"mu": torch.zeros(4, 2)})
-    ps.summary(Posterior(mixture(2, 5), kind="chains"), group, progress=False)
-    assert "left as drawn: the sites ['weights']" in capsys.readouterr().out.splitlines()[1]
-    ps.summary(Posterior(mixture(2, 5), kind="chains"), GROUP, progress=False)
-    assert "left as drawn" not in capsys.readouterr().out
-
-
 def test_options_are_those_of_alignment_and_the_interval_is_the_tables(capsys):
     posterior = Posterior(mixture(2, 5), kind="chains")
     ps.summary(posterior, GROUP, prob=0.5, cost="l2", progress=False)

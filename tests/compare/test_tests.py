@@ -31,15 +31,6 @@ def test_exact_table_equals_enumerated_paths():
     np.testing.assert_allclose(_exact_table(4), expected, atol=1e-12)
 
 
-def test_large_samples_approach_kolmogorovs_law():
-    # Kolmogorov's limit with h/2 effective samples; its error is of order h^(-1/2)
-    h = 40_000
-    table = _exact_table(h)
-    steps = torch.tensor([100, 250, 400])
-    limit = stats.kstwobign.sf((steps.numpy() / h) * (h / 2) ** 0.5)
-    np.testing.assert_allclose(table[steps], limit, rtol=0.02)
-
-
 def test_ties_are_counted_once():
     x = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     y = torch.tensor([[0.0, 0.0, 1.0, 1.0]])

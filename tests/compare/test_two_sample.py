@@ -62,13 +62,13 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
 @pytest.mark.stochastic
 def test_a_frame_found_from_both_samples_keeps_the_level_however_unequal_they_are():
     # Overlapping units, 12 draws against 40: the frame follows the larger sample, but never knows whose draw is whose.
-    # 50 repetitions at level 0.1: over 12 rejections with probability 0.001.
+    # 30 repetitions at level 0.1: over 9 rejections with probability 0.0005.
     group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
     rejected = 0
-    for _ in range(50):
+    for _ in range(30):
         p, q = ({"w": torch.randn(count, 4, 2)} for count in (12, 40))
         rejected += mmd_test(*common_frame(p, q, group), level=0.1, num_permutations=39).rejected
-    assert rejected <= 12
+    assert rejected <= 9
 
 
 @pytest.mark.stochastic
