@@ -65,27 +65,6 @@ def loss_curves(curves: Mapping[str, tuple[Sequence[float], int, str]]) -> Figur
 
 
 @styled
-def marginals(samples: Mapping[str, Mapping[str, Array]], curves: Sequence[str]) -> Figure:
-    """Histograms of a few numbers, a row of panels for each method: title of the column -> method -> ``(draws, K)``.
-
-    :param curves: what the ``K`` numbers of each panel are.
-    """
-    methods = list(next(iter(samples.values())))
-    figure, axes = _grid(len(methods), len(samples), 4.4, 1.5)
-    for column, (title, by_method) in enumerate(samples.items()):
-        low, high = np.quantile(np.concatenate(list(by_method.values())), (0.002, 0.998))
-        edges = np.linspace(low - 1e-9, high + 1e-9, 41)
-        for row, (method, values) in enumerate(by_method.items()):
-            ax = axes[row, column]
-            for k, name in enumerate(curves):
-                inside = np.clip(values[:, k], edges[0], edges[-1])
-                ax.hist(inside, edges, density=True, label=name, histtype="step", lw=1.3, color=COLOURS[k])
-            ax.set(title=f"{method}, {title}", yticks=[])
-    _legend_below(figure, axes.flat[0])
-    return figure
-
-
-@styled
 def calibration(
     curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     xlabel: str,

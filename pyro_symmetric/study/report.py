@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from pyro_symmetric import plots
 from pyro_symmetric.compare.frames import pooled_frame
@@ -18,7 +17,7 @@ from pyro_symmetric.storage import write_text
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import RISES, conclusion, tables
-from pyro_symmetric.weights import Weights, flatten
+from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
@@ -70,7 +69,7 @@ def figures(study: Study) -> list[tuple[str, str, Figure]]:
     )
     projected = {title: _project(draws) for title, draws in frames.items()}
     shown.append(("All draws, projected", caption, plots.projections(projected, reference)))
-    shown += [_marginals(study, frames), _calibration(rows, study.problem)]
+    shown.append(_calibration(rows, study.problem))
     caption = "Loss along the Wasserstein geodesic between two fits; the hump over the straight line is the barrier."
     barriers = {name: row["barrier"] for name, row in rows.items() if row["barrier"]}
     shown += [(f"Loss barrier of {name}", caption, plots.barriers(curves)) for name, curves in barriers.items()]
@@ -94,46 +93,15 @@ def _described(name: str, problem: Problem) -> str:
 def _project(draws: Mapping[str, Weights]) -> dict[str, plots.Array]:
     from sklearn.decomposition import PCA
 
-    flat = {name: flatten(own, own, _shapes(own)).double().cpu().numpy() for name, own in draws.items()}
+    flat = {
+        n: torch.cat([v.reshape(len(v), -1) for v in own.values()], 1).double().cpu().numpy()
+        for n, own in draws.items()
+    }
     # Every method counts alike, however many draws it gave.
     fewest = min(len(points) for points in flat.values())
     pca = PCA(2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0)
     pca.fit(np.concatenate([points[:fewest] for points in flat.values()]))
     return {name: pca.transform(points) for name, points in flat.items()}
-
-
-def _shapes(weights: Weights) -> dict[str, torch.Size]:
-    return {site: value.shape[1:] for site, value in weights.items()}
-
-
-def _marginals(study: Study, frames: Mapping[str, Mapping[str, Weights]]) -> tuple[str, str, Figure]:
-    first = next(iter(frames["symmetries removed"].values()))
-    site = next((s for s in study.problem.symmetry.permutations.sites if first[s].dim() > 2), next(iter(first)))
-    picked = _picked_weights(first[site])
-    names = [f"{site}[{', '.join(map(str, np.unravel_index(p, tuple(first[site].shape[1:]))))}]" for p in picked]
-    values = {
-        title: {name: _rows(own[site])[:, picked].double().cpu().numpy() for name, own in draws.items()}
-        for title, draws in frames.items()
-    }
-    return (
-        "Marginals of a few weights",
-        "The same weight of three hidden units. As drawn, all units of the true posterior have one and the same "
-        "distribution: three curves that differ show a method that knows its copies apart. With symmetries removed, "
-        "in one frame for the draws of all methods, each unit has its own.",
-        plots.marginals(values, names),
-    )
-
-
-def _rows(value: Tensor) -> Tensor:
-    return value.reshape(len(value), -1)
-
-
-def _picked_weights(value: Tensor) -> list[int]:
-    """One input's weight to the first, the middle and the last unit: the input that varies most."""
-    per_unit = value.reshape(len(value), value.shape[1], -1) if value.dim() > 2 else value.reshape(len(value), 1, -1)
-    units, inputs = per_unit.shape[1:]
-    busiest = int(per_unit.double().var(0).sum(0).argmax())
-    return [unit * inputs + busiest for unit in dict.fromkeys((0, units // 2, units - 1))]
 
 
 def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, Figure]:

@@ -117,7 +117,7 @@ def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
 
 def test_the_report_stands_alone(finished: Any) -> None:
     html = finished.report.read_text()
-    assert len(re.findall(r'src="data:image/png;base64,', html)) == len(re.findall("<img", html)) == 6
+    assert len(re.findall(r'src="data:image/png;base64,', html)) == len(re.findall("<img", html)) == 5
     assert not re.findall(r'(src|href)="(?!data:)', html)
     for label in LABELS:
         assert f"<td>{label}</td>" in html
