@@ -108,6 +108,8 @@ class StudySettings:
         arguments.one_of("--activation", self.activation, ACTIVATIONS)
         arguments.one_of("--dtype", self.dtype, DTYPES)
         arguments.one_of("--device", self.device, ("cpu", "cuda", "auto"))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device is cuda, but PyTorch sees no CUDA device here; use cpu or auto")
         arguments.whole("--seed", self.seed, 0, 2**31 - 1)
         arguments.whole("--draws", self.draws, 8)
         arguments.whole("--max-train", self.max_train, 2, none="all")

@@ -368,6 +368,7 @@ def test_nearly_dead_units_have_no_enormous_biases_once_symmetries_are_removed()
     assert float(norms[1]) <= float(norms[0]) * 1.0001
 
 
+@pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")  # of a budget as tiny as this
 def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_as_image", AS_IMAGE)
     study, _ = run(tmp_path, data="diabetes", max_train=60, activation="tanh")
