@@ -12,8 +12,7 @@ from torch import Tensor
 from pyro_symmetric.canonical.scales import evened, places
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import rows
-from pyro_symmetric.groups.tensors import along_axis, lay_out
+from pyro_symmetric.groups.places import along_axis, lay_out, rows
 from pyro_symmetric.groups.units import Axis
 
 Measure = Callable[[Tensor], Tensor]

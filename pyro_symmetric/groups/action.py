@@ -56,7 +56,7 @@ class Action:
     ):
         self.group = group_of(group)
         supports = sites if isinstance(sites, Mapping) else {}
-        self.sites = tuple(arguments.listed("sites", list(sites) if supports else sites, str, "sites"))
+        self.sites = tuple(arguments.listed("sites", sites, str, "sites"))
         values = {**(shapes or {}), **self.group.site_shapes}
         unknown = [site for site in self.sites if site not in values]
         if unknown or len(set(self.sites)) < len(self.sites) or not self.sites:
@@ -68,8 +68,8 @@ class Action:
         transforms = {site: biject_to(support) for site, support in supports.items()}
         self.layout = Layout({site: values[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
-        curved = [site for site, support in supports.items() if not is_real(support)]
-        self.nonlinear_sites = tuple(site for site in curved if not self._commutes(site, supports[site]))
+        moved = [site for site in supports if site in self.group.sites and not is_real(supports[site])]
+        self.nonlinear_sites = tuple(site for site in moved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
         self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(_of_entries(supports[s]), simplex))
 
@@ -112,23 +112,18 @@ class Action:
                 total = total + (logs * (shape.numel() // shape[dim])).to(total)
         return total
 
-    # small steps ----------------------------------------------------------------------------------------------------
-
     def _require_real(self, site: str, support: Constraint) -> None:
         """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
         members = [pair for axes in self.group.members(site).values() for pair in axes]
-        changing = {name for name, axis in members if axis.exponent and self.group[name].moves & {"flip", "scale"}}
-        changing |= {name for name, _ in members if "shift" in self.group[name].moves}
+        changing = sorted({n for n, axis in members if axis.touched(self.group[n].moves - {"permute"})})
         if changing and not is_real(support):
             raise ValueError(
-                f"the units {sorted(changing)} flip, scale or shift the site {site!r}, whose support is {support}; "
-                "that needs a site that can take every real number. Declare the site as even, or leave it out"
+                f"the units {changing} flip, scale or shift the site {site!r}, whose support is {support}; that needs "
+                "a site that can take every real number. Declare the site as even, or leave it out"
             )
 
     def _commutes(self, site: str, support: Constraint) -> bool:
         """True if the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
-        if not self.group.members(site):
-            return True
         base = _of_entries(support)
         bounds = (as_tensor(getattr(base, name, 0.0)) for name in ("lower_bound", "upper_bound"))
         if not all(bool((bound == bound.flatten()[:1]).all()) for bound in bounds):
@@ -137,7 +132,7 @@ class Action:
             return True
         blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
         flattened = self.group.view_shapes[site] != self.group.site_shapes[site]
-        return not flattened and all(dim < blocks for dim in self.group.members(site))
+        return not flattened and all(dim < blocks for dim in self.group.dims(site))
 
 
 def is_real(support: Constraint) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
-from pyro_symmetric.groups.tensors import gather_last
+from pyro_symmetric.groups.places import permute_axes
 from pyro_symmetric.groups.units import Axis
 
 if TYPE_CHECKING:
@@ -24,46 +24,39 @@ def check_axis(name: str, axis: Axis, site_shapes: Mapping[str, torch.Size]) -> 
     shape, index = site_shapes.get(axis.site), axis.index
     if shape is None or axis.dim + axis.span > len(shape):
         raise ValueError(f"the units {name!r} lie along {axis}, but the known sites are {dict(site_shapes)}")
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < axis.length(site_shapes):
-        raise ValueError(f"the index of {name!r} reaches outside of {axis}, whose length is {axis.length(site_shapes)}")
-    if index.unique().numel() != index.numel():
-        raise ValueError(f"the index of {name!r} names a position of {axis} twice")
+    outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
+    if outside or index.unique().numel() != index.numel():
+        raise ValueError(f"the index of {name!r} names a position of {axis} twice, or one outside: {index.tolist()}")
 
 
 def check_group(group: Group) -> None:
     """The moves of all units together are a group, whose elements have one reduced form each."""
-    for site in group.sites:
-        members = [(dim, name, axis) for dim, own in group.members(site).items() for name, axis in own]
-        multiplied = [(dim, name, axis) for dim, name, axis in members if axis.exponent]
-        if len(found := {axis.epsilon for _, _, axis in multiplied}) > 1:
-            raise ValueError(f"units multiply {site!r} with different epsilons, {found}; a site has one")
-        for dim, name, _ in members:
-            if "shift" in group[name].moves and any(own != dim for own, _, _ in multiplied):
-                raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
     generator = torch.Generator("cpu").manual_seed(0)
     g, h = (group.sample((DRAWS,), dtype=torch.float64, generator=generator) for _ in range(2))
     both = g @ h
-    for site, dim in [(one, dim) for one in group.sites for dim in group.members(one)]:
-        value = torch.randn(group.view_shapes[site][dim], dtype=torch.float64, generator=generator, device="cpu")
-        size = max(1, AT_ONCE // len(value))
-        parts = ((e.select(slice(at, at + size)) for e in (g, h, both)) for at in range(0, DRAWS, size))
-        if not all(_agree(one, other, product, site, dim, value) for one, other, product in parts):
-            raise ValueError(
-                f"the moves of the units {[name for name, _ in group.members(site)[dim]]} along axis {dim} of "
-                f"{site!r} make up no group: units that permute the same positions must lie inside one another, or be "
-                "rows and columns of a table; units that are multiplied must be those that are permuted, lie inside "
-                "them, or be left alone by every permutation; a shift needs units of its own, which nothing else "
-                "multiplies"
-            )
-
-
-def _agree(g: Element, h: Element, product: Element, site: str, dim: int, value: Tensor) -> bool:
-    """True if the product does what its two factors do, one after the other."""
-    twice = _along(g, site, dim, _along(h, site, dim, value))
-    return torch.allclose(_along(product, site, dim, value), twice, rtol=1e-9, atol=1e-12)
+    for site in group.sites:
+        members = [(dim, name, axis) for dim, own in group.members(site).items() for name, axis in own]
+        if len(found := {axis.epsilon for _, _, axis in members if axis.exponent}) > 1:
+            raise ValueError(f"units multiply {site!r} with different epsilons, {found}; a site has one")
+        for dim, name, _ in members:
+            if "shift" in group[name].moves and any(axis.exponent and own != dim for own, _, axis in members):
+                raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
+        for dim in group.members(site):
+            value = torch.randn(group.view_shapes[site][dim], dtype=torch.float64, generator=generator, device="cpu")
+            for part in torch.arange(DRAWS, device="cpu").split(max(1, AT_ONCE // len(value))):
+                one, other, product = (e.select(part) for e in (g, h, both))
+                twice = _along(one, site, dim, _along(other, site, dim, value))
+                if not torch.allclose(_along(product, site, dim, value), twice, rtol=1e-9, atol=1e-12):
+                    raise ValueError(
+                        f"the moves of the units {[name for name, _ in group.members(site)[dim]]} along axis {dim} of "
+                        f"{site!r} make up no group: units that permute the same positions must lie inside one "
+                        "another, or be rows and columns of a table; units that are multiplied must be those that are "
+                        "permuted, lie inside them, or be left alone by every permutation; a shift needs units of its "
+                        "own, which nothing else multiplies"
+                    )
 
 
 def _along(element: Element, site: str, dim: int, value: Tensor) -> Tensor:
     """The effect of elements on values along one axis alone, ``batch + (length,)``."""
     moved = (value + element.axis_shift(site, dim)) * element.axis_multiplier(site, dim)
-    return gather_last(moved, element.axis_index(site, dim))
+    return permute_axes(moved, {0: element.axis_index(site, dim)}, 1)

@@ -13,14 +13,15 @@ are unique but for signs: flipping all rows of a matrix flips all of its columns
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.groups.tensors import along_axis, lay_out, permute_axes
-from pyro_symmetric.groups.units import MOVES, Move, Units
+from pyro_symmetric.groups.places import along_axis, lay_out, permute_axes
+from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
@@ -94,24 +95,23 @@ class Element:
         element.images, element.signs, element.log_scales, element.shifts = parts
         return element
 
-    @property
+    @cached_property
     def permutations(self) -> ByName:
         """Name of the units -> images within each copy, ``batch_shape + units.shape``."""
-        return {name: self[name] for name in self.group.names("permute")}
+        return {name: self._inside(self.group[name]) for name in self.group.names("permute")}
+
+    def _inside(self, units: Units) -> Tensor:
+        images, outer = self.images[units.name], self.images.get(units.parent or "")
+        if units.copies == 1:
+            return images
+        inside = images.unflatten(-1, (units.copies, units.size)) % units.size
+        return inside if outer is None else inside.gather(-2, outer.argsort(-1).unsqueeze(-1).expand_as(inside))
 
     def __getitem__(self, name: str) -> Tensor:
         """The permutation of some units within each copy, ``batch_shape + units.shape``."""
-        units: Units = self.group[name]
-        if "permute" not in units.moves:
-            known = list(self.group.names("permute"))
-            raise ValueError(f"the units {name!r} aren't permuted; those that are: {known}")
-        if units.copies == 1:
-            return self.images[name]
-        inside = self.images[name].unflatten(-1, (units.copies, units.size)) % units.size
-        outer = self.images.get(units.parent or "")
-        if outer is None:
-            return inside
-        return torch.empty_like(inside).scatter_(-2, outer.unsqueeze(-1).expand_as(inside), inside)
+        if name not in self.group.names("permute"):
+            raise ValueError(f"the units {name!r} aren't permuted; those that are: {list(self.group.names('permute'))}")
+        return self.permutations[name]
 
     def unit_index(self, name: str) -> Tensor:
         """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
@@ -120,19 +120,13 @@ class Element:
         return torch.arange(self.group[name].count, device=self.device).expand(*self.batch_shape, -1)
 
     def __repr__(self) -> str:
-        units = (self.group[name] for name in self.group.factors)
-        sizes = ", ".join(f"{u.name}: {u.copies} x {u.size}" if u.copies > 1 else f"{u.name}: {u.size}" for u in units)
-        return f"Element(batch_shape={tuple(self.batch_shape)}, {sizes or 'trivial'})"
+        sizes = [f"{name}: {self.group[name].number}" for name in self.group.factors]
+        return f"Element(batch_shape={tuple(self.batch_shape)}, {', '.join(sizes) or 'trivial'})"
 
     @property
     def parts(self) -> tuple[ByName, ByName, ByName, ByName]:
         """Permutations, signs, log-scales and shifts."""
         return self.permutations, self.signs, self.log_scales, self.shifts
-
-    @classmethod
-    def _of_parts(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
-        permutations, signs, log_scales, shifts = parts
-        return cls(group, permutations, signs, log_scales, shifts, batch_shape)
 
     @property
     def _parts(self) -> tuple[ByName, ByName, ByName, ByName]:
@@ -169,11 +163,8 @@ class Element:
     def equal(self, other: Element) -> bool:
         """True if both are the same elements, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
-        if self.group.factors != other.group.factors or self.batch_shape != other.batch_shape:
-            return False
-        return all(
-            mine.keys() == theirs.keys()
-            and all(torch.equal(value, theirs[name].to(value)) for name, value in mine.items())
+        return self.batch_shape == other.batch_shape and all(
+            mine.keys() == theirs.keys() and all(torch.equal(v, theirs[name].to(v)) for name, v in mine.items())
             for mine, theirs in zip(self._parts, other._parts, strict=True)
         )
 
@@ -198,7 +189,11 @@ class Element:
     def __matmul__(self, other: Element) -> Element:
         if not isinstance(other, Element):
             return NotImplemented
-        mine, theirs = _over_one_group(self, other)
+        mine, theirs, whole = self, other, self.group.whole
+        if mine.group is not theirs.group and mine.group != theirs.group:
+            if whole is not theirs.group.whole and whole != theirs.group.whole:
+                raise ValueError("only elements of one group compose; these belong to two different groups")
+            mine, theirs = mine.within(whole), theirs.within(whole)  # of two restrictions of one group
         shape = torch.broadcast_shapes(mine.batch_shape, theirs.batch_shape)
         mine, theirs = mine.expand(shape), theirs.expand(shape).to(mine.device)
         parts = [
@@ -256,8 +251,8 @@ class Element:
             for dim in dims:
                 value = value * along_axis(self.axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
             value = value - epsilon if epsilon else value
-        moved = {dim: self.axis_index(site, dim).to(value.device) for dim in dims if self.group.layers(site, dim)}
-        return permute_axes(value, moved, site_dims) if moved else value
+        moved = {dim: self.axis_index(site, dim).to(value.device) for dim in dims if self.group.movers(site, dim)}
+        return permute_axes(value, moved, site_dims)
 
     def axis_index(self, site: str, dim: int) -> Tensor:
         """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``.
@@ -265,22 +260,21 @@ class Element:
         :param dim: the axis, counted in the group's view of the site, see ``group.view``.
         """
         length = self.group.view_shapes[site][dim]
-        full = torch.arange(length, device=self.device).expand(*self.batch_shape, length)
-        for number, (shared, members, _) in enumerate(self.group.layers(site, dim)):
-            step = next((self._below(name, shared) for name, axis in reversed(members) if axis.fills(length)), None)
-            if step is None:
-                step = torch.arange(length, device=self.device).repeat(*self.batch_shape, 1)
-                for name, axis in members:  # what lies inside comes later, and has moved with what it lies in
-                    places = axis.index.T.to(step.device)  # of each unit
-                    came = places[self._below(name, shared)].flatten(-2)
-                    step.scatter_(-1, places.reshape(-1).expand(came.shape), came)
-            full = step.gather(-1, full) if number else step
+        every = full = torch.arange(length, device=self.device).expand(*self.batch_shape, -1)
+        for name, axis in self.group.movers(site, dim):
+            units, step = self.group[name], self[name]
+            if units.copies > 1:
+                step = (step + torch.arange(0, units.count, units.size, device=step.device).unsqueeze(-1)).flatten(-2)
+            if not axis.fills(length):
+                places = axis.index.T.to(step.device)  # of each unit
+                came = places[step].flatten(-2)
+                step = every.clone().scatter_(-1, places.reshape(-1).expand(came.shape), came)
+            full = step if full is every else step.gather(-1, full)
         return full
 
     def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
 
-        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
         :param dtype: computed in at least this precision.
         """
         length = self.group.view_shapes[site][dim]
@@ -292,8 +286,7 @@ class Element:
                 logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
                 numbers.append((axis.exponent * logs).exp())
             for own in numbers:
-                flat = own.flatten(len(self.batch_shape))
-                full = full * (flat if axis.fills(length) else lay_out(flat, axis.index, 1.0, length))
+                full = full * self._laid_out(own, axis, 1.0, length)
         return full
 
     def axis_shift(self, site: str, dim: int) -> Tensor:
@@ -302,17 +295,12 @@ class Element:
         full = torch.zeros(*self.batch_shape, length, device=self.device)
         for name, axis in self.group.members(site).get(dim, []):
             if name in self.shifts:
-                full = full + lay_out(self.shifts[name].flatten(len(self.batch_shape)), axis.index, 0.0, length)
+                full = full + self._laid_out(self.shifts[name], axis, 0.0, length)
         return full
 
-    def _below(self, name: str, outer: str | None) -> Tensor:
-        """Images of units, without what moves them from outside."""
-        images = self.images[name]
-        if outer is None or outer not in self.images:
-            return images
-        inside = torch.arange(self.group[name].count // self.group[outer].count, device=images.device)
-        carried = (self.images[outer].unsqueeze(-1) * len(inside) + inside).flatten(-2)
-        return images.gather(-1, carried.argsort(-1))
+    def _laid_out(self, numbers: Tensor, axis: Axis, filler: float, length: int) -> Tensor:
+        flat = numbers.flatten(len(self.batch_shape))
+        return flat if axis.fills(length) else lay_out(flat, axis.index, filler, length)
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
@@ -329,13 +317,11 @@ def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
 
 def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: str = "weights") -> None:
     """:raises ValueError: if buffers that a group moves aren't there, so that moving the rest changes predictions."""
-    missing = [site for site in buffers if site not in weights]
-    if missing:
+    if missing := [site for site in buffers if site not in weights]:
         raise ValueError(
-            f"{name} holds no running statistics {missing}, which the symmetry moves along with the parameters: moved "
-            "without them, the network computes something else. If they stay in the network as it is (a posterior over "
-            "parameters alone), take symmetry.holding(net), which leaves them as they are; if every set of weights has "
-            "its own, add them"
+            f"{name} holds no running statistics {missing}, which the symmetry moves along with the parameters. If "
+            "they stay in the network as it is (a posterior over parameters alone), take symmetry.holding(net), which "
+            "leaves them as they are; if every set of weights has its own, add them"
         )
 
 
@@ -352,27 +338,17 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
         called, shape = f"{argument}[{name!r}]", group[name].shape
         numbers = as_tensor(value)
         if move == "permute":
-            whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-            wanted = f"rows of integers, each a permutation of 0 .. {shape[-1] - 1}"
+            wanted = f"rows, each a permutation of 0 .. {shape[-1] - 1}"
+            right = numbers.sort(-1).values == torch.arange(numbers.shape[-1], device=numbers.device)
+            numbers = numbers.long()
         else:
+            wanted = "1 and -1" if move == "flip" else "finite numbers"
+            right = numbers.abs() == 1 if move == "flip" else torch.isfinite(numbers)
             numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
-            whole, wanted = True, "1 and -1" if move == "flip" else "finite numbers"
-        fits = (
-            whole
-            and numbers.shape[max(0, numbers.dim() - len(shape)) :] == shape
-            and (
-                bool((numbers.sort(-1).values == torch.arange(shape[-1], device=numbers.device)).all())
-                if move == "permute"
-                else bool((numbers.abs() == 1).all() if move == "flip" else torch.isfinite(numbers).all())
-            )
-        )
-        if not fits:
+        if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(right.all()):
             raise ValueError(f"{called} has shape {tuple(numbers.shape)}: {numbers}; it must end in {shape}, {wanted}")
-        found[name] = numbers.long() if move == "permute" else numbers
+        found[name] = numbers
     return found
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _neutral(move: Move, units: Units, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
@@ -395,16 +371,3 @@ def _through_copies(units: Units, images: Tensor | None, outer: Tensor | None) -
     inside = inside.expand(*batch, *units.shape).reshape(*batch, units.copies, units.size)
     inside = inside.gather(-2, copies.unsqueeze(-1).expand_as(inside))
     return (copies.unsqueeze(-1) * units.size + inside).flatten(-2)
-
-
-def _over_one_group(one: Element, other: Element) -> tuple[Element, Element]:
-    """Both as elements of one group: their own, or, of two restrictions of one group, the whole.
-
-    :raises ValueError: if they belong to different groups.
-    """
-    if one.group is other.group or one.group == other.group:
-        return one, other
-    whole = one.group.whole
-    if whole is not other.group.whole and whole != other.group.whole:
-        raise ValueError("only elements of one group compose; these belong to two different groups")
-    return one.within(whole), other.within(whole)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,28 +24,13 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.groups.checks import check_axis, check_group
-from pyro_symmetric.groups.declaration import declared_units
 from pyro_symmetric.groups.element import Element, checked
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of
 from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites, shapes_of
 
 ENUMERATION_LIMIT = 1_000_000
 LISTED = 6  # axes of each set of units in a table; of more, the number is told
-
-
-class Layer(NamedTuple):
-    """Units along one axis that lie inside one another, outer ones first, or apart.
-
-    Of several layers, each permutes places by itself: rows and columns of a table that is flattened.
-
-    :ivar shared: what the units lie inside of, and another layer's do, too; its moves are left to that layer.
-    :ivar members: names of the units, and the axes along which they lie.
-    :ivar owner: the innermost of the members at each place, -1 for none.
-    """
-
-    shared: str | None
-    members: list[tuple[str, Axis]]
-    owner: Tensor
+Members = list[tuple[str, Axis]]
 
 
 class Group:
@@ -69,54 +54,59 @@ class Group:
         or permutations don't carry multipliers along, so that both together are no group.
     """
 
-    def __init__(
-        self,
-        units: Iterable[Units],
-        site_shapes: Mapping[str, torch.Size],
-        of_network: bool = False,
-    ):
+    def __init__(self, units: Iterable[Units], site_shapes: Mapping[str, torch.Size], of_network: bool = False):
         shapes = shapes_of(site_shapes, "site_shapes")
         listed = arguments.listed("units", units, Units, "Units, each with its axes")
         for one in listed:
             for axis in one.axes:
                 check_axis(one.name, axis, shapes)
-        self._begin(listed, shapes, (), of_network)
+        self._begin(listed, shapes, of_network, {})
         check_group(self)
 
     def _begin(
         self,
-        units: Iterable[Units],
+        units: Sequence[Units],
         shapes: Mapping[str, torch.Size],
-        spans: Iterable[tuple[str, int, int]],
         of_network: bool,
+        runs: Mapping[str, tuple[int, int]],
         whole: Group | None = None,
     ) -> Group:
         self.site_shapes, self.of_network, self.whole = dict(shapes), of_network, whole or self
         self.units = _outer_first(units)
-        every = [axis for one in self.units.values() for axis in one.axes]
-        self._spans = frozenset(spans) | {(axis.site, axis.dim, axis.span) for axis in every if axis.span > 1}
-        self._runs = {site: _runs(len(shape), site, self._spans) for site, shape in self.site_shapes.items()}
+        self._runs = {site: run for site, run in runs.items() if site in shapes}  # axes that are flattened
+        for axis in (axis for one in self.units.values() for axis in one.axes if axis.span > 1):
+            first, last = self._runs.get(axis.site, (axis.dim, 0))
+            self._runs[axis.site] = min(first, axis.dim), max(last, axis.dim + axis.span)
         self.view_shapes = {
-            site: torch.Size(math.prod(shape[slice(*run)]) for run in self._runs[site])
+            site: torch.Size((*shape[: (run := self._runs[site])[0]], math.prod(shape[slice(*run)]), *shape[run[1] :]))
+            if site in self._runs
+            else shape
             for site, shape in self.site_shapes.items()
         }
-        self._axes = {
-            name: tuple(_lifted(axis, self.site_shapes[axis.site], self._runs[axis.site]) for axis in one.axes)
-            for name, one in self.units.items()
-        }
-        self._members: dict[str, dict[int, list[tuple[str, Axis]]]] = {}
-        for name in self.units:
+        self._axes = {name: tuple(map(self._viewed, one.axes)) for name, one in self.units.items()}
+        self._members: dict[str, dict[int, Members]] = {}
+        for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
             for axis in self._axes[name]:
                 self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((name, axis))
-        for members in (members for by_dim in self._members.values() for members in by_dim.values()):
-            members.sort(key=lambda member: -len(self.ancestors(member[0])))
         self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
         self.carried: tuple[str, ...] = ()
         for name, one in self.units.items():
             self.carried += (name,) if "permute" in one.moves or one.parent in self.carried else ()
-        self._layers: dict[tuple[str, int], list[Layer]] = {}
         self._restrictions: dict[frozenset[Move], Group] = {}
         return self
+
+    def _viewed(self, axis: Axis) -> Axis:
+        """An axis of a site as one of the view: its units occupy all positions along the rest of the run."""
+        if axis.site not in self._runs:
+            return axis
+        start, end = self._runs[axis.site]
+        if not start <= axis.dim < end:
+            return axis if axis.dim < start else replace(axis, dim=axis.dim - (end - start - 1))
+        shape, first = self.site_shapes[axis.site][start:end], axis.dim - start
+        places = torch.arange(shape.numel(), device=axis.index.device)
+        along = places.reshape(*shape[:first], -1, *shape[first + axis.span :]).movedim(first, 0)
+        index = along.reshape(len(along), -1)[axis.index].movedim(-1, 1).flatten(0, 1).contiguous()
+        return replace(axis, dim=start, index=index, span=1)
 
     @classmethod
     def declare(
@@ -143,9 +133,34 @@ class Group:
         :param example_weights: one example (or the shape) of every site of the model, without batch dimensions.
         :param moves: ``"permute"``, ``"flip"``, or both; or, by the name of the units, what each may do.
         :param even: sites that no flip changes.
+        :raises ValueError: if axes don't fit their sites, or one set of units would have axes of different lengths.
         """
-        shapes = shapes_of(example_weights)
-        return cls(declared_units(axes, shapes, moves, even), shapes)
+        shapes, even = shapes_of(example_weights), arguments.listed("even", even, str, "sites")
+        lying: dict[str, list[tuple[str, int]]] = {}
+        for site, names in axes.items():
+            if not isinstance(names, list | tuple) or len(names) != len(shapes.get(site, ())):
+                raise ValueError(
+                    f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape "
+                    f"is {shapes.get(site, 'unknown')}"
+                )
+            for dim, name in enumerate(names):
+                if name is not None:
+                    lying.setdefault(name, []).append((site, dim))
+        given = moves if isinstance(moves, Mapping) else dict.fromkeys(lying, moves)
+        if set(given) != set(lying) or not set(even) <= set(axes):
+            raise ValueError(f"moves tells of {list(given)}, even of {even}; axes holds {list(lying)} in {list(axes)}")
+        units = []
+        for name, where in lying.items():
+            lengths, allowed = {shapes[site][dim] for site, dim in where}, moves_of("moves", given[name])
+            if len(lengths) > 1 or not allowed <= {"permute", "flip"}:
+                raise ValueError(
+                    f"{name!r} lies along the axes {where} of lengths {sorted(lengths)}, and its moves are "
+                    f"{sorted(allowed)}; lengths must be equal, and declared units may only permute and flip"
+                )
+            index = torch.arange(lengths.pop(), device="cpu")[None]
+            own = (Axis(site, dim, index, int("flip" in allowed and site not in even)) for site, dim in where)
+            units.append(Units(name, index.shape[1], tuple(a for a in own if a.touched(allowed)), moves=allowed))
+        return cls(units, shapes)
 
     # its units ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +190,6 @@ class Group:
 
     def children(self, name: str) -> tuple[str, ...]:
         """The units that lie inside these, in the group's order."""
-        self[name]
         return tuple(other for other, one in self.units.items() if one.parent == name)
 
     def ancestors(self, name: str) -> tuple[str, ...]:
@@ -189,93 +203,72 @@ class Group:
 
     # where it acts --------------------------------------------------------------------------------------------------
 
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """The sites that the group acts on, buffers included."""
-        return tuple(self._members)
+    def axes(self, name: str) -> tuple[Axis, ...]:
+        """The axes of some units in the view, in the order of ``group[name].axes``."""
+        return self._axes[self[name].name]
 
-    @property
-    def required_sites(self) -> tuple[str, ...]:
-        """The sites that weights must hold to be acted on: those of the units, without buffers."""
-        return tuple(site for site in self.sites if not all(axis.buffer for _, axis in self._at(site)))
-
-    @property
-    def buffers(self) -> tuple[str, ...]:
-        """The buffers (running statistics) that the group acts on."""
-        return tuple(site for site in self.sites if all(axis.buffer for _, axis in self._at(site)))
-
-    @property
-    def weight_sites(self) -> tuple[str, ...]:
-        """The sites that are weights, whether the group acts on them or not: all but biases and buffers.
-
-        A site that multipliers touch along its only axis is a bias if they enter with positive exponents, unless its
-        name ends in ``weight`` (the affine weight of a normalisation). A site that isn't touched is a weight if it has
-        two axes or more, or if its name ends in ``weight``. What :func:`~pyro_symmetric.weights.is_bias` calls a bias
-        never is.
-        """
-        return tuple(site for site in self.site_shapes if self._is_weight(site))
-
-    def _is_weight(self, site: str) -> bool:
-        axes = [axis for _, axis in self._at(site)]
-        if is_bias(site) or any(axis.buffer for axis in axes):
-            return False
-        many = len(self.site_shapes[site]) >= 2
-        return many or site.endswith("weight") or any(axis.exponent < 0 for axis in axes)
-
-    def epsilon(self, site: str) -> float:
-        """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
-        return next((a.epsilon for _, a in self._at(site) if a.exponent and a.epsilon is not None), 0.0)
-
-    def members(self, site: str) -> dict[int, list[tuple[str, Axis]]]:
+    def members(self, site: str) -> dict[int, Members]:
         """For each axis of a viewed site that the group acts on: (name, axis) pairs, inner units before outer ones."""
         return self._members.get(site, {})
 
-    def _at(self, site: str) -> list[tuple[str, Axis]]:
-        return [pair for members in self.members(site).values() for pair in members]
+    def movers(self, site: str, dim: int) -> Members:
+        """The members at one axis that permute, outer units first."""
+        return [pair for pair in reversed(self.members(site).get(dim, [])) if "permute" in self.units[pair[0]].moves]
+
+    def _at(self, site: str) -> list[Axis]:
+        return [axis for members in self.members(site).values() for _, axis in members]
 
     def dims(self, site: str) -> tuple[int, ...]:
         """The axes of a site itself, rather than of its view, that the group acts on."""
         axes = [axis for one in self.units.values() for axis in one.axes if axis.site == site]
         return tuple(sorted({dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}))
 
-    def axes(self, name: str) -> tuple[Axis, ...]:
-        """The axes of some units in the view, in the order of ``group[name].axes``."""
-        self[name]
-        return self._axes[name]
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that the group acts on, buffers included."""
+        return tuple(site for site in self.site_shapes if site in self._members)
 
-    def layers(self, site: str, dim: int) -> list[Layer]:
-        """The permuted units on a viewed axis; one layer for most."""
-        if (site, dim) not in self._layers:
-            layers: list[Layer] = []
-            for name, axis in reversed(self.members(site).get(dim, [])):
-                if "permute" in self[name].moves:
-                    self._add(layers, name, axis, self.view_shapes[site][dim])
-            self._layers[site, dim] = layers
-        return self._layers[site, dim]
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """The buffers (running statistics) that the group acts on."""
+        return tuple(site for site in self.sites if all(axis.buffer for axis in self._at(site)))
 
-    def _add(self, layers: list[Layer], name: str, axis: Axis, length: int) -> None:
-        places, outside, shared = axis.index.flatten().cpu(), self.ancestors(name), None
-        for layer in layers:
-            numbers = layer.owner[places].unique().tolist()
-            strangers = {layer.members[number][0] for number in numbers if number >= 0} - set(outside)
-            if not strangers and layer.shared == shared:
-                break
-            common = (one for one in outside if any(one in self.ancestors(other) for other in strangers))
-            shared = next(common, shared)
-        else:
-            layers.append(layer := Layer(shared, [], torch.full((length,), -1, device="cpu")))
-        layer.owner[places] = len(layer.members)
-        layer.members.append((name, axis))
+    @property
+    def required_sites(self) -> tuple[str, ...]:
+        """The sites that weights must hold to be acted on: those of the units, without buffers."""
+        return tuple(site for site in self.sites if not all(axis.buffer for axis in self._at(site)))
+
+    @property
+    def weight_sites(self) -> tuple[str, ...]:
+        """The sites that are weights, whether the group acts on them or not: all but biases and buffers.
+
+        A site with one axis is a weight if units that leave along it multiply it (with a negative exponent), or if its
+        name ends in ``weight``. What :func:`~pyro_symmetric.weights.is_bias` calls a bias never is.
+        """
+        found = []
+        for site, shape in self.site_shapes.items():
+            leaves = any(axis.exponent < 0 for axis in self._at(site))
+            if not is_bias(site) and site not in self.buffers and (len(shape) > 1 or leaves or site.endswith("weight")):
+                found.append(site)
+        return tuple(found)
+
+    def epsilon(self, site: str) -> float:
+        """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
+        return next((a.epsilon for a in self._at(site) if a.exponent and a.epsilon is not None), 0.0)
 
     def view(self, site: str, value: Tensor) -> Tensor:
         """A site, ``batch_shape + site_shape``, with the axes flattened that some axis spans."""
-        shape, viewed = self.site_shapes.get(site), self.view_shapes.get(site)
-        return value if shape == viewed else value.reshape((*value.shape[: value.dim() - len(shape)], *viewed))  # type: ignore
+        if site not in self._runs:
+            return value
+        start, end = (dim - len(self.site_shapes[site]) for dim in self._runs[site])
+        return value.flatten(start, end - 1)
 
     def view_back(self, site: str, value: Tensor) -> Tensor:
         """The inverse of :meth:`view`."""
-        shape, viewed = self.site_shapes.get(site), self.view_shapes.get(site)
-        return value if shape == viewed else value.reshape((*value.shape[: value.dim() - len(viewed)], *shape))  # type: ignore
+        if site not in self._runs:
+            return value
+        start, end = self._runs[site]
+        return value.unflatten(start - len(self.view_shapes[site]), self.site_shapes[site][start:end])
 
     def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
         """All sites as :meth:`view` shows them."""
@@ -309,11 +302,10 @@ class Group:
 
     # parts of it ----------------------------------------------------------------------------------------------------
 
-    def _part(self, units: Iterable[Units], whole: Group | None = None, sites: Collection[str] | None = None) -> Group:
+    def _part(self, units: Sequence[Units], whole: Group | None = None, leaving: Iterable[str] = ()) -> Group:
         """A group of parts of this one, which has been checked, in the same view."""
-        shapes = {site: shape for site, shape in self.site_shapes.items() if sites is None or site in sites}
-        spans = (span for span in self._spans if span[0] in shapes)
-        return Group.__new__(Group)._begin(units, shapes, spans, self.of_network, whole)
+        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in leaving}
+        return Group.__new__(Group)._begin(units, shapes, self.of_network, self._runs, whole)
 
     def restricted(self, *moves: str) -> Group:
         """The same units with these moves only: a view that shares their axes.
@@ -350,11 +342,7 @@ class Group:
 
     @property
     def finite(self) -> Group:
-        """Permutations and signs: what a guide can be averaged over.
-
-        Scales and shifts are continuous: no proper prior is invariant under them, so they are no symmetry of a
-        posterior.
-        """
+        """Permutations and signs: what a guide can be averaged over. No proper prior is invariant under the others."""
         return self.restricted("permute", "flip")
 
     def without(self, names: Iterable[str], moves: str | Iterable[str] | None = None) -> Group:
@@ -362,11 +350,9 @@ class Group:
 
         :param moves: the moves to take from them; all by default.
         """
-        names = arguments.listed("names", names, str, "names of units")
-        for name in names:
-            self[name]
+        left = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
-        units = [replace(u, moves=u.moves - taken) if u.name in names else u for u in self.units.values()]
+        units = [replace(u, moves=u.moves - taken) if u.name in left else u for u in self.units.values()]
         return self._part(_with_moves(units))
 
     def leaving(self, sites: Iterable[str]) -> Group:
@@ -374,24 +360,11 @@ class Group:
 
         Units that lie along no other sites are gone.
         """
-        left = set(arguments.listed("sites", sites, str, "sites")) & set(self.site_shapes)
-        axes = {name: [axis for axis in one.axes if axis.site not in left] for name, one in self.units.items()}
-        return self._over(set(self.site_shapes) - left, axes) if left else self
-
-    def along(self, site: str, axes: Mapping[str, Sequence[Axis]]) -> Group:
-        """Part of how the group acts on one site: units along these axes of theirs only, in the same view.
-
-        :param axes: name of the units -> axes of theirs at this site, perhaps with other exponents.
-        """
-        return self._over({site}, axes)
-
-    def _over(self, sites: Collection[str], axes: Mapping[str, Sequence[Axis]]) -> Group:
-        """Units along these axes of theirs only; those that lie along none, and hold none that do, are gone."""
-        held: set[str | None] = set()
-        for one in reversed(self.units.values()):
-            held |= {one.name, one.parent} if axes.get(one.name) or one.name in held else set()
-        units = [replace(one, axes=tuple(axes.get(name, ()))) for name, one in self.units.items() if name in held]
-        return self._part(units, sites=sites)
+        left, held = set(arguments.listed("sites", sites, str, "sites")), set[str | None]()
+        axes = {name: tuple(a for a in one.axes if a.site not in left) for name, one in self.units.items()}
+        for name, one in reversed(self.units.items()):
+            held |= {name, one.parent} if axes[name] or name in held else set()
+        return self._part([replace(self[name], axes=axes[name]) for name in self.units if name in held], leaving=left)
 
     def without_buffers(self) -> Group:
         """The same units acting on parameters alone; buffers (running statistics) stay as they are.
@@ -404,14 +377,12 @@ class Group:
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """The same group for weights whose sites have other names."""
         new = {site: rename(site) for site in self.site_shapes}
-        for name in new.values():
-            arguments.instance("what rename returns", name, str, "a site's name")
         if len(set(new.values())) < len(new):
             raise ValueError("rename gives two sites the same name")
         shapes = {new[site]: shape for site, shape in self.site_shapes.items()}
         units = [replace(u, axes=tuple(replace(a, site=new[a.site]) for a in u.axes)) for u in self.units.values()]
-        spans = ((new[site], dim, span) for site, dim, span in self._spans)
-        return Group.__new__(Group)._begin(units, shapes, spans, self.of_network)
+        runs = {new[site]: run for site, run in self._runs.items()}
+        return Group.__new__(Group)._begin(units, shapes, self.of_network, runs)
 
     # its elements ---------------------------------------------------------------------------------------------------
 
@@ -519,10 +490,18 @@ class Group:
     # the same group -------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: the sites' shapes, and the units with their axes."""
+        """As JSON: the sites' shapes, and the units with their axes; indices are left out if units fill an axis."""
+
+        def axis_data(axis: Axis) -> dict[str, Any]:
+            data = {field.name: getattr(axis, field.name) for field in fields(axis)}
+            return {**data, "index": None if axis.fills(axis.length(self.site_shapes)) else axis.index.tolist()}
+
         return {
             "site_shapes": {site: list(shape) for site, shape in self.site_shapes.items()},
-            "units": [one.to_dict(self.site_shapes) for one in self.units.values()],
+            "units": [
+                {**vars(one), "axes": [axis_data(axis) for axis in one.axes], "moves": sorted(one.moves)}
+                for one in self.units.values()
+            ],
             "of_network": self.of_network,
         }
 
@@ -530,24 +509,25 @@ class Group:
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """The inverse of :meth:`to_dict`."""
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
-        return cls((Units.from_dict(one, shapes) for one in data["units"]), shapes, data["of_network"])
+
+        def axis_of(given: Mapping[str, Any]) -> Axis:
+            dim, index = given["dim"], given["index"]
+            if index is None:
+                index = [list(range(math.prod(shapes[given["site"]][dim : dim + given["span"]])))]
+            return Axis(**{**given, "index": torch.tensor(index, device="cpu")})
+
+        units = (Units(**{**one, "axes": [axis_of(axis) for axis in one["axes"]]}) for one in data["units"])
+        return cls(units, shapes, data["of_network"])
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return (
-            isinstance(other, Group)
-            and self.site_shapes == other.site_shapes
-            and self.factors == other.factors
-            and {**self.to_dict(), "of_network": True} == {**other.to_dict(), "of_network": True}
-        )
+        if self is other or not isinstance(other, Group) or self.factors != other.factors:
+            return self is other
+        return {**self.to_dict(), "of_network": None} == {**other.to_dict(), "of_network": None}
 
     def __hash__(self) -> int:
         return hash((tuple(self.factors.items()), tuple(sorted(self._members))))
 
     def __repr__(self) -> str:
-        if not self.units:
-            return "Group(trivial)"
         return "\n".join([f"Group of log-order {self.log_order():.1f}", *table(self)])
 
 
@@ -563,26 +543,22 @@ def group_of(symmetry: Any, name: str = "group") -> Group:
     """
     group = symmetry if isinstance(symmetry, Group) else getattr(symmetry, "group", None)
     if not isinstance(group, Group):
-        raise TypeError(
-            f"{name} is {described(symmetry)}; it must be a Group or a Symmetry, e.g. find_symmetry(net, x) or "
-            "Group.declare(...)"
-        )
+        raise TypeError(f"{name} is {described(symmetry)}; it must be find_symmetry(net, x), or a Group")
     return group
 
 
 def table(group: Group) -> list[str]:
     """Lines with aligned columns: the units, their number, their moves, the axes along which they lie.
 
-    Units that lie inside others stand below them, indented; ``3 x 2`` are two in each of three.
+    Units that lie inside others stand below them, indented.
     """
     rows = [("units", "number", "moves", "axes")]
     for name in (name for root in group.roots for name in group.family(root)):
         one = group[name]
-        number = str(one.size) if one.copies == 1 else f"{one.copies} x {one.size}"
         axes = ", ".join(map(str, one.axes[:LISTED]))
         more = f", ... {len(one.axes) - LISTED} more" if len(one.axes) > LISTED else ""
         moves = ", ".join(move for move in MOVES if move in one.moves)
-        rows.append(("  " * len(group.ancestors(name)) + name, number, moves, axes + more))
+        rows.append(("  " * len(group.ancestors(name)) + name, one.number, moves, axes + more))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
@@ -590,49 +566,23 @@ def table(group: Group) -> list[str]:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _outer_first(units: Iterable[Units]) -> dict[str, Units]:
+def _outer_first(units: Sequence[Units]) -> dict[str, Units]:
     """Units by name, in the given order, but each after its parent."""
-    pending: dict[str, Units] = {}
-    for one in units:
-        if one.name in pending:
-            raise ValueError(f"two sets of units are called {one.name!r}; each needs a name of its own")
-        pending[one.name] = one
+    named = {one.name: one for one in units}
+    if len(named) < len(units):
+        raise ValueError(f"two sets of units have one name: {[one.name for one in units]}; each needs its own")
     ordered: dict[str, Units] = {}
-
-    def place(one: Units) -> None:
-        if one.parent in pending and one.parent not in ordered:
-            place(pending.pop(one.parent))
-        if one.parent is not None and (one.parent not in ordered or ordered[one.parent].count != one.copies):
-            raise ValueError(
-                f"the units {one.name!r} lie in {one.parent!r}, in {one.copies} copies; there must be such units, one "
-                "copy in each, and none may lie inside themselves"
-            )
-        ordered[one.name] = one
-
-    while pending:
-        place(pending.pop(next(iter(pending))))
+    for one in units:
+        line = [one]
+        while (name := line[-1].parent) is not None:
+            if name not in named or named[name].count != line[-1].copies or named[name] in line:
+                raise ValueError(
+                    f"the units {line[-1].name!r} lie in {name!r}, in {line[-1].copies} copies; there must be such "
+                    "units, one copy in each, and none may lie inside themselves"
+                )
+            line.append(named[name])
+        ordered |= {outer.name: outer for outer in reversed(line)}
     return ordered
-
-
-def _runs(dims: int, site: str, spans: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
-    """The first axis of each run of a site's axes that are flattened together, and the axis after its last."""
-    first = list(range(dims))
-    for dim, span in sorted((dim, span) for own, dim, span in spans if own == site):
-        first = [first[dim] if first[dim] <= other <= first[dim + span - 1] else other for other in first]
-    starts = [*sorted(set(first)), dims]
-    return list(itertools.pairwise(starts))
-
-
-def _lifted(axis: Axis, shape: torch.Size, runs: Sequence[tuple[int, int]]) -> Axis:
-    """An axis of a site as one of the view: its units occupy all positions along the rest of the run."""
-    number = next(k for k, (start, end) in enumerate(runs) if start <= axis.dim < end)
-    if len(runs) == len(shape):
-        return axis
-    (start, end), last = runs[number], axis.dim + axis.span
-    before, own, after = (math.prod(shape[a:b]) for a, b in ((start, axis.dim), (axis.dim, last), (last, end)))
-    outer = torch.arange(before, device=axis.index.device)[:, None, None, None] * own
-    index = (outer + axis.index.unsqueeze(1)) * after + torch.arange(after, device=axis.index.device)[:, None]
-    return replace(axis, dim=number, index=index.flatten(0, 2), span=1)
 
 
 def _with_moves(units: Sequence[Units]) -> list[Units]:

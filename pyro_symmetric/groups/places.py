@@ -1,16 +1,14 @@
-"""The units of a site: their rows, and what multiplies each position."""
+"""Entries of units, numbers and permutations along one axis of a site."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.units import Axis, Move
-
-if TYPE_CHECKING:
-    from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.units import Axis
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
@@ -30,36 +28,35 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
     return along if blocks == 1 else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
 
 
-def offsets(group: Group, move: Move) -> dict[str, slice]:
-    """The range of each set of units among all units that admit a move, in the group's order."""
-    found, start = {}, 0
-    for name in group.names(move):
-        found[name] = slice(start, start + group[name].count)
-        start = found[name].stop
-    return found
+def lay_out(numbers: Tensor, index: Tensor, filler: float, length: int) -> Tensor:
+    """Numbers of units, ``batch + (count,)``, at the positions ``(blocks, count)`` of an axis; ``filler`` elsewhere."""
+    index = index.to(numbers.device)
+    full = numbers.new_full((*numbers.shape[:-1], length), filler)
+    full[..., index.reshape(-1)] = numbers.unsqueeze(-2).expand(*numbers.shape[:-1], *index.shape).flatten(-2)
+    return full
 
 
-def owners(group: Group, site: str, dim: int, move: Move, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The units that multiply each position of a viewed axis, and their exponents.
+def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
+    """``batch + (n,)`` -> ``batch + (1, .., n, .., 1)``, lying along axis ``dim`` of a site of ``site_dims`` axes."""
+    return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))
 
-    :param move: ``"flip"`` or ``"scale"``; of flips, only odd exponents count.
-    :return: LongTensor and float64 tensor ``(depth, length)``: units numbered as in :func:`offsets`, and their number
-        if there is none. ``depth`` is 1 unless several units multiply one position.
-    """
-    length, where = group.view_shapes[site][dim], offsets(group, move)
-    none = max((at.stop for at in where.values()), default=0)
-    layers: list[tuple[Tensor, Tensor]] = []
-    for name, axis in group.members(site).get(dim, []):
-        if name not in where or axis.exponent == 0 or (move == "flip" and axis.exponent % 2 == 0):
+
+def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
+    """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
+    batch, site = value.shape[: value.dim() - site_dims], value.shape[value.dim() - site_dims :]
+    alone = {dim for dim, index in indices.items() if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1}
+    indices = {dim: index.reshape(-1) if dim in alone else index for dim, index in indices.items()}
+    if len(indices) > 1 and any(index.dim() > 1 and index.shape[:-1] != batch for index in indices.values()):
+        # Elements that meet several values: one gather with flat indices, which are computed once for an element.
+        flat = torch.zeros((), dtype=torch.long, device=value.device)
+        for dim, length in enumerate(site):
+            index = indices.get(dim, torch.arange(length, device=value.device))
+            flat = flat + along_axis(index * math.prod(site[dim + 1 :]), dim, site_dims)
+        return permute_axes(value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1).unflatten(-1, site)
+    for dim, index in indices.items():
+        if index.dim() == 1:
+            value = value.index_select(dim - site_dims, index)
             continue
-        index = axis.index.cpu()
-        layer = next((own for own in layers if bool((own[0][index] == none).all())), None)
-        if layer is None:
-            layer = torch.full((length,), none, device="cpu"), torch.zeros(length, dtype=torch.float64, device="cpu")
-            layers.append(layer)
-        layer[0][index] = where[name].start + torch.arange(index.shape[1], device="cpu")
-        layer[1][index] = float(axis.exponent)
-    if not layers:
-        layers = [(torch.full((length,), none, device="cpu"), torch.zeros(length, dtype=torch.float64, device="cpu"))]
-    units, exponents = (torch.stack(part).to(device) for part in zip(*layers, strict=True))
-    return units, exponents
+        shape = (*torch.broadcast_shapes(value.shape[: value.dim() - site_dims], index.shape[:-1]), *site)
+        value = value.expand(shape).gather(dim - site_dims, along_axis(index, dim, site_dims).expand(shape))
+    return value

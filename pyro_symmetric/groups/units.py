@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ class Axis:
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
-    :param site: the site (for a network, the parameter's or buffer's name).
-    :param dim: the axis, counted from the front of the site's shape.
     :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A plain axis is
         ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` rows; positions that aren't listed stay.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
@@ -54,15 +52,10 @@ class Axis:
         arguments.whole("span", self.span, 1)
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
-            raise ValueError(
-                f"index has dtype {index.dtype} and shape {tuple(index.shape)}; it must be a LongTensor (blocks, count)"
-            )
+            raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor (blocks, count)")
         if index.is_inference():  # groups outlive the mode that they are made in
             with torch.inference_mode(False):
                 object.__setattr__(self, "index", index.clone())
-
-    def __repr__(self) -> str:
-        return f"Axis({self}, {self.index.numel()} positions{', buffer' if self.buffer else ''})"
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
@@ -70,9 +63,8 @@ class Axis:
 
     def touched(self, moves: frozenset[Move]) -> bool:
         """True if moves of the units change what lies along the axis."""
-        if "permute" in moves or "shift" in moves:
-            return True
-        return bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
+        multiplied = bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
+        return multiplied or "permute" in moves or "shift" in moves
 
     def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
         """The number of positions along the axis; those along all of its axes, if it spans several."""
@@ -86,21 +78,6 @@ class Axis:
     def _in_order(self) -> bool:
         blocks, count = self.index.shape
         return blocks == 1 and torch.equal(self.index[0], torch.arange(count, device=self.index.device))
-
-    def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-        """As JSON; the index is left out if the units fill the axis in order."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**data, "index": None if self.fills(self.length(site_shapes)) else self.index.tolist()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Axis:
-        """The inverse of :meth:`to_dict`."""
-        if data["site"] not in site_shapes:
-            raise ValueError(f"an axis lies on the site {data['site']!r}; the known sites are {list(site_shapes)}")
-        shape, index = site_shapes[data["site"]], data["index"]
-        if index is None:
-            index = [list(range(math.prod(shape[data["dim"] : data["dim"] + data["span"]])))]
-        return cls(**{**data, "index": torch.tensor(index, device="cpu")})
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,9 +93,7 @@ class Units:
     >>> ps.Group([units], {"w": torch.Size([3, 2])}).order()
     6
 
-    :param name: what they are called, after the layer or the plate that they come from.
     :param size: the number of units in one copy.
-    :param axes: the axes along which they lie.
     :param parent: the units inside which these lie, if any.
     :param copies: the number of the parent's units; without a parent, of copies that move independently.
     :param moves: what the units may do: exchange places within their copy (``"permute"``), flip their sign
@@ -135,20 +110,24 @@ class Units:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")))
-        object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves != frozenset() else self.moves)
+        object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves else frozenset())
         arguments.whole(f"size of {self.name!r}", self.size, 1)
         arguments.whole(f"copies of {self.name!r}", self.copies, 1)
         for axis in self.axes:
             if axis.index.shape[1] != self.count:
                 raise ValueError(
-                    f"the index of {self.name!r} on axis {axis.dim} of {axis.site!r} has shape "
-                    f"{tuple(axis.index.shape)}; it must be (blocks, {self.count}), one column for each unit"
+                    f"the index of {self.name!r} on {axis} has shape {tuple(axis.index.shape)}; it must be "
+                    f"(blocks, {self.count}), one column for each unit"
                 )
 
     def __repr__(self) -> str:
-        number = str(self.size) if self.copies == 1 else f"{self.copies} x {self.size}"
         moves = ", ".join(move for move in MOVES if move in self.moves)
-        return f"Units({self.name!r}, {number}, {moves or 'no moves'}; {', '.join(map(str, self.axes)) or 'no axes'})"
+        return f"Units({self.name!r}, {self.number}, {moves or 'no moves'}; {', '.join(map(str, self.axes))})"
+
+    @property
+    def number(self) -> str:
+        """Their number in words: ``3``, or ``2 x 3`` for three in each of two copies."""
+        return str(self.size) if self.copies == 1 else f"{self.copies} x {self.size}"
 
     @property
     def count(self) -> int:
@@ -159,16 +138,6 @@ class Units:
     def shape(self) -> tuple[int, ...]:
         """The shape of one element's numbers, one for each unit: ``(size,)``, or ``(copies, size)``."""
         return (self.size,) if self.copies == 1 else (self.copies, self.size)
-
-    def to_dict(self, site_shapes: Mapping[str, torch.Size]) -> dict[str, Any]:
-        """As JSON."""
-        return {**vars(self), "axes": [axis.to_dict(site_shapes) for axis in self.axes], "moves": sorted(self.moves)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], site_shapes: Mapping[str, torch.Size]) -> Units:
-        """The inverse of :meth:`to_dict`."""
-        axes = tuple(Axis.from_dict(axis, site_shapes) for axis in data["axes"])
-        return cls(**{**data, "axes": axes, "moves": frozenset(data["moves"])})
 
 
 def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -28,16 +30,11 @@ def test_axes_that_do_not_fit_their_sites_are_refused(axis):
 
 
 def test_units_go_through_json_and_leave_plain_indices_out():
-    shapes = {"w": torch.Size((6,)), "v": torch.Size((2, 3))}
     axes = (Axis("w", 0, plain(6), 1), Axis("v", 0, plain(6).flip(1), -1, True, 0.5, 2))
-    one = Units("u", 2, axes, "heads", 3, frozenset({"permute", "scale"}))
-    assert one.axes[0].fills(one.count)
-    data = one.to_dict(shapes)
-    assert data["axes"][0]["index"] is None
-    again = Units.from_dict(data, shapes)
-    assert again.to_dict(shapes) == data
-    assert (again.parent, again.copies, again.moves) == ("heads", 3, {"permute", "scale"})
+    one = Units("u", 6, axes, moves=frozenset({"permute", "scale"}))
+    data = Group([one], {"w": (6,), "v": (2, 3)}).to_dict()
+    assert [axis["index"] is None for axis in data["units"][0]["axes"]] == [True, False]
+    again = Group.from_dict(json.loads(json.dumps(data)))["u"]
+    assert again.moves == {"permute", "scale"}
     assert torch.equal(again.axes[1].index, axes[1].index)
     assert (again.axes[1].epsilon, again.axes[1].span, again.axes[1].buffer) == (0.5, 2, True)
-    with pytest.raises(ValueError, match="site"):
-        Units.from_dict(data, {"w": torch.Size((6,))})

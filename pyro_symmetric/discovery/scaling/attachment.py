@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric.discovery.scaling.views import views_of
 from pyro_symmetric.discovery.units import module_name, unused
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
-from pyro_symmetric.groups.views import views_of
 
 Axes = tuple[Axis, ...]
 Place = tuple[str, int, int]  # a site, an axis of it, and how many axes count as one
