@@ -95,6 +95,11 @@ class Element:
         element.images, element.signs, element.log_scales, element.shifts = parts
         return element
 
+    @classmethod
+    def _of_parts(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
+        permutations, signs, log_scales, shifts = parts
+        return cls(group, permutations, signs, log_scales, shifts, batch_shape)
+
     @cached_property
     def permutations(self) -> ByName:
         """Name of the units -> images within each copy, ``batch_shape + units.shape``."""
