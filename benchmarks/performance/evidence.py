@@ -36,8 +36,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
-from pyro_symmetric.guides.evidence import Evidence
-from pyro_symmetric.guides.log_ratios import Estimate
+from pyro_symmetric.guides.evidence import Estimate, Evidence
 from pyro_symmetric.mcmc.density.density import Density
 
 GALAXIES = torch.tensor([

@@ -64,11 +64,6 @@ class OrbitEstimator(ABC):
             return self.log_prob(base, action, value)
         raise NotImplementedError(f"{type(self).__name__} estimates the density at draws of the base alone")
 
-    @property
-    def knows_elsewhere(self) -> bool:
-        """True if :meth:`log_prob_elsewhere` is there."""
-        return self.bound == "exact" or type(self).log_prob_elsewhere is not OrbitEstimator.log_prob_elsewhere
-
 
 def require_estimator(estimator: Any) -> None:
     """:raises TypeError: unless this is an estimator (a class of them is none) or None."""

@@ -3,23 +3,34 @@ r"""The value of a symmetrised guide, and the evidence of its model: bounds, imp
 .. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q)
    \;\le\; \log p(D) = \log \mathbb E_{\bar q}\big[e^{\ell(w)}\big], \qquad \ell(w) = \log p(w, D) - \log \bar q(w)
 
-*Importance sampling* averages :math:`e^{\ell}` over draws of the guide, whose weights' tail tells how far to trust it;
-*bridge sampling* uses draws of the posterior, too, in any copies: :mod:`~pyro_symmetric.guides.log_ratios`.
+*Importance sampling* averages :math:`e^{\ell}` over draws of the guide. Its error can be trusted if the tail of the
+weights is light, as their Pareto shape ``k`` tells (Vehtari et al. 2024, arXiv 1507.02646). *Bridge sampling* (Meng &
+Wong 1996; Gronau et al. 2017, arXiv 1703.05984) uses draws :math:`w_j` of the posterior, too, in any copies; its
+estimate is the only root ``x`` of
 
-An estimate of :math:`\log \bar q` leaves all of this as it is: then :math:`e^{\ell}` is the ratio of two densities of
-the weights together with the elements that the estimate drew. The bounds: Gelberg et al. 2024 (arXiv 2408.05496),
-Section 4; why copies count: Neal 1999 ("Erroneous results in 'Marginal likelihood from the Gibbs output'").
+.. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c) = \frac1{s_2} \operatorname{mean}_j\,
+    \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1},
+
+:math:`\sigma` the logistic function, and :math:`s_1, s_2` the shares of effective draws. An estimate of
+:math:`\log \bar q` leaves all of this as it is: then :math:`e^{\ell}` is the ratio of two densities of the weights
+together with the elements that the estimate drew. The bounds: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pyro.infer.autoguide import AutoGuide
+from scipy.optimize import brentq
+from scipy.special import log_expit, logsumexp
 from torch import Tensor
 
 from pyro_symmetric import arguments
@@ -27,27 +38,42 @@ from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.estimators import require_estimator
-from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
-from pyro_symmetric.guides.log_ratios import (
-    FEWEST,
-    Estimate,
-    bridge,
-    chains_agree,
-    importance,
-    largest_reliable_k,
-    pareto_k,
-)
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import copied_chains
+from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, effective_size
 from pyro_symmetric.weights import Weights, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
 
 CHECKED, CHECKED_DENSITIES = 4, 64  # draws at which log_joint, and an estimate of the density, are checked
+SEEN = 1000  # so many effective draws have seen the largest weights
+FEWEST = 25  # effective draws, below which neither a tail's shape nor an error is known
+UNKNOWN = 20.0  # nats of an error beyond which none is known
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One estimate of the log-evidence.
+
+    :param log_evidence: in nats.
+    :param error: its standard error, in nats; infinite beyond 20, where none is known.
+    :param num_draws: how many draws it is made of: those of the guide, or those of the chains.
+    :param effective_draws: how many independent draws, of equal weight, these are worth.
+    """
+
+    log_evidence: float
+    error: float
+    num_draws: int
+    effective_draws: float
+
+    def interval(self, prob: float = 0.95) -> tuple[float, float]:
+        """The ends of the interval that holds the log-evidence with this probability, by the normal approximation."""
+        half = self.error * NormalDist().inv_cdf(0.5 + arguments.fraction("prob", prob) / 2)
+        return self.log_evidence - half, self.log_evidence + half
 
 
 @dataclass(frozen=True)
@@ -91,20 +117,20 @@ class Evidence:
             f"  ELBO                = {_in_nats(self.elbo)} ± {_in_nats(self.elbo_error)}",
             f"  symmetrised ELBO    {relation} {_in_nats(self.symmetrized_elbo)} ± {_in_nats(self.symmetrized_error)}, "
             f"by {self.estimator}; log |G| = {self.log_order:.1f}",
-            f"  importance sampling ≈ {self._shown(self.importance)}, Pareto-k {self.pareto_k:.2f}",
         ]
-        if self.bridge:
-            lines += [f"  bridge sampling     ≈ {self._shown(self.bridge)}"]
+        tail = f", Pareto-k {self.pareto_k:.2f}"
+        for name, one, more in (("importance", self.importance, tail), ("bridge", self.bridge, "")):
+            if one:
+                spread = "" if self.doubts else f" ± {_in_nats(one.error)}"
+                worth = f"{one.effective_draws:.0f} effective of {one.num_draws} draws{more}"
+                lines.append(f"  {name + ' sampling':19} ≈ {_in_nats(one.log_evidence)}{spread}, {worth}")
         if self.doubts:
             return "\n".join([*lines, "  in doubt, so that no error is known:", *(f"  ! {d}" for d in self.doubts)])
-        low, high = self.best.interval()
-        return "\n".join([*lines, f"  95 % interval: {low:.2f} to {high:.2f}"])
+        return "\n".join([*lines, "  95 % interval: {:.2f} to {:.2f}".format(*self.best.interval())])
 
-    def _shown(self, found: Estimate) -> str:
-        error = "" if self.doubts else f" ± {_in_nats(found.error)}"
-        return (
-            f"{_in_nats(found.log_evidence)}{error}, {found.effective_draws:.0f} effective of {found.num_draws} draws"
-        )
+
+def _in_nats(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 1e7 else f"{value:.1e}"
 
 
 def evidence(
@@ -167,185 +193,197 @@ def evidence_of(
     :param group: finite, of all that the density doesn't tell apart.
     """
     arguments.whole("num_samples", num_samples, 2)
-    arguments.whole("chunk", chunk, 1)
-    arguments.instance("posterior", posterior, (Posterior, type(None)), "a Posterior or None")
     require_estimator(estimator)
     layout, base = layout_of(guide), plain_posterior(guide)
-    estimator = estimator or usual_estimator(base, layout.action(group), training=False)
+    action = layout.action(group)
+    estimator = estimator or usual_estimator(base, action, training=False)
     require_spread(base, guide)
+
+    def joint(vectors: Tensor) -> Tensor:
+        return torch.cat([_joint(log_joint, layout, part) for part in vectors.split(chunk)])
+
+    def density(log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
+        return torch.cat([log_prob(base, action, part).double() for part in vectors.split(chunk)])
+
+    def gap(one: OrbitEstimator) -> float:
+        """The nats that an estimate leaves open: above is its mean with the identity, below that without it."""
+        with forked(), suppress(NotImplementedError):
+            some = base.sample((CHECKED_DENSITIES,))
+            return float((density(one.log_prob, some) - density(one.log_prob_elsewhere, some)).mean())
+        return math.inf
+
     device = next((value.device for value in (*guide.parameters(), *guide.buffers())), None)
     # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.
     with torch.no_grad(), forked(drawn_seed(), device):
-        seen = _Seen(log_joint, layout, base, layout.action(group), estimator, chunk)
         draws = base.sample((num_samples,))
         _require_invariance(layout, log_joint, group, draws[:CHECKED])
-        target, rounding = seen.joint(draws)
-        plain, symmetrized = target - base.log_prob(draws).double(), target - seen.density(estimator.log_prob, draws)
+        target = joint(draws)
+        plain, symmetrized = target - base.log_prob(draws).double(), target - density(estimator.log_prob, draws)
         found, k = importance(symmetrized), pareto_k(symmetrized)
-        gap, own_gap = seen.gap(estimator), seen.gap(guide.estimator) if isinstance(guide, AutoSymmetrized) else 0.0
         with forked():
-            noise = float((seen.joint(draws[:CHECKED])[0] - target[:CHECKED]).square().mean() / 2) ** 0.5
+            noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)  # half of its variance
+        training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
+        gaps = {one: 0.0 if one.bound == "exact" else gap(one) for one in {estimator, training}}
         doubts = [
-            *_doubts_of_importance(found, k, float(symmetrized.mean())),
-            *_doubts_of_density(draws, estimator, gap, own_gap / max(group.log_order(), 1e-9), rounding, noise),
-        ]
+            *doubts_of_weights(found, k, float(symmetrized.mean())),
+            *_told(
+                (gaps[estimator] + noise > 0.5, f"importance sampling: {estimator!r} and log_joint, from call to call, "
+                 f"leave {gaps[estimator] + noise:.1f} nats open; take a larger K, and give all data"),
+                (gaps[training] > 0.05 * group.log_order(), f"training: {training!r} leaves {gaps[training]:.1f} of "
+                 f"log |G| = {group.log_order():.1f} nats open; train with a larger K"),
+            ),
+        ]  # fmt: skip
         connected = None
         if posterior is not None and math.isfinite(found.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
-            at_chains = seen.at_chains(chains)
+            at_chains = joint(chains.flatten(0, 1)) - density(estimator.log_prob_elsewhere, chains.flatten(0, 1))
+            if not bool(at_chains.isfinite().all()):
+                raise ValueError("log_joint is infinite at draws of posterior; they must be draws of the guide's model")
+            at_chains = at_chains.reshape(chains.shape[:2])
             connected = bridge(symmetrized, at_chains, posterior.kind == "independent")
-            doubts += _doubts_of_bridge(connected, found, at_chains, posterior, layout, not doubts)
+            r_hat = chains_agree(at_chains) if posterior.kind == "chains" else 1.0
+            # Importance sampling in doubt should be too low: the largest weights are missing.
+            apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
+            doubts += _told(
+                (r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5,
+                 f"bridge sampling: the chains have R-hat {r_hat:.2f} and {connected.effective_draws:.0f} effective "
+                 f"draws, the error is {connected.error:.2g} nats"),
+                ((apart if doubts else abs(apart)) > 3 * error,
+                 f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats"),
+            )  # fmt: skip
     bound = "lower" if estimator.bound == "upper" else estimator.bound
-    means = *_mean_and_error(plain), *_mean_and_error(symmetrized)
-    return Evidence(*means, repr(estimator), bound, group.log_order(), found, k, connected, tuple(doubts))
-
-
-# doubts -------------------------------------------------------------------------------------------------------------
-
-
-def doubts_of_weights(found: Estimate, k: float) -> list[str]:
-    """Return what the weights' number and tail say against importance sampling."""
-    most = largest_reliable_k(found.num_draws)
-    if not math.isfinite(found.log_evidence):
-        return [f"log_joint is {found.log_evidence} at draws of the guide"]
-    if math.isnan(k):
-        return ["too few draws to tell the tail of the weights"]
-    if k == -math.inf:
-        return ["all weights are equal but for rounding, as those of a point mass are, too"]
-    return [f"Pareto-k is {k:.2f}, above {most:.2f}"] if k > most else _doubts_of_error(found)
-
-
-def _doubts_of_error(found: Estimate) -> list[str]:
-    return _told(
-        (found.error > 0.5, f"the error is {_in_nats(found.error)} nats"),
-        (found.effective_draws < FEWEST, f"{found.effective_draws:.0f} effective draws are too few to know the error"),
-    )
-
-
-def _doubts_of_importance(found: Estimate, k: float, elbo: float) -> list[str]:
-    """Log-normal weights whose log-mean lies ``gap`` above the mean of their logarithms are worth ``exp(-2 gap)`` of a
-    draw each; the weights' own effective size doesn't know of those that are missing."""
-    gap = max(0.0, found.log_evidence - elbo)
-    far = f"the evidence lies {gap:.1f} nats above the symmetrised ELBO, so that the largest weights may be missing"
-    reasons = doubts_of_weights(found, k) + _told((not found.num_draws * math.exp(-2 * gap) >= 50, far))
-    return [f"importance sampling: {reason}" for reason in reasons]
-
-
-def _doubts_of_density(
-    draws: Tensor, estimator: OrbitEstimator, gap: float, left: float, rounding: float, noise: float
-) -> list[str]:
-    """:param gap: nats that the estimator leaves open; ``left``: that of the training, as a part of log |G|.
-    :param rounding: of ``log_joint``; ``noise``: its deviation from call to call, of which the mean exponential is
-        half the variance too high."""
-    still = int((draws == draws[0]).all(0).sum())
-    return _told(
-        (still > 0, f"the guide's draws don't spread in {still} of {draws.shape[1]} directions"),
-        (math.isnan(gap), f"importance sampling: {estimator!r} can't tell how well it knows the guide's density"),
-        (gap > 0.5, f"importance sampling: {estimator!r} leaves {gap:.1f} nats of the density open; take a larger K"),
-        (left > 0.05, f"training: the guide's estimator leaves {left:.0%} of log |G| open; train with a larger K"),
-        (rounding > 0.5, f"log_joint is rounded to about {rounding:.1g} nats"),
-        (
-            noise**2 / 2 > 0.02,
-            f"log_joint changes from call to call, by {noise:.1g} nats at the same weights, which raises the estimates "
-            f"by about {noise**2 / 2:.1g}; give it all data",
-        ),
-    )
-
-
-def _doubts_of_bridge(
-    connected: Estimate, found: Estimate, at_chains: Tensor, posterior: Posterior, layout: GuideLayout, trusted: bool
-) -> list[str]:
-    """:param trusted: whether importance sampling is. If not, it should be too low: the largest weights are missing."""
-    gap, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
-    r_hat = chains_agree(at_chains) if posterior.kind == "chains" else 1.0
-    at_border = _share_at_border(posterior, layout)
-    reasons = _doubts_of_error(connected) + _told(
-        (r_hat > 1.05, f"the chains disagree about the joint density, R-hat {r_hat:.2f}"),
-        (at_border > 0.01, f"{at_border:.0%} of the draws lie on the border of a support, but for rounding"),
-        ((abs(gap) if trusted else gap) > 3 * error, f"it differs from importance sampling by {abs(gap):.2f} nats"),
-    )
-    return [f"bridge sampling: {reason}" for reason in reasons]
-
-
-def _share_at_border(posterior: Posterior, layout: GuideLayout) -> float:
-    """The share of draws so near the border of a support that unconstrained vectors don't bring them back."""
-    samples = {site: posterior.samples[site] for site in layout.site_shapes}
-    back = layout.constrain(layout.unconstrain(samples).double())
-    lost = [((back[s] - v).abs() > 0.01 * v.abs())[..., None].flatten(2).any(-1) for s, v in samples.items()]
-    return float(torch.stack(lost).any(0).double().mean())
+    (elbo, elbo_error), (above, above_error) = map(_mean_and_error, (plain, symmetrized))
+    settings = repr(estimator), bound, group.log_order()
+    return Evidence(elbo, elbo_error, above, above_error, *settings, found, k, connected, tuple(doubts))
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / len(values) ** 0.5)
 
 
+def doubts_of_weights(found: Estimate, k: float, elbo: float = -math.inf) -> list[str]:
+    """Return what the weights say against importance sampling: number and tail, and what may be missing.
+
+    Log-normal weights whose log-mean lies ``far`` above the mean of their logarithms, the ELBO, are worth
+    ``exp(-2 far)`` of a draw each; the weights' own effective size doesn't know of those that are missing.
+    """
+    most, count = min(0.7, 1 - 1 / math.log10(max(found.num_draws, 11))), found.effective_draws
+    far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) else 0.0
+    trusted = k <= most and count >= FEWEST and found.error <= 0.5
+    seen = not math.isfinite(found.log_evidence) or found.num_draws * math.exp(-2 * far) >= 50
+    return _told(
+        (not trusted, f"importance sampling: Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective "
+         f"draws, with an error of {found.error:.2g} nats"),
+        (not seen, f"importance sampling: the evidence lies {far:.1f} nats above the symmetrised ELBO, so that the "
+         "largest weights may be missing"),
+    )  # fmt: skip
+
+
 def _told(*checks: tuple[bool, str]) -> list[str]:
     return [reason for wrong, reason in checks if wrong]
 
 
-def _in_nats(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1e7 else f"{value:.1e}"
+# estimates of log-ratios ----------------------------------------------------------------------------------------------
 
 
-# the densities, at many draws ---------------------------------------------------------------------------------------
+def importance(log_ratios: Tensor) -> Estimate:
+    r"""Return the log of the mean weight; its error is that of the mean, divided by it: :math:`\sqrt{1/N_e - 1/N}`.
+
+    If the largest weights happen to be missing, tail and error are too small together; the bulk knows more. With fewer
+    than 1,000 effective draws :math:`N_e` is at most that of log-normal weights that spread as their upper half does:
+    their logarithms' deviation, from the median to the 84 % quantile, gives a variance of :math:`e^{\sigma^2} - 1`.
+    """
+    values = log_ratios.double()
+    total, count = float(values.logsumexp(0)), len(values)
+    if not math.isfinite(total):
+        return Estimate(total - math.log(count), math.nan, count, math.nan)
+    effective = math.exp(2 * total - float((2 * values).logsumexp(0)))
+    variance = max(0.0, 1 / effective - 1 / count)
+    if effective < SEEN:
+        low, high = values[values.isfinite()].quantile(values.new_tensor([0.5, NormalDist().cdf(1.0)])).tolist()
+        variance = max(variance, math.expm1(min((high - low) ** 2, 700.0)) / count)
+    return Estimate(total - math.log(count), _known(math.sqrt(variance)), count, 1 / (variance + 1 / count))
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The joint density and the symmetrised guide's, at unconstrained vectors, ``chunk`` at once, in float64."""
+def pareto_k(log_ratios: Tensor) -> float:
+    """Return the shape of the largest weights' tail; ``-inf`` if they are equal, NaN if they are too few to tell."""
+    values = log_ratios.double().cpu().numpy()
+    if len(values) < FEWEST or not np.isfinite(values.max()):
+        return math.nan
+    from arviz_stats.base import array_stats  # which takes a second to load
 
-    log_joint: Joint
-    layout: GuideLayout
-    base: Any
-    action: Action
-    estimator: OrbitEstimator
-    chunk: int
+    tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
+    if tail[-1] - tail[0] < 1e-5:  # rounding, which has no shape
+        return -math.inf
+    if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < -650.0:  # the fit divides by this one, and would say all is well
+        return math.inf
+    with np.errstate(over="ignore"):
+        return float(array_stats.psislw(-values)[1])
 
-    def joint(self, vectors: Tensor) -> tuple[Tensor, float]:
-        """``log_joint`` with the volume of the bijections, ``(N,)``, and by how much it is rounded at most draws."""
-        parts = [self._joint(part) for part in vectors.split(self.chunk)]
-        values, rounding = (torch.cat(found) for found in zip(*parts, strict=True))
-        return values, float(rounding.median())
 
-    def _joint(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
-        exact, tiny = vectors.double(), torch.finfo(vectors.dtype).tiny
-        found = self.layout.constrain(exact)
-        weights = {
-            s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(vectors.dtype) for s, v in found.items()
-        }
-        values = self.log_joint(weights)
-        if values.shape != (len(vectors),):
-            raise ValueError(f"log_joint gave shape {tuple(values.shape)} for {len(vectors)} sets of weights")
-        rounding = values.double().abs().nan_to_num() * torch.finfo(values.dtype).eps
-        return values.double() + self.layout.log_det(exact), rounding
+def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Estimate:
+    """Return the bridge between a guide and a posterior; ``effective_draws`` are the chains', of its own mean.
 
-    def density(self, log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
-        parts = [log_prob(self.base, self.action, part).double() for part in vectors.split(self.chunk)]
-        return torch.cat(parts)
+    The error adds the relative variances of both means, that of chains by their autocorrelation.
 
-    def at_chains(self, vectors: Tensor) -> Tensor:
-        """Log-ratios at draws of a posterior, ``(chains, draws, D)`` -> ``(chains, draws)``."""
-        if not self.estimator.knows_elsewhere:
-            raise TypeError(f"estimator {self.estimator!r} knows no density at draws of a posterior; leave these out")
-        flat = vectors.flatten(0, 1)
-        found = self.joint(flat)[0] - self.density(self.estimator.log_prob_elsewhere, flat)
-        if not bool(found.isfinite().all()):
-            raise ValueError("log_joint is infinite at draws of posterior; they must be draws of the guide's model")
-        return found.reshape(vectors.shape[:2])
+    :param of_guide: log-ratios at draws of the guide, ``(N,)``.
+    :param of_chains: log-ratios at draws of the posterior, ``(chains, draws)``.
+    :param independent: whether draws of the posterior are independent, and no chains.
+    """
+    guide, chains = (value.double().cpu().numpy() for value in (of_guide, of_chains))
+    worth = _effective(chains, independent)
+    share = worth / (worth + len(guide))
+    shift = math.log((1 - share) / share)
 
-    def gap(self, estimator: OrbitEstimator) -> float:
-        """The nats that an estimate leaves open: above is its mean with the identity, below that without it.
+    def excess(x: float) -> float:
+        left = logsumexp(log_expit(guide - x - shift)) - math.log(len(guide) * share)
+        right = logsumexp(log_expit(x + shift - chains)) - math.log(chains.size * (1 - share))
+        return float(left - right)
 
-        Far apart, as of ``InfoNCE`` if copies lie apart, its weights look even, and lack what rare draws would bring.
-        """
-        if estimator.bound == "exact" or not estimator.knows_elsewhere:
-            return 0.0 if estimator.bound == "exact" else math.nan
-        with forked():
-            draws = self.base.sample((CHECKED_DENSITIES,))
-            bounds = (self.density(log_prob, draws) for log_prob in (estimator.log_prob, estimator.log_prob_elsewhere))
-            above, below = bounds
-            return float((above - below).mean())
+    known, room = np.concatenate([guide[np.isfinite(guide)], chains.ravel()]), 50.0 + abs(shift)
+    x = float(brentq(excess, known.min() - room, known.max() + room, xtol=1e-10))
+    # Terms up to a common factor: ratios of their moments are all that counts.
+    terms = [np.exp(v - v.max()) for v in (log_expit(guide - x - shift), log_expit(x + shift - chains))]
+    counts = len(guide), _effective(terms[1], independent)
+    variance = sum(t.var(ddof=1) / t.mean() ** 2 / n for t, n in zip(terms, counts, strict=True))
+    return Estimate(x, _known(math.sqrt(variance)), chains.size, counts[1])
+
+
+def chains_agree(of_chains: Tensor) -> float:
+    """Return R-hat of the log-ratio, ``(chains, draws)``, a function of the orbit, so that chains in copies of one mode
+    agree. One chain is compared with itself, half by half."""
+    if len(of_chains) == 1:
+        of_chains = of_chains[0, of_chains.shape[1] % 2 :].reshape(2, -1)
+    return float(chain_statistics(of_chains.double()).r_hat)
+
+
+def _known(error: float) -> float:
+    return error if error < UNKNOWN else math.inf
+
+
+def _effective(values: NDArray[np.float64], independent: bool) -> float:
+    """The number of independent draws that the mean of these ``(chains, draws)`` is worth."""
+    if independent:
+        return float(values.size)
+    length = values.shape[1]
+    split = np.concatenate([values[:, : length // 2], values[:, length - length // 2 :]])
+    with np.errstate(invalid="ignore", divide="ignore"):  # of values that are all alike
+        return min(float(effective_size(split[None])[0]), float(values.size))
+
+
+# densities ------------------------------------------------------------------------------------------------------------
+
+
+def _joint(log_joint: Joint, layout: GuideLayout, vectors: Tensor) -> Tensor:
+    """``log_joint`` with the volume of the bijections, ``(N,)``, in float64."""
+    # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
+    exact, tiny = vectors.double(), torch.finfo(vectors.dtype).tiny
+    found = layout.constrain(exact)
+    weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(vectors.dtype) for s, v in found.items()}
+    values = log_joint(weights)
+    if values.shape != (len(vectors),):
+        raise ValueError(f"log_joint gave shape {tuple(values.shape)} for {len(vectors)} sets of weights")
+    return values.double() + layout.log_det(exact)
 
 
 def _vectors(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Tensor:
@@ -355,11 +393,8 @@ def _vectors(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Ten
         raise ValueError(f"posterior has {posterior.num_samples} draws of each chain; a bridge needs at least 4")
     every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
     thinned = posterior.thin(min(every, posterior.num_samples // 4))
-    samples = {site: thinned.samples[site] for site in layout.site_shapes}
-    require_finite(samples, "posterior")
-    vectors = layout.unconstrain(samples)
-    if not bool(vectors.isfinite().all()):
-        raise ValueError("posterior holds draws on the border of a site's support, where the guide has no density")
+    vectors = layout.unconstrain({site: thinned.samples[site] for site in layout.site_shapes})
+    require_finite({"vectors": vectors}, "posterior")
     still = (vectors == vectors[:, :1]).flatten(1).all(1).nonzero()[:, 0].tolist()
     if posterior.kind == "chains" and (left_out := still or copied_chains(posterior.samples)):
         raise ValueError(f"the chains {left_out} of posterior never move, or equal others; leave them out")

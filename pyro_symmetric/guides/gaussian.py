@@ -150,13 +150,13 @@ def plain_posterior(guide: AutoGuide) -> Any:
 
 
 def require_spread(distribution: Any, guide: Any) -> None:
-    """:raises TypeError: if all draws are one point: a point mass has no density."""
+    """:raises TypeError: if all draws are alike in some direction: a point mass has no density."""
     with torch.no_grad(), forked():
         draws = distribution.sample((NO_COINCIDENCE,))
-    if draws.numel() and bool((draws == draws[0]).all()):
+    if still := int((draws == draws[0]).all(0).sum()):
         raise TypeError(
-            f"{type(guide).__name__} draws the same point each time: a point mass, which has no density. Take a guide "
-            "that spreads; of an AutoLaplaceApproximation that is guide.laplace_approximation(*args)"
+            f"{type(guide).__name__} is a point mass in {still} of {draws.shape[-1]} directions, and has no density. "
+            "Take a guide that spreads; of an AutoLaplaceApproximation that is guide.laplace_approximation(*args)"
         )
 
 

@@ -151,28 +151,10 @@ def test_an_estimator_that_knows_draws_of_the_guide_alone_is_doubted_and_takes_n
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
     found = evidence_of(guide, two_orbits, group, HalfKnown(), num_samples=64)
-    assert any("can't tell" in doubt for doubt in found.doubts)
+    assert any("open" in doubt for doubt in found.doubts)
     posterior = ps.Posterior({"w": torch.randn(2, 50, 2)}, kind="chains")
-    with pytest.raises(TypeError, match="estimator"):
+    with pytest.raises(NotImplementedError, match="draws of the base alone"):
         evidence_of(guide, two_orbits, group, HalfKnown(), posterior=posterior)
-
-
-@pytest.mark.stochastic
-def test_few_effective_draws_are_doubted_whatever_their_tail() -> None:
-    """Light tails, but fewer than 10 of 200 draws count: a target of half the guide's width in 12 dimensions."""
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([12])}, moves="flip")
-    guide = ps.AutoGaussian(one_site_layout(wide), torch.zeros(12), torch.ones(12))
-
-    def target(weights: Any) -> torch.Tensor:
-        return dist.Normal(0.0, 0.4).expand([12]).to_event(1).log_prob(weights["w"])
-
-    found = evidence_of(guide, target, group, num_samples=200)
-    assert found.importance.effective_draws < 25
-    assert any("effective" in doubt or "Pareto" in doubt for doubt in found.doubts)
-
-
-def wide() -> None:
-    pyro.sample("w", dist.Normal(0.0, 1.0).expand([12]).to_event(1))
 
 
 @pytest.mark.stochastic
@@ -185,15 +167,6 @@ def test_a_narrow_guide_is_doubted_by_its_weights() -> None:
     assert found.pareto_k > 0.7
     assert any("Pareto" in doubt for doubt in found.doubts)
     assert found.bridge is None
-
-
-def test_chains_that_disagree_are_doubted() -> None:
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
-    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
-    draws = torch.tensor([0.0, 2.0]) + torch.linspace(0.1, 1, 4)[:, None, None] * torch.randn(4, 200, 2)
-    posterior = ps.Posterior({"w": draws}, kind="chains")
-    found = evidence_of(guide, two_orbits, group, posterior=posterior, num_samples=800)
-    assert any("R-hat" in doubt for doubt in found.doubts)
 
 
 @pytest.mark.stochastic
@@ -213,7 +186,6 @@ def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(chains: 
     assert any("R-hat" in doubt for doubt in found.doubts)
     few = evidence_of(guide, two_orbits, group, posterior=ps.Posterior({"w": draws[:, :6]}, kind="independent"))
     assert any("effective" in doubt for doubt in few.doubts)
-    assert not any("R-hat" in doubt for doubt in few.doubts)
 
 
 def sparse() -> None:
@@ -221,29 +193,16 @@ def sparse() -> None:
 
 
 @pytest.mark.stochastic
-def test_sparse_simplices_have_their_evidence_and_draws_at_the_border_are_doubted() -> None:
+def test_sparse_simplices_have_their_evidence() -> None:
     """In float32 the stick breaks into pieces of at least 6e-8: importance sampling would be off by 7 of its errors.
 
-    The integral is one; an estimate of light tails is off by four of its errors in 1 of 10^4 runs. Most draws of a
-    chain are below these pieces somewhere, and their vectors can't tell by how much."""
+    The integral is one; an estimate of light tails is off by four of its errors in 1 of 10^4 runs."""
     group = ps.Group.declare({"p": ("k",)}, {"p": torch.Size([4])})
     prior = dist.Dirichlet(torch.full((4,), 0.15))
     guide = ps.AutoGaussian(one_site_layout(sparse), torch.zeros(3), torch.full((3,), 12.0))
-    posterior = ps.Posterior({"p": dist.Dirichlet(torch.full((4,), 0.05)).sample((2, 300))}, kind="chains")
-    found = evidence_of(
-        guide, lambda w: prior.log_prob(w["p"]), group, posterior=posterior, num_samples=60_000, chunk=20_000
-    )
+    found = evidence_of(guide, lambda w: prior.log_prob(w["p"]), group, num_samples=60_000, chunk=20_000)
     assert abs(found.importance.log_evidence) < 4 * found.importance.error
     assert found.importance.error < 0.01
-    assert any("border" in doubt for doubt in found.doubts)
-
-
-def test_numbers_without_digits_for_a_nat_are_doubted() -> None:
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
-    guide = ps.AutoGaussian(one_site_layout(), torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
-    for dtype, doubted in ((torch.float32, True), (torch.float64, False)):
-        found = evidence_of(guide, lambda w, dtype=dtype: two_orbits(w).to(dtype) - 1e7, group)
-        assert any("rounded" in doubt for doubt in found.doubts) == doubted
 
 
 def one_site_layout(model: Any = pair) -> GuideLayout:

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.guides.evidence import doubts_of_weights
-from pyro_symmetric.guides.log_ratios import bridge, chains_agree, importance, largest_reliable_k, pareto_k
+from pyro_symmetric.guides.evidence import bridge, chains_agree, doubts_of_weights, importance, pareto_k
 
 TRUTH = 7.5  # the target is e^7.5 times a standard normal
 
@@ -123,8 +122,6 @@ def test_pareto_k_is_the_shape_of_the_tail(k: float) -> None:
 
 def test_few_draws_tell_no_tail() -> None:
     assert math.isnan(pareto_k(torch.randn(24)))
-    assert largest_reliable_k(10_000) == 0.7
-    assert largest_reliable_k(100) == pytest.approx(0.5)
 
 
 @pytest.mark.stochastic
@@ -135,4 +132,3 @@ def test_chains_that_disagree_are_told() -> None:
     assert chains_agree(chains + torch.arange(4)[:, None]) > 1.1
     assert chains_agree(chains.reshape(1, -1)) < 1.05
     assert chains_agree((chains + torch.arange(4)[:, None]).reshape(1, -1)) > 1.1
-    assert math.isnan(chains_agree(torch.randn(2, 3)))
