@@ -12,6 +12,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import align_many
+from pyro_symmetric.distributions import usual_estimator
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.gaussian import AutoGaussian
 from pyro_symmetric.guides.layout import layout_of
@@ -43,7 +44,8 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     # At a draw of the posterior: priors may be improper.
     first = init_to_value(values={site: draws[0, 0] for site, draws in posterior.samples.items()})
     args, kwargs = posterior._args, posterior._kwargs
-    sketch = AutoSymmetrized(posterior.model, group, AutoDiagonalNormal, init_loc_fn=first).setup(*args, **kwargs)
+    sketch = AutoDiagonalNormal(posterior.model, init_loc_fn=first)
+    sketch(*args, **kwargs)
     layout, aligned = layout_of(sketch), align_many(posterior, group, progress=False).posterior
     vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
     count, dim = vectors.shape
@@ -51,4 +53,5 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     shrunk = torch.lerp(covariance.diagonal().diag_embed(), covariance, count / (count + dim))
     tril = torch.linalg.cholesky(shrunk).to(vectors.dtype)
     gaussian = AutoGaussian(layout, vectors.mean(0), scale_tril=tril)
-    return AutoSymmetrized(posterior.model, group, gaussian, sketch.estimator).setup(*args, **kwargs)
+    estimator = usual_estimator(sketch.get_posterior(), layout.action(group))
+    return AutoSymmetrized(posterior.model, group, gaussian, estimator).setup(*args, **kwargs)

@@ -69,7 +69,10 @@ class AutoGaussian(WeightsGuide):
     ):
         given = {"loc": loc, "scale": scale, "cov_factor": cov_factor, "scale_tril": scale_tril}
         self.moment_names = tuple(name for name, value in given.items() if value is not None or name == "loc")
-        _require_moments(layout, {name: given[name] for name in self.moment_names})
+        for name in ("loc", "scale"):
+            value = given[name]
+            if value is not None and not (value.shape == (layout.dim,) and bool(value.isfinite().all())):
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold {layout.dim} finite numbers")
         model = LayoutModel(layout, loc)
         super().__init__(model, model.init_loc_fn)
         self.setup()
@@ -111,23 +114,16 @@ def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
 
     :raises TypeError: for a guide that isn't Gaussian.
     """
-    layout, guide = layout_of(guide), plain(guide)
-    if isinstance(guide, AutoNormal):
-        moments = to_gaussian(guide)
-        return {"loc": layout.flatten(moments.loc), "scale": layout.flatten(moments.scale)}
-    found = guide.get_posterior() if isinstance(guide, AutoContinuous) else None
+    found = plain_posterior(guide)
     if isinstance(found, UnitBlocks):
-        return {"loc": found.loc.detach(), "scale_tril": triangular(found.square_root)}
+        return {"loc": found.loc, "scale_tril": triangular(found.square_root)}
     if isinstance(found, dist.LowRankMultivariateNormal):
-        return {"loc": found.loc.detach(), "scale": found.cov_diag.sqrt(), "cov_factor": found.cov_factor}
+        return {"loc": found.loc, "scale": found.cov_diag.sqrt(), "cov_factor": found.cov_factor}
     if isinstance(found, dist.MultivariateNormal):
-        return {"loc": found.loc.detach(), "scale_tril": found.scale_tril}
+        return {"loc": found.loc, "scale_tril": found.scale_tril}
     if isinstance(found, dist.Independent) and isinstance(found.base_dist, dist.Normal):
-        return {"loc": found.base_dist.loc.detach(), "scale": found.base_dist.scale}
-    raise TypeError(
-        f"{type(guide).__name__} isn't a Gaussian guide, as AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, "
-        "AutoLowRankMultivariateNormal and AutoGaussian are"
-    )
+        return {"loc": found.base_dist.loc, "scale": found.base_dist.scale}
+    raise TypeError(f"{type(guide).__name__} isn't a Gaussian guide; take AutoNormal, AutoGaussian or alike")
 
 
 def plain(guide: AutoGuide) -> AutoGuide:
@@ -140,10 +136,10 @@ def plain_posterior(guide: AutoGuide) -> Any:
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
-    guide = plain(guide)
+    layout, guide = layout_of(guide), plain(guide)
     if isinstance(guide, AutoNormal):
-        moments = moments_of(guide)
-        return dist.Normal(moments["loc"], moments["scale"]).to_event(1)
+        moments = to_gaussian(guide)
+        return dist.Normal(layout.flatten(moments.loc), layout.flatten(moments.scale)).to_event(1)
     if isinstance(guide, AutoContinuous):
         return guide.get_posterior()
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
@@ -185,22 +181,3 @@ def triangular(rows: Tensor) -> Tensor:
     upper = torch.linalg.qr(rows.double().mT, mode="r").R
     signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
     return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _require_moments(layout: GuideLayout, moments: Mapping[str, Any]) -> None:
-    """:raises ValueError: naming the moment that is missing or whose shape or values don't fit."""
-    dim = arguments.instance("layout", layout, GuideLayout, "a layout, as layout_of(guide) gives it").dim
-    if set(moments) - {"loc"} not in ({"scale"}, {"scale", "cov_factor"}, {"scale_tril"}):
-        raise ValueError(f"found {sorted(moments)}; give loc and scale, cov_factor with them, or loc and scale_tril")
-    for name, value in moments.items():
-        rank = value.shape[-1] if value.dim() == 2 else 1
-        wanted = {"cov_factor": (dim, rank), "scale_tril": (dim, dim)}.get(name, (dim,))
-        if value.shape != wanted or not bool(value.isfinite().all()):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold finite numbers of shape {wanted}")
-    deviations = moments.get("scale", moments.get("scale_tril"))
-    deviations = deviations.diagonal() if deviations.dim() == 2 else deviations
-    if not bool((deviations > 0).all()) or ("scale_tril" in moments and bool(moments["scale_tril"].triu(1).any())):
-        raise ValueError("scale (or the diagonal of scale_tril) must be positive, and scale_tril lower triangular")

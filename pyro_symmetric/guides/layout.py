@@ -85,19 +85,16 @@ class GuideLayout(Layout):
 
         :raises ValueError: for a support that has no such form (bounds that are tensors, a user's own constraint).
         """
-        return [
-            {**site.__dict__, "support": _support_to_dict(site.support, site.name), "plates": list(site.plates)}
-            for site in self
-        ]
+        return [{**vars(site), "support": _support_to_dict(site.support), "plates": list(site.plates)} for site in self]
 
     @classmethod
     def from_dict(cls, data: Sequence[Mapping[str, Any]]) -> GuideLayout:
         """From JSON."""
         sites = []
         for site in data:
-            shape, plates = tuple(site["shape"]), tuple(Plate(*plate) for plate in site["plates"])
-            support = _support_from_dict(site["support"])
-            sites.append(LatentSite(site["name"], shape, support, site["event_dim"], plates))
+            plates = tuple(Plate(*plate) for plate in site["plates"])
+            read = {"shape": tuple(site["shape"]), "support": _support_from_dict(site["support"]), "plates": plates}
+            sites.append(LatentSite(**{**site, **read}))
         return cls(sites)
 
 
@@ -120,21 +117,6 @@ def layout_of(guide: AutoGuide) -> GuideLayout:
         )
         sites.append(LatentSite(name, tuple(site["value"].shape), site["fn"].support, site["fn"].event_dim, plates))
     return GuideLayout(sites)
-
-
-def one_layout_of(guides: Sequence[AutoGuide]) -> GuideLayout:
-    """The layout that all guides share.
-
-    :raises ValueError: naming the first guide whose sites differ from those of ``guides[0]``.
-    """
-    layouts = [layout_of(guide) for guide in guides]
-    found = [{site.name: f"{tuple(site.shape)} {site.support}" for site in layout} for layout in layouts]
-    for number, sites in enumerate(found):
-        if list(sites.items()) != list(found[0].items()):
-            raise ValueError(
-                f"guides[{number}] has the sites {sites}, but guides[0] has {found[0]}; all must be guides of one model"
-            )
-    return layouts[0]
 
 
 class LayoutModel:
@@ -173,30 +155,23 @@ _KNOWN = [*vars(constraints).values(), *vars(pyro_constraints).values()]
 _KINDS = {kind.__name__: kind for kind in _KNOWN if isinstance(kind, type) and issubclass(kind, Constraint)}
 
 
-def _fields(kind: type) -> list[str]:
-    """The arguments that make a constraint of this kind, which it keeps as attributes."""
-    parameters = inspect.signature(kind).parameters.values()
-    return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-
-def _support_to_dict(support: Constraint, site: str) -> dict[str, Any]:
+def _support_to_dict(support: Constraint) -> dict[str, Any]:
+    """The kind of a constraint, and the arguments that make it, which it keeps as attributes."""
     kind = type(support)
-    known = _KINDS.get(kind.__name__) is kind
-    result: dict[str, Any] = {"kind": kind.__name__}
-    for field in _fields(kind) if known else ():
-        value = getattr(support, field, None)
+    found: dict[str, Any] = {"kind": kind.__name__}
+    for name in inspect.signature(kind).parameters if _KINDS.get(kind.__name__) is kind else ("kind",):
+        value = getattr(support, name, None)
         if isinstance(value, Constraint):
-            result[field] = _support_to_dict(value, site)
-        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            result[field] = value if isinstance(value, int) else float(value)
+            found[name] = _support_to_dict(value)
+        elif isinstance(value, int) or (isinstance(value, float | Tensor) and torch.as_tensor(value).numel() == 1):
+            found[name] = value if isinstance(value, int) else float(value)
         else:
-            known = False
-    if not known:
-        raise ValueError(f"the support {support} of site {site!r} can't be written to a file")
-    return result
+            raise ValueError(f"the support {support} can't be written to a file")
+    return found
 
 
 def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
-    kind = _KINDS[data["kind"]]
-    given = {field: data[field] for field in _fields(kind)}
-    return kind(**{name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in given.items()})
+    given = {name: value for name, value in data.items() if name != "kind"}
+    return _KINDS[data["kind"]](
+        **{name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in given.items()}
+    )

@@ -1,15 +1,9 @@
-r"""Push-forward guides.
+r"""Push-forward guides: the distribution :math:`g_\# q` of ``g·w`` for ``w ~ q`` (Rossi et al. 2023, arXiv 2310.10171).
 
-If ``w ~ q`` and the model is invariant under ``g``, then ``g·w`` explains the data as well as ``w``. The push-forward
-:math:`g_\# q` is the distribution of ``g·w``. Permutations, scales, signs and shifts act on real sites by affine maps
-:math:`g \cdot w = A w + b`, so the push-forward of a Gaussian is one:
-
-.. math:: g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b,\; A \Sigma A^\top) .
-
-``A`` has one entry in each row: mean-field guides stay mean-field, low-rank guides keep their rank, and unit blocks
-stay unit blocks if units go to units.
-
-Reference: Rossi et al. 2023 (arXiv 2310.10171), sections 3 and 4 (permutations of mean-field Gaussians).
+Permutations, scales, signs and shifts act on real sites by affine maps :math:`g \cdot w = A w + b`, so the push-forward
+of a Gaussian is :math:`g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b, A \Sigma A^\top)`. ``A`` has one entry in each
+row: mean-field guides stay mean-field, low-rank guides keep their rank, and unit blocks stay unit blocks if units go to
+units.
 """
 
 from __future__ import annotations
@@ -41,10 +35,8 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian | AutoUnitB
     >>> ps.push_forward(guide, group.element({"unit": torch.tensor([2, 0, 1])})).median()
     {'w': tensor([3., 1., 2.])}
 
-    The moments are copied, so training either guide later doesn't change the other. The result needs no model to draw
-    from, can be trained further with stock SVI, and can be saved. ``symmetry.act(element, guide)`` does the same.
-    Running statistics aren't sites of a guide: elements that move some are refused; those of ``symmetry.holding(net)``
-    don't.
+    The moments are copied. ``symmetry.act(element, guide)`` does the same. Running statistics aren't sites of a guide:
+    elements that move some are refused; those of ``symmetry.holding(net)`` don't.
 
     :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward.
     :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry

@@ -24,7 +24,7 @@ from torch.distributions import Independent
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
-from pyro_symmetric.guides.layout import one_layout_of
+from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.placement import as_tensor
 
 
@@ -79,5 +79,5 @@ def _barycentre(ends: Sequence[Any], names: Sequence[str], shares: Sequence[floa
     centre = barycentre_gaussians(moments, shares)
     if not all(are):
         return centre
-    layout = one_layout_of(ends)
+    layout = layout_of(ends[0])
     return AutoGaussian(layout, layout.flatten(centre.loc), layout.flatten(centre.scale))

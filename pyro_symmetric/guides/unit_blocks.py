@@ -3,14 +3,9 @@ r"""A Gaussian guide in which the weights of each unit are correlated, and units
 .. math:: q(w) = \prod_{\text{units } u} \mathcal N(w_u \mid m_u, L_u L_u^\top)
           \prod_{\text{other weights } a} \mathcal N(w_a \mid m_a, s_a^2)
 
-``w_u`` are the weights of one unit: its row of incoming weights, its bias, its outgoing weights. With ``n`` units of
-``d`` weights that is :math:`n d^2` numbers: linear in the width, where a full covariance is quadratic.
-
-*A weight between two hidden layers lies in a unit of each.* It goes to the unit along the first axis of its site. Of
-``nn.Linear`` and convolutions, that is the unit which it enters: a unit's block is then what its pre-activation is made
-of, whose weights the data correlate most (they trade off against each other and the bias); what leaves it is in the
-block, too, unless units of the next layer have it. Of units inside others (rows of an attention head) each weight goes
-to the innermost.
+``w_u`` are the weights of one unit: its row of incoming weights, its bias, its outgoing weights. *A weight between two
+hidden layers* lies in a unit of each: it goes to the unit along the first axis of its site, which it enters, as the
+data correlate most what one pre-activation is made of. Of units inside others it goes to the innermost.
 """
 
 from __future__ import annotations
