@@ -163,7 +163,7 @@ def _support_to_dict(support: Constraint) -> dict[str, Any]:
         value = getattr(support, name, None)
         if isinstance(value, Constraint):
             found[name] = _support_to_dict(value)
-        elif isinstance(value, int) or (isinstance(value, float | Tensor) and torch.as_tensor(value).numel() == 1):
+        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
             found[name] = value if isinstance(value, int) else float(value)
         else:
             raise ValueError(f"the support {support} can't be written to a file")
