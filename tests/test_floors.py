@@ -66,7 +66,7 @@ INSIDE = {
         [WHOLE],
     ],
     "alignment": [
-        ["assignment", "gaussian"],
+        ["assignment", "gaussian", "proximity"],
         ["activations", "barrier", "features"],
         ["descent", "scales"],
         ["matching"],

@@ -1,8 +1,6 @@
 r"""Linear assignment problems, one or many: :math:`\max_\pi \sum_i S_{i \pi(i)}`, by SciPy's shortest augmenting paths.
 
-Alignments of width 512 take as long with the package ``lap``; ``benchmarks/performance/alignment.py solvers`` compares
-problem by problem, ``lapjv`` too. Threads don't pay: SciPy's solver keeps hold of the interpreter for small problems
-and is bound by memory for large ones.
+Threads don't pay: SciPy's solver holds the interpreter for small problems and is bound by memory for large ones.
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
         * plain weights (site -> tensor), or a network (its parameters and running statistics): their own means, with
           deviations of zero;
         * a ``Posterior``: means and deviations over all of its draws;
-        * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector
-          (``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``, and any other
+        * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector (any
           ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of the
           unconstrained values, as the guide has them; ``supports`` names the sites where that makes a difference.
 
@@ -189,13 +188,10 @@ def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> W
     return weights
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# reading --------------------------------------------------------------------------------------------------------------
 
 
-Moments = tuple[Weights, Weights, Mapping[str, Constraint]]
-
-
-def _read(weights: Any, name: str) -> Moments:
+def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Constraint]]:
     """Means, deviations (of plain weights none) and supports, where they are."""
     if isinstance(weights, Posterior):
         flat = {site: value.flatten(0, 1) for site, value in draws_of(weights, name).items()}
@@ -205,47 +201,26 @@ def _read(weights: Any, name: str) -> Moments:
         if not arguments.weights(name, weights):
             raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
         return {site: value.detach() for site, value in weights.items()}, {}, {}
-    if hasattr(weights, "_get_loc_and_scale"):
-        return _with_supports(weights, {site: weights._get_loc_and_scale(site) for site in _latent_sites(weights)})
-    if hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale"):
-        return _with_supports(weights, _unpacked_moments(weights))
-    raise TypeError(
-        f"{name} is {described(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
-        "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
-        "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
-    )
-
-
-def _unpacked_moments(guide: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Cut a flat guide's moments into sites, by the guide's own layout (the model's execution order)."""
-    _latent_sites(guide)
-    try:
-        loc, scale = guide._loc_scale()
-    except NotImplementedError:
+    by_site = hasattr(weights, "_get_loc_and_scale")
+    if not by_site and not (hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")):
         raise TypeError(
-            f"{type(guide).__name__} doesn't give its marginal means and deviations (_loc_scale is not implemented); "
-            "of an AutoLaplaceApproximation pass guide.laplace_approximation(...)"
-        ) from None
-    pairs = zip(guide._unpack_latent(loc), guide._unpack_latent(scale), strict=True)
-    return {site["name"]: (site_loc, site_scale) for (site, site_loc), (_, site_scale) in pairs}
-
-
-def _latent_sites(guide: Any) -> list[str]:
-    if guide.prototype_trace is None:
-        raise ValueError(
-            f"this {type(guide).__name__} has no parameters yet; call guide.setup(...) or run one SVI step first"
+            f"{name} is {described(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
+            "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
+            "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
         )
-    return [name for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
-
-
-def _with_supports(guide: Any, moments: Mapping[str, tuple[Tensor, Tensor]]) -> Moments:
-    supports = {site: guide.prototype_trace.nodes[site]["fn"].support for site in moments}
+    if weights.prototype_trace is None:
+        raise ValueError(
+            f"this {type(weights).__name__} has no parameters yet; call guide.setup(...) or run one SVI step first"
+        )
+    sites = {site: node["fn"].support for site, node in weights.prototype_trace.iter_stochastic_nodes()}
+    if by_site:
+        moments = {site: weights._get_loc_and_scale(site) for site in sites}
+    else:  # a flat vector, in the order of the guide's own layout
+        both = [{s["name"]: value for s, value in weights._unpack_latent(flat)} for flat in weights._loc_scale()]
+        moments = {site: (both[0][site], both[1][site]) for site in sites}
     # Cloned, so that later training steps of the guide don't change the moments.
-    return (
-        {site: loc.detach().clone() for site, (loc, _) in moments.items()},
-        {site: scale.detach().clone() for site, (_, scale) in moments.items()},
-        {site: support for site, support in supports.items() if not is_real(support)},
-    )
+    loc, scale = ({site: pair[k].detach().clone() for site, pair in moments.items()} for k in (0, 1))
+    return loc, scale, {site: support for site, support in sites.items() if not is_real(support)}
 
 
 def _base(support: Constraint) -> Constraint:

@@ -48,7 +48,7 @@ from pyro_symmetric.alignment.features import (
 )
 from pyro_symmetric.alignment.gaussian import GaussianWeights, plain, to_gaussian
 from pyro_symmetric.alignment.matching import BAR_DELAY
-from pyro_symmetric.alignment.scales import evened_together, scaled
+from pyro_symmetric.alignment.scales import evening, scaled
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of
@@ -192,7 +192,7 @@ def align_many(
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
-    scales = evened_together(group, moments)
+    scales = evening(group, moments)
     even, settings = scaled(scales, moments), (max_sweeps, tolerance)
     rounds = _Rounds(group, objective, even, *settings)
     with (

@@ -76,15 +76,10 @@ class Alignment:
     start_costs: tuple[Any, ...]
 
     def __repr__(self) -> str:
-        count = len(self.start_costs)
-        tried = "one descent" if count == 1 else f"best of {count} descents"
-        if isinstance(self.cost, Tensor):
-            return (
-                f"Alignment({self.cost.numel()} sources, mean cost {float(self.initial_cost.mean()):.6g} -> "
-                f"{float(self.cost.mean()):.6g}, {tried}, {int(self.converged.sum())} converged, {self.element})"
-            )
-        ended = "converged" if self.converged else "cut short"
-        return f"Alignment(cost {self.initial_cost:.6g} -> {self.cost:.6g}, {tried}, {ended}, {self.element})"
+        numbers = (self.initial_cost, self.cost, self.converged)
+        before, after, share = (float(v.double().mean()) if isinstance(v, Tensor) else float(v) for v in numbers)
+        ended = "converged" if share == 1 else f"{1 - share:.0%} cut short"
+        return f"Alignment(cost {before:.6g} -> {after:.6g}, {len(self.start_costs)} descents, {ended}, {self.element})"
 
 
 @torch.no_grad()
@@ -195,28 +190,22 @@ class _Search(NamedTuple):
         :param shown: what units do, if that decides where it shows.
         """
         source, shifts = shifted(self.group, reference, given)
-        element, matched = evening(self.group, reference, source), self.group.finite
+        element, matched = evening(self.group, source, reference), self.group.finite
         if shown is not None:
-            by_deeds = self._descent(shown.group, CORRELATION, shown.reference, shown.source)
-            best, ends = by_deeds.search(self.restarts, self.tick)
-            element, matched = best.element.within(self.group) @ element, shown.left
+            descent = self._descent(shown.group, CORRELATION, shown.reference, shown.source)
+            told, ends = descent.search(self.restarts, self.tick)
+            found = _Found(element, told.cost, descent.initial, told.converged, ends)
+            element, matched = told.element.within(self.group) @ element, shown.left
         descent = self._by_weights(matched, reference, self._placed(source, element))
-        if shown is None:
-            best, ends = descent.search(self.restarts, self.tick)
-            last = best
-        else:
-            last, _ = descent.search(0)
-        element = last.element.within(self.group) @ element
-        cost, initial = best.cost, (by_deeds if shown is not None else descent).initial
+        best, ends = descent.search(self.restarts if shown is None else 0, self.tick if shown is None else int)
+        element, cost = best.element.within(self.group) @ element, best.cost
         if self.group.names("scale"):
             element, cost = self._rescaled(matched, reference, source, element)
-        if shown is not None:
-            cost = best.cost
-        elif shifts or self.group.names("scale"):
-            came = {site: self.cost.of_source(value) for site, value in given.items()}
-            initial = self.cost.total(reference, came)
         element = element @ Element(self.group, shifts=shifts) if shifts else element
-        return _Found(element, cost, initial, best.converged, ends)
+        if shown is not None:
+            return found._replace(element=element)
+        came = {site: self.cost.of_source(value) for site, value in given.items()}
+        return _Found(element, cost, self.cost.total(reference, came), best.converged, ends)
 
     def _rescaled(
         self, matched: Group, reference: Moments, source: Moments, element: Element

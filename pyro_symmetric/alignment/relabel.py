@@ -16,8 +16,7 @@ for sampled allocations (``p`` zero or one) their number, for probabilities thei
 
 Both by turns: the best reference given the labels (the mean of the relabelled probabilities; of each observation its
 most frequent component), then each draw's labels by an assignment problem. No step makes the sum worse. Components that
-overlap in every parameter are told apart by the observations that they explain, and no site's units of measurement
-enter.
+overlap in every parameter are told apart by the observations that they explain.
 
 Sources: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2. P.
 Papastamoulis & G. Iliopoulos, "An artificial allocations based solution to the label switching problem in Bayesian
@@ -29,7 +28,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -38,7 +36,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.descent import recentred
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import Draws, chains_of
 
@@ -86,92 +84,61 @@ def relabel(
     """
     group = group_of(group)
     posterior = chains_of(posterior, shapes=group.site_shapes)
-    name, components = _components(group)
-    _check_probabilities(probabilities, posterior, components)
-    arguments.one_of("method", method, get_args(Method))
-    arguments.whole("starts", starts, 1)
-    arguments.whole("max_rounds", max_rounds, 1)
-    draws = probabilities.detach().double().flatten(0, 1)
-    random = draws[torch.randperm(len(draws), device=draws.device)[:starts]]
-    means = [draws.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
-    ends = [_settled(draws, _REFERENCES[method], mean, max_rounds) for mean in means]
-    labels, reference, _ = min(ends, key=lambda end: end[2])
-    if method == "ecr":
-        _warn_of_unused(reference)
-    labels = recentred(group.element({name: labels}))[name]
-    return posterior.map(group.element({name: labels.reshape(posterior.num_chains, posterior.num_samples, -1)}))
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _settled(draws: Tensor, reference: _Reference, mean: Tensor, max_rounds: int) -> tuple[Tensor, Tensor, float]:
-    """Labels of all draws, ``(S, K)``, the reference that they fit, and minus how well they fit it on average.
-
-    :param draws: ``(S, observations, K)``.
-    :param reference: what each observation says for each component, ``(observations, K)``, given the mean of the
-        relabelled draws: a draw's fit is the sum of its products with it.
-    :param mean: where to start.
-    """
-    least = math.inf
-    for _ in range(max_rounds):
-        weights = reference(mean)
-        scores = weights.mT @ draws
-        labels = assign(scores)
-        before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
-        if before - least <= ROUNDED * abs(least):
-            break
-        mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
-    return labels, weights, least
-
-
-def _log(mean: Tensor) -> Tensor:
-    """Stephens: but for the draws' entropies, which no labels change, minus the divergence from the mean."""
-    return mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
-
-
-def _pivot(mean: Tensor) -> Tensor:
-    """ECR: one at each observation's most frequent component."""
-    return torch.nn.functional.one_hot(mean.argmax(-1), mean.shape[-1]).to(mean)
-
-
-_Reference = Callable[[Tensor], Tensor]
-_REFERENCES: dict[str, _Reference] = {"stephens": _log, "ecr": _pivot}
-
-
-def _warn_of_unused(pivot: Tensor) -> None:
-    unused = int((pivot.sum(0) == 0).sum())
-    if unused > 1:
-        warnings.warn(
-            f"{unused} components are no observation's most frequent one, so ECR can't tell them apart: their labels "
-            "are arbitrary. method='stephens' looks at small probabilities, too",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-def _components(group: Group) -> tuple[str, int]:
     if len(group.factors) != 1 or group.moves != {"permute"}:
         raise ValueError(
             f"group has the units {list(group.factors)} with {sorted(group.moves)}; it must permute one set, the "
             "components"
         )
-    return next(iter(group.factors.items()))
-
-
-def _check_probabilities(probabilities: Tensor, posterior: Posterior, components: int) -> None:
-    expected = (posterior.num_chains, posterior.num_samples)
+    ((name, components),) = group.factors.items()
     shape = tuple(arguments.tensor("probabilities", probabilities).shape)
-    if len(shape) != 4 or shape[:2] != expected or shape[3] != components or 0 in shape:
+    chains, draws = posterior.num_chains, posterior.num_samples
+    if len(shape) != 4 or (*shape[:2], shape[3]) != (chains, draws, components) or 0 in shape:
         raise ValueError(
             f"probabilities has shape {shape}; it must be (chains, draws, observations, components), here "
-            f"({expected[0]}, {expected[1]}, observations, {components})"
+            f"({chains}, {draws}, observations, {components})"
         )
-    if probabilities.is_complex():
-        raise ValueError(f"probabilities are of {probabilities.dtype}; they must be real numbers")
     sums = probabilities.sum(-1)
     if not bool(((probabilities >= 0).all(-1) & ((sums - 1).abs() <= ROUNDING)).all()):
         raise ValueError(
             "probabilities hold values that are negative or NaN, or don't sum to one over components: pass the softmax "
             "of the components' log-densities"
         )
+    arguments.one_of("method", method, get_args(Method))
+    arguments.whole("starts", starts, 1)
+    arguments.whole("max_rounds", max_rounds, 1)
+    flat = probabilities.detach().double().flatten(0, 1)
+    random = flat[torch.randperm(len(flat), device=flat.device)[:starts]]
+    means = [flat.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
+    labels, reference, _ = min((_settled(flat, method, mean, max_rounds) for mean in means), key=lambda end: end[2])
+    if method == "ecr" and (unused := int((reference.sum(0) == 0).sum())) > 1:
+        warnings.warn(
+            f"{unused} components are no observation's most frequent one, so ECR can't tell them apart: their labels "
+            "are arbitrary. method='stephens' looks at small probabilities, too",
+            UserWarning,
+            stacklevel=3,
+        )
+    labels = recentred(group.element({name: labels}))[name]
+    return posterior.map(group.element({name: labels.reshape(chains, draws, -1)}))
+
+
+def _settled(draws: Tensor, method: Method, mean: Tensor, max_rounds: int) -> tuple[Tensor, Tensor, float]:
+    """Labels of all draws, ``(S, K)``, the reference that they fit, and minus how well they fit it on average.
+
+    :param draws: ``(S, observations, K)``.
+    :param mean: the mean of the relabelled draws to start from.
+    """
+    least = math.inf
+    for _ in range(max_rounds):
+        # A draw's fit is the sum of its products with these. Stephens': but for the draws' entropies, which no labels
+        # change, minus the divergence from the mean; ECR's: one at each observation's most frequent component.
+        if method == "stephens":
+            reference = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
+        else:
+            reference = torch.nn.functional.one_hot(mean.argmax(-1), mean.shape[-1]).to(mean)
+        scores = reference.mT @ draws
+        labels = assign(scores)
+        before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
+        if before - least <= ROUNDED * abs(least):
+            break
+        mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
+    return labels, reference, least

@@ -27,19 +27,17 @@ from pyro_symmetric.groups import Element, Group
 STEPS, POLISH, SHORT = 200, 2, 1e-3
 
 
-def evening(group: Group, reference: Moments, source: Moments) -> Element:
+def evening(group: Group, source: Moments, reference: Moments | None = None) -> Element:
     """The scales that even all sources, ``(B,)``, where layers keep the sizes that they have in the reference.
 
-    :param reference: site -> moments ``(channels, 1, *site_shape)``; ``source``: ``(channels, B, *site_shape)``.
+    :param source: site -> moments ``(channels, B, *site_shape)``; ``reference``: likewise, by default all sources.
     """
-    first, second = (_even(group.scalings, moments) for moments in (reference, source))
-    return _element(group, second - _common(group.scalings, first))
-
-
-def evened_together(group: Group, moments: Moments) -> Element:
-    """The scales that even all members, ``(S,)``, where layers keep the sizes that they have in most."""
-    found = _even(group.scalings, moments)
-    return _element(group, found - _common(group.scalings, found))
+    found = _even(group.scalings, source)
+    like = found if reference is None else _even(group.scalings, reference)
+    common = torch.zeros_like(found[:1])
+    for at in places(group.scalings).values():
+        common[:, at] = like[:, at].mean()
+    return _element(group, found - common)
 
 
 def scaled(element: Element, moments: Moments) -> Moments:
@@ -74,14 +72,6 @@ def _even(scalings: Group, moments: Moments) -> Tensor:
     weights = Sum(scalings, {site: value.square() for site, value in viewed.items()})
     masses = weights.masses()
     return evened(scalings, viewed, weights.pulls(masses, 1) + weights.pulls(masses, -1) > 0)
-
-
-def _common(scalings: Group, u: Tensor) -> Tensor:
-    """The mean of each set of units, over all samples."""
-    common = torch.zeros_like(u[:1])
-    for at in places(scalings).values():
-        common[:, at] = u[:, at].mean()
-    return common
 
 
 def _element(group: Group, u: Tensor) -> Element:

@@ -62,16 +62,3 @@ def test_independent_kernels_reach_the_enumerated_optimum():
         assert found >= best * (1 - 1e-12)
         reached += found <= best * (1 + 1e-12)
     assert reached >= 16
-
-
-def test_no_exchange_of_outer_units_improves_a_converged_alignment_even_with_their_inside_matched_anew():
-    group = kernel()
-    source, reference = (
-        {site: torch.randn(shape, dtype=torch.float64) for site, shape in group.site_shapes.items()} for _ in range(2)
-    )
-    result = align(source, reference, group)
-    assert result.converged
-    inside = Group([Units(n, u.size, u.axes, None, 2) for n, u in group.units.items() if u.parent], group.site_shapes)
-    exchanged = group.element({"groups": 1 - result.element["groups"]})
-    others = inside.enumerate()(exchanged(source))
-    assert float(cost(others, reference, 1).min()) >= result.cost * (1 - 1e-12)

@@ -47,18 +47,6 @@ def test_scattered_copies_come_into_one_frame(group):
     torch.testing.assert_close(frame.cost, expected)
 
 
-def test_a_list_comes_back_as_a_list_of_moved_members():
-    members, planted, _ = scattered(GROUP, 5)
-    listed = [{site: value[k] for site, value in members.items()} for k in range(5)]
-    frame = align_many(listed, GROUP, progress=False)
-    assert one_frame(frame, planted)
-    assert isinstance(frame.aligned, list)
-    for k, moved in enumerate(frame.aligned):
-        torch.testing.assert_close(moved, frame.element.select(k)(listed[k]))
-    with pytest.raises(ValueError, match="not given a Posterior"):
-        _ = frame.posterior
-
-
 def test_gaussians_are_moved_with_their_deviations():
     scale = {site: 0.1 + value.abs() for site, value in random_weights().items()}
     planted = GROUP.sample((6,))

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Normal
 
 from pyro_symmetric.alignment import GaussianWeights, align, to_gaussian
 from pyro_symmetric.groups import Axis, Group, Units
@@ -112,44 +112,6 @@ def test_planted_permutations_of_residual_networks_are_recovered_40_times_of_40(
 # enumerated optima --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cost", ["l2", "wasserstein", "gaussian"])
-@pytest.mark.parametrize("width", [1, 2, 5, 7])
-def test_one_hidden_layer_reaches_the_enumerated_optimum(width, cost):
-    group = mlp(3, width, 2)
-    elements = group.enumerate()
-    for _ in range(3):
-        source, reference = random_gaussian(group), random_gaussian(group)
-        moved = act(elements, source)
-        sites = list(group.site_shapes)
-        if cost == "gaussian":  # the cross-entropy
-            q1, q0 = ({s: Normal(q.loc[s], q.scale[s]) for s in sites} for q in (moved, reference))
-            every = sum((kl_divergence(q1[s], q0[s]) + q1[s].entropy()).flatten(1).sum(-1) for s in sites)
-        else:
-            every = squared_distance(moved.loc, reference.loc, 1)
-            every = every + (squared_distance(moved.scale, reference.scale, 1) if cost == "wasserstein" else 0)
-        result = align(source, reference, group, cost)
-        assert result.cost == pytest.approx(float(every.min()), rel=1e-10)
-        assert result.initial_cost == pytest.approx(float(every[0]), rel=1e-10)
-        assert result.start_costs == (result.cost,)
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("group", [mlp(4, 5, 4, 3), mlp(3, 4, 4, 4, 2)], ids=["two layers", "three layers"])
-def test_restarts_reach_the_enumerated_optimum_of_small_deep_networks(group):
-    # Independent weights, the hard case. Measured over 100 pairs, after 3 / 7 / 20 restarts: 91 / 97 / 100 reach the
-    # optimum in two layers, 79 / 86 / 97 in three. At a true rate of 0.97, fewer than 9 of 12 succeed with probability
-    # 3e-4 (and the seed is fixed).
-    elements = group.enumerate()
-    reached = 0
-    for _ in range(12):
-        source, reference = random_weights(group), random_weights(group)
-        optimum = float(squared_distance(elements(source), reference, 1).min())
-        result = align(source, reference, group, restarts=20)
-        assert result.cost >= optimum * (1 - 1e-12)
-        reached += result.cost <= optimum * (1 + 1e-12)
-    assert reached >= 9
-
-
 @pytest.mark.stochastic
 def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
     # Measured: 46 of 50, and 35 of 50 when steps that overshoot are dropped instead of shortened (at width 64, 15 and 3
@@ -225,19 +187,6 @@ def test_gaussians_that_are_mirrored_at_the_diagonal_are_exchanged_by_all_costs_
     assert result.element["h"].tolist() == ([0, 1] if cost == "l2" else [1, 0])
     entropy = float(Normal(flat.loc["w"], flat.scale["w"]).entropy().sum())  # what the divergence lacks
     assert result.cost == pytest.approx(entropy if cost == "gaussian" else 0.0, abs=1e-6)
-
-
-def test_the_divergence_lets_one_precise_weight_outvote_all_others():
-    # The first weight is known very well and says "swap"; the other two say "keep", over a far larger distance.
-    group = Group.declare({"w": ("h", None)}, {"w": torch.zeros(2, 3)})
-    reference = GaussianWeights(
-        {"w": torch.tensor([[0.0, 3.0, 3.0], [0.1, -3.0, -3.0]])},
-        {"w": torch.tensor([[0.001, 1.0, 1.0], [0.001, 1.0, 1.0]])},
-    )
-    loc = torch.tensor([[0.1, 3.0, 3.0], [0.0, -3.0, -3.0]])
-    source = GaussianWeights({"w": loc}, reference.scale)
-    assert align(source, reference, group, "wasserstein").element["h"].tolist() == [0, 1]
-    assert align(source, reference, group, "gaussian").element["h"].tolist() == [1, 0]
 
 
 def mixture() -> None:

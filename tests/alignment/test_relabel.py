@@ -133,11 +133,3 @@ def test_labels_of_overlapping_clusters_are_found_again(method):
     labels = result.samples["label"].flatten(0, 1)
     assert float((labels == labels.mode(0).values).all(-1).float().mean()) > 0.99
     assert result.statistics.keys() == {"lp"}
-
-
-def test_probabilities_of_zero_are_no_obstacle():
-    sure = torch.eye(3)[torch.tensor([0, 0, 1, 2, 2])].expand(1, 6, 5, 3)
-    order = torch.stack([torch.randperm(3) for _ in range(6)])[None]
-    draws = sure.gather(-1, order.unsqueeze(-2).expand_as(sure))
-    found = relabelled(draws, relabel(posterior_of(draws, 3), group_of(3), draws))
-    assert bool((found == found[0]).all())

@@ -115,24 +115,6 @@ def test_the_gaussian_cost_of_a_few_draws_is_the_enumerated_least():
 
 
 @pytest.mark.stochastic
-def test_labels_are_those_in_which_most_draws_came():
-    planted = mixture(8, 100)
-    element = MIXTURE.element({"k": torch.tensor([2, 0, 3, 1])})
-    draws = {
-        site: torch.cat([element({site: v[:3] for site, v in planted.items()})[site], planted[site][3:]])
-        for site in planted
-    }
-    posterior = Posterior(draws, kind="chains")
-    frame = align_many(posterior, MIXTURE, progress=False)
-    assert frame.displaced.shape == (8, 100)
-    stays = ~frame.displaced
-    assert float(stays[3:].float().mean()) > 0.97
-    assert float(stays[:3].float().mean()) < 0.03
-    for site in planted:
-        assert torch.equal(frame.posterior.samples[site][stays], draws[site][stays])
-
-
-@pytest.mark.stochastic
 def test_signs_and_orders_are_counted_from_the_commonest():
     planted, element = factor_analysis(300), SIGNED.sample((300,))
     frame = align_many(element(planted), SIGNED, progress=False)

@@ -58,8 +58,9 @@ def squared_distances(units: Tensor) -> Tensor:
     return torch.stack([(units - row).square().sum(-1) for row in units])
 
 
-def distances(units: Tensor) -> dict[str, float]:
-    """Distances to equivalent modes that permute these units, as shares of their norm."""
+def distances(weights: dict[str, Tensor], group: ps.Group, name: str) -> dict[str, float]:
+    """Distances to equivalent modes that permute some units, as shares of their norm."""
+    units, group = units_of(weights, group, name), group.without([other for other in group.units if other != name])
     n, norm = len(units), float(units.norm())
     squares = squared_distances(units)
     forbidden = squares.clone().fill_diagonal_(math.inf).numpy()
@@ -68,7 +69,7 @@ def distances(units: Tensor) -> dict[str, float]:
     alive = (norms >= WORKING * norms.max()).numpy()
     spread_of_units = float(units.square().sum() - n * units.mean(0).square().sum())
     return {
-        "nearest": math.sqrt(2 * forbidden.min()) / norm,
+        "nearest": ps.alignment.nearest_copy(weights, group).distance / norm,
         "nearest_working": math.sqrt(2 * forbidden[alive][:, alive].min()) / norm if alive.sum() > 1 else math.nan,
         "working": int(alive.sum()),
         "all": math.sqrt(forbidden[rows, columns].sum()) / norm,
@@ -86,7 +87,7 @@ def check_against_enumeration() -> float:
         weights = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
         moved = group.enumerate()(weights)["w"] - weights["w"]
         every = moved.flatten(1).norm(dim=1) / weights["w"].norm()
-        found = distances(weights["w"])
+        found = distances(weights, group, "unit")
         rms = float(every.square().mean().sqrt())
         worst = max(worst, abs(float(every[1:].min()) - found["nearest"]), abs(rms - found["any"]))
     return worst
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
         states = {"prior": {k: p.sample() for k, p in model.priors().items()}, "trained": first}
         for state, weights in states.items():
             for layer, name in enumerate(group.factors):
-                found = distances(units_of(weights, group, name))
+                found = distances(weights, group, name)
                 results.add({"seed": seed, "depth": depth, "width": width, "state": state, "layer": layer, **found})
         norm = float(torch.cat([v.flatten() for v in first.values()]).norm())
         aligned = ps.align(second, first, group, "l2")
