@@ -10,8 +10,8 @@ for is kept. Targets are drawn after the map, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from pyro_symmetric.posterior.predictors import NetworkPredictor, TracedPredicto
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
+Predictor = NetworkPredictor | TracedPredictor
 Kind = Literal["outputs", "mean", "samples", "discrete"]
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
@@ -32,25 +33,9 @@ WEIGHT_ENTRIES = 2**24
 LEAST_DRAWS, MOST_DRAWS = 8, 1024
 
 
-@runtime_checkable
-class Sampler(Protocol):
-    """An object that draws weights when it is asked to, as the guides of this library do."""
-
-    def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
-        """Draws of the weights, ``sample_shape + site_shape``."""
-
-
-@runtime_checkable
-class Chains(Protocol):
-    """Draws by chain and number, as a ``Posterior`` holds them; ``source_device`` is where they were computed."""
-
-    samples: Weights
-    source_device: torch.device | str | None
-
-
 @torch.no_grad()
 def predict(
-    posterior: Chains | Sampler | Mapping[str, Tensor],
+    posterior: Any,
     model: nn.Module | Callable[..., Any],
     *args: Any,
     kind: Kind = "outputs",
@@ -106,7 +91,7 @@ def predict(
 
 @torch.no_grad()
 def pointwise_log_likelihood(
-    posterior: Chains | Sampler | Mapping[str, Tensor],
+    posterior: Any,
     model: nn.Module | Callable[..., Any],
     *args: Any,
     num_samples: int | None = None,
@@ -146,9 +131,9 @@ def _predicted(
     for name, number in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
         arguments.whole(name, number, 1, none="a number that suits")
     weights, keeps, device = posterior, True, None
-    if isinstance(posterior, Chains):
+    if hasattr(posterior, "source_device"):  # a Posterior
         weights, keeps, device = posterior.samples, False, posterior.source_device
-    elif isinstance(posterior, Sampler):
+    elif hasattr(posterior, "sample_posterior"):
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     else:
         hint = "a Posterior, a guide of this library, or sample_posterior(guide) of another"
@@ -156,7 +141,7 @@ def _predicted(
     if not callable(model):
         raise TypeError(f"model is a {type(model).__name__}; it must be a BayesianModel, a network or a Pyro model")
     names = {name for name, _ in model.named_parameters()} if isinstance(model, nn.Module) else set()
-    predictor: NetworkPredictor | TracedPredictor
+    predictor: Predictor
     if isinstance(model, BayesianModel) or names & set(weights):  # if some of a network's are missing they are named
         predictor = NetworkPredictor(model, args, kwargs, kind, weights)
     else:
@@ -215,10 +200,7 @@ def _ranges(length: int, size: int) -> list[slice]:
 
 
 def _chunks(
-    place: torch.device,
-    predictor: NetworkPredictor | TracedPredictor,
-    draw_chunk: int | None,
-    row_chunk: int | None,
+    place: torch.device, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None
 ) -> tuple[int, int]:
     """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
     rows = max(1, predictor.num_rows or 1)

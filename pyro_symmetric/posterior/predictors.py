@@ -7,7 +7,6 @@ can't be taken apart; and how many numbers a row of one draw meets on the way, o
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -143,7 +142,7 @@ class TracedPredictor(Traced):
             also = f"; as a network it has the sites {sorted(named)}" if named and not has else ""
             found = f"its latent sites are {sorted(has)}{also}"
             raise ValueError(f"the model has none of the sites {sorted(given)} that are given; {found}")
-        _require_all_rows(trace, drawn, kind)
+        _require_all_rows(trace, drawn)
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, {name: given[name] for name in own})
 
@@ -265,22 +264,16 @@ def _is_random(site: Any) -> bool:
     return not site_is_subsample(site) and not is_deterministic(site)
 
 
-def _require_all_rows(trace: poutine.Trace, drawn: Mapping[str, Any], kind: str) -> None:
+def _require_all_rows(trace: poutine.Trace, drawn: Mapping[str, Any]) -> None:
     """Every draw would be asked about rows of its own, so that neither their order nor their average meant anything.
 
-    :raises ValueError: if a plate with ``subsample_size`` holds what is to be predicted. (What a model returns may have
-        nothing to do with it, so that is warned of.)
+    :raises ValueError: if a plate with ``subsample_size`` holds what is to be predicted.
     """
     for name, site in drawn.items():
         for frame in site["cond_indep_stack"]:
             rows = getattr(trace.nodes[frame.name]["fn"], "subsample_size", None)
-            if rows is None or frame.full_size is None or rows >= frame.full_size:
-                continue
-            found = (
-                f"the site {name!r} lies in the plate {frame.name!r}, which draws {rows} of {frame.full_size} rows "
-                "anew for each draw of the posterior. Pass the model without subsample_size; its sites stay the same"
-            )
-            if kind != "outputs":
-                raise ValueError(found)
-            warnings.warn(f"what the model returns may be of other rows each time: {found}", UserWarning, stacklevel=6)
-            return
+            if rows is not None and frame.full_size is not None and rows < frame.full_size:
+                raise ValueError(
+                    f"the site {name!r} lies in the plate {frame.name!r}, which draws {rows} of {frame.full_size} rows "
+                    "anew for each draw of the posterior. Pass the model without subsample_size; its sites stay the same"
+                )

@@ -76,37 +76,6 @@ def test_compiled_energies_and_gradients_equal_uncompiled_ones(name):
 
 @needs_compiler
 @pytest.mark.slow
-def test_compiled_mini_batches_are_each_chains_own():
-    model = PyroNet()
-    density = Density(model, args=(X, Y), engine="compiled", chain_chunk=4, batch_size=2, subsampled=True)
-    plain = Density(model, args=(X, Y), engine="eager", batch_size=2, subsampled=True)
-    z = 0.5 * starting_points(plain, 3, "uniform")
-    for _ in range(2):
-        rows = {"rows": torch.stack([torch.randperm(8)[:2] for _ in z])}
-        for found, expected in zip(
-            density.energy_and_gradient(z, rows), plain.energy_and_gradient(z, rows), strict=True
-        ):
-            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_singular_matrices_cost_one_chain_only_when_compiled_as_well():
-    def model() -> None:
-        s = pyro.sample("s", dist.Normal(0.0, 0.1))
-        matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # positive definite for |s| < 1
-        pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum())
-
-    z = torch.tensor([[0.5], [2.0], [-0.5], [0.1]])
-    found = Density(model, engine="compiled", chain_chunk=4).energy_and_gradient(z)
-    expected = Density(model, engine="eager").energy_and_gradient(z)
-    assert torch.isinf(found[0]).tolist() == [False, True, False, False]
-    assert torch.allclose(found[0], expected[0])
-    assert torch.allclose(found[1], expected[1])
-
-
-@needs_compiler
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the draws diverged")
 @pytest.mark.parametrize("chains", [1, 4])
 def test_trajectories_cross_to_where_matrices_are_singular(chains):
@@ -138,11 +107,6 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
         found = density.energy_and_gradient(z)
     assert density.engine == "eager"
     assert torch.equal(density.energy_and_gradient(z)[1], found[1])  # and no second warning
-
-
-def test_nothing_but_networks_is_compiled_unless_asked_for():
-    assert Density(hierarchical, args=(X, Y)).engine == "eager"
-    assert Density(PyroNet(), args=(X, Y), engine="eager").engine == "eager"
 
 
 @needs_compiler

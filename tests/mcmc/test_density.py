@@ -94,17 +94,6 @@ def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
         model.float()
 
 
-def test_constrain_and_unconstrain_are_inverse_and_respect_supports():
-    density = Density(hierarchical, args=(X, Y), dtype=torch.float64)
-    z = starting_points(density, 6)
-    weights = density.layout.constrain(z)
-    assert {site: w.shape[1:] for site, w in weights.items()} == density.layout.site_shapes
-    assert (weights["tau"] > 0).all()
-    assert torch.allclose(weights["mix"].sum(-1), torch.ones(6, dtype=torch.float64))
-    assert torch.allclose(density.unconstrain(weights), z, atol=1e-9)
-    assert density.dim == 1 + 1 + 2 + 1 + 3 + 16
-
-
 def test_log_determinants_make_the_prior_integrate_to_one():
     # U(z) of a prior alone is -log of a density over z: its integral over the line is 1, by the trapezoidal rule.
     def prior() -> None:

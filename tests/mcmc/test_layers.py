@@ -123,8 +123,8 @@ def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_i
     assert ((gradient[:, 1] - value.square()).abs() <= 2 * tolerance * size.square()).all()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 300, 531])
-@pytest.mark.parametrize("inputs", [1, 8, 21])
+@pytest.mark.parametrize("rows", [1, 128, 531])
+@pytest.mark.parametrize("inputs", [1, 21])
 def test_any_number_of_rows_and_inputs(rows, inputs, way):
     net = nn.Sequential(nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)).double()
     model = BayesianModel(net, GaussianPrior(fan_in=True), GaussianLikelihood(0.3))

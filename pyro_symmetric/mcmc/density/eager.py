@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ def in_chunks(
     if size is None or len(z) <= size:
         return evaluate(z, rows)
     cuts = [slice(start, start + size) for start in range(0, len(z), size)]
-    return _joined([evaluate(z[cut], _cut(rows, cut)) for cut in cuts])
+    parts = [evaluate(z[cut], rows and {name: index[cut] for name, index in rows.items()}) for cut in cuts]
+    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
 
 
 def sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
@@ -68,16 +70,7 @@ def sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows |
     except torch.linalg.LinAlgError:
         if len(z) == 1:
             return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
-        halves = slice(0, len(z) // 2), slice(len(z) // 2, None)
-        return _joined([sparing(evaluate, z[half], _cut(rows, half)) for half in halves])
-
-
-def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
-
-
-def _cut(rows: Rows | None, chains: slice) -> Rows | None:
-    return None if rows is None else {name: index[chains] for name, index in rows.items()}
+        return in_chunks(partial(sparing, evaluate), z, rows, -(-len(z) // 2))
 
 
 def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:
