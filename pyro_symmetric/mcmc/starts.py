@@ -21,6 +21,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 INITIALISATIONS = ("prior", "uniform")
+MOST_TRIES = 100  # of a chain that starts where nothing is finite
 RADIUS = 2.0  # of the box that "uniform" draws from, on the unconstrained scale, as Pyro's MCMC has it
 ROUNDING = 1e-3  # of initial weights that go to unconstrained coordinates and back, relative
 Drawer = Callable[[int], Mapping[str, Tensor]]
@@ -62,13 +63,9 @@ def described(settings: Any) -> str | None:
 
 
 def starting_points(
-    density: Density,
-    num_chains: int,
-    initial: Any = None,
-    generator: torch.Generator | None = None,
-    max_tries: int = 100,
+    density: Density, num_chains: int, initial: Any = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, at most so often.
+    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, unless by weights.
 
     :param initial: what :func:`resolve` returned. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
         far out, and ``"uniform"`` for any other model.
@@ -78,10 +75,6 @@ def starting_points(
     """
     if generator is None:
         generator = torch.Generator(density.device).manual_seed(drawn_seed())
-    if isinstance(initial, Mapping):
-        z = _given(density, num_chains, initial, generator)
-        _tell_of_flat_sites(density, z)
-        return z
     if initial is None:
         initial = "prior" if density.is_network else "uniform"
     if isinstance(initial, str) and initial not in INITIALISATIONS:
@@ -93,24 +86,25 @@ def starting_points(
             return (2 * box - 1) * RADIUS
         if initial == "prior":
             return density.draw_prior(count, generator)
+        if isinstance(initial, Mapping):
+            return _placed(density, initial, count, all_known=True)
         with forked(generator, density.device):
-            return _drawn(density, initial, count)
+            return _placed(density, initial(count), count, all_known=False)
 
-    z = draw(num_chains)
-    bad = ~_is_finite(density, z, generator)
-    for _ in range(max_tries):
+    tries = 1 if isinstance(initial, Mapping) else MOST_TRIES
+    z, bad = draw(num_chains), torch.ones(num_chains, dtype=torch.bool, device=density.device)
+    for tried in range(tries):
+        if tried:
+            z[bad] = draw(int(bad.sum()))
+        bad = ~_is_finite(density, z, generator)
         if not bool(bad.any()):
             _tell_of_flat_sites(density, z)
             return z
-        z[bad] = draw(int(bad.sum()))
-        bad = ~_is_finite(density, z, generator)
-    if bool(bad.any()):
-        source = f"initial={initial!r}" if isinstance(initial, str) else "initial; does it fit the model and its data?"
-        raise ValueError(
-            f"{int(bad.sum())} of {num_chains} chains found no starting point with finite energy and gradient among "
-            f"{max_tries} draws of {source}; {_where_to_look(density)}"
-        )
-    return z
+    source = f"initial={initial!r}" if isinstance(initial, str) else "initial; does it fit the model and its data?"
+    raise ValueError(
+        f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no starting point with finite energy "
+        f"and gradient among {tries} draws of {source}; {_where_to_look(density)}"
+    )
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -137,40 +131,27 @@ def _draws_of(guide: AutoGuide, count: int, args: tuple[Any, ...], kwargs: Mappi
     return {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
 
 
-def _drawn(density: Density, draw: Drawer, count: int) -> Tensor:
-    weights = arguments.weights("what initial gave", draw(count))
-    z = density.unconstrain(weights)
-    if z.shape != (count, density.dim):
-        raise ValueError(f"initial gave weights of batch shape {tuple(z.shape[:-1])} for {count} chains")
-    known = z.isfinite().all(-1)  # chains that start nowhere are drawn anew
-    _require_inside(density, {site: weights[site].to(z.device)[known] for site in density.layout.site_shapes}, z[known])
-    return z.clone()
+def _placed(density: Density, weights: Mapping[str, Tensor], count: int, all_known: bool) -> Tensor:
+    """Points ``(C, D)`` of weights, one for each chain or one for all.
 
-
-def _given(density: Density, num_chains: int, weights: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-    require_sites(weights, density.layout.site_shapes, "initial")
-    found = batch_shape(weights, density.layout.site_shapes, "initial")
-    z = density.unconstrain(weights)
-    if tuple(found) not in ((), (num_chains,)):
+    :raises ValueError: if chains would start elsewhere than at these weights. If not all need be known, those that
+        aren't are to be drawn anew.
+    """
+    arguments.weights("initial", weights)
+    shapes = density.layout.site_shapes
+    require_sites(weights, shapes, "initial")
+    found = batch_shape(weights, shapes, "initial")
+    if tuple(found) not in ((), (count,)):
         raise ValueError(
-            f"initial weights have batch shape {tuple(found)}; it must be ({num_chains},), one for each "
-            "chain, or () for one start of all"
+            f"initial has weights of batch shape {tuple(found)}; it must be ({count},), or () for one start"
         )
-    _require_inside(density, weights, z)
-    z = z.expand(num_chains, density.dim).clone()
-    if bad := (~_is_finite(density, z, generator)).nonzero().flatten().tolist():
-        raise ValueError(
-            f"the initial weights of chains {bad[:10]} have no finite energy and gradient; {_where_to_look(density)}"
-        )
-    return z
-
-
-def _require_inside(density: Density, weights: Mapping[str, Tensor], z: Tensor) -> None:
-    """:raises ValueError: if chains at ``z`` would start elsewhere than at these weights."""
-    for site, value in density.layout.constrain(z).items():
-        given = weights[site].to(value)
+    z = density.unconstrain(weights).expand(count, density.dim)
+    known = z.isfinite().all(-1) | all_known
+    for site, value in density.layout.constrain(z[known]).items():
+        given = weights[site].to(value).expand(count, *value.shape[1:])[known]
         if not bool(((value - given).abs() <= ROUNDING * (1 + given.abs())).all()):
             raise ValueError(f"no chain can start at initial: outside of its support, or not finite, is {site!r}")
+    return z.clone()
 
 
 def _where_to_look(density: Density) -> str:

@@ -275,5 +275,5 @@ def _require_all_rows(trace: poutine.Trace, drawn: Mapping[str, Any]) -> None:
             if rows is not None and frame.full_size is not None and rows < frame.full_size:
                 raise ValueError(
                     f"the site {name!r} lies in the plate {frame.name!r}, which draws {rows} of {frame.full_size} rows "
-                    "anew for each draw of the posterior. Pass the model without subsample_size; its sites stay the same"
+                    "anew for each draw; pass the model without subsample_size, whose sites are the same"
                 )
