@@ -182,13 +182,13 @@ class Tiled:
 
         :raises IndexError: if there are no such rows.
         """
-        from pyro_symmetric.mcmc.density.tiles import in_tiles, loss_and_gradient  # Numba takes long to load
+        from pyro_symmetric.mcmc.density.tiles import T, loss_and_gradient  # Numba takes long to load
 
         chains, rows, data = len(w), len(self._data), self._data
         if index is not None and not (int(index.min()) >= 0 and int(index.max()) < rows):
             raise IndexError(f"mini-batches must be of rows between 0 and {rows - 1}")
         if index is None:
-            data = self._tiles = in_tiles(data) if self._tiles is None else self._tiles
+            data = self._tiles = self._in_tiles(int(T)) if self._tiles is None else self._tiles
         batches = torch.empty((0, 0), dtype=torch.long, device="cpu") if index is None else index.long()
         loss, gradient = w.new_empty(chains), w.new_empty(chains, self.problem.dim)
         each = [value.detach().contiguous().numpy() for value in (batches, w, scale, loss, gradient)]
@@ -207,6 +207,11 @@ class Tiled:
             with ThreadPoolExecutor(threads) as pool:
                 list(pool.map(evaluate, cuts))
         return loss, gradient
+
+    def _in_tiles(self, size: int) -> Any:
+        """The data ``(tiles, width * size)``, features leading, zeros after the last row; aligned as by PyTorch."""
+        padded = functional.pad(torch.from_numpy(self._data), (0, 0, 0, -len(self._data) % size))
+        return padded.reshape(-1, size, padded.shape[1]).mT.flatten(1).contiguous().numpy()
 
 
 def is_tiled(problem: Problem) -> bool:

@@ -26,13 +26,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def in_tiles(data: np.ndarray) -> np.ndarray:
-    """Rows ``(N, width)`` as ``(tiles, width * T)``, features leading, zeros after the last row."""
-    size, width = int(T), data.shape[1]
-    padded = np.concatenate([data, np.zeros((-len(data) % size, width), data.dtype)])
-    return np.ascontiguousarray(padded.reshape(-1, size, width).swapaxes(1, 2)).reshape(-1, width * size)
-
-
 @njit(**OPTIONS)
 def loss_and_gradient(layers, settings, data, index, count, labels, w, scale, loss, gradient):
     """Write the losses ``(C,)``, and ``scale`` ``(C,)`` times their gradients ``(C, dim)``.
