@@ -197,15 +197,6 @@ def test_numbers_are_those_of_the_predictions(model, x):
     assert result["predictions"].value == pytest.approx(float(outputs.r_hat.max()))  # of fewer than a hundred
 
 
-def test_the_model_that_it_was_drawn_from_is_the_default(model, x):
-    y = torch.randn(7, 1)
-    posterior = Posterior(one_mode(), kind="chains").thin(50)
-    attached = diagnose(posterior.attach(model, x, y)).to_dict()
-    given = diagnose(posterior, model=model, x=x).to_dict()
-    assert attached["statistics"] == given["statistics"]
-    assert set(attached["checks"]) - set(given["checks"]) == {"temperature"}
-
-
 def test_without_a_model_the_samplers_log_density_stands_for_the_function():
     weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
     result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"))
