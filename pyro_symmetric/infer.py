@@ -113,34 +113,18 @@ class MCMC:
         **options: Any,
     ):
         self.kernel = arguments.instance("kernel", kernel, Kernel, "HMC(model), NUTS(model) or another kernel of ours")
+        self.posterior: Posterior  # all that ``sample`` gave, once there are draws
         self.num_samples = arguments.whole("num_samples", num_samples, 1)
-        self.warmup_steps = (
-            self.num_samples if warmup_steps is None else arguments.whole("warmup_steps", warmup_steps, 0)
-        )
-        self.num_chains = arguments.whole("num_chains", num_chains, 1)
-        self._options = {"progress": not disable_progbar, **options}
-        self._posterior: Posterior | None = None
+        self.warmup_steps = num_samples if warmup_steps is None else warmup_steps
+        self.num_chains = num_chains
+        counts = {"num_samples": num_samples, "num_warmup": self.warmup_steps, "num_chains": num_chains}
+        self._options: dict[str, Any] = {**counts, "progress": not disable_progbar, **options}
 
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are the model's. The draws come with all that is known of them."""
-        self._args, self._kwargs = args, kwargs
-        counts: dict[str, Any] = {
-            "num_samples": self.num_samples,
-            "num_warmup": self.warmup_steps,
-            "num_chains": self.num_chains,
-        }
-        self._posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **counts, **self._options)
-        return self._posterior
-
-    @property
-    def posterior(self) -> Posterior:
-        """All that :func:`~pyro_symmetric.sample` gave.
-
-        :raises RuntimeError: if :meth:`run` hasn't been called.
-        """
-        if self._posterior is None:
-            raise RuntimeError("there are no draws yet; call run(...) first")
-        return self._posterior
+        self._args, self._kwargs = args, kwargs  # which ArviZ reads
+        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **self._options)
+        return self.posterior
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
         """Draws of the latent sites; see ``Posterior.get_samples``."""

@@ -7,13 +7,6 @@ import pytest
 
 from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision
 
-FAILS_WITHOUT_OPERATORS = """
-import torch
-for name in ("nms", "qnms"):
-    if not hasattr(torch.ops.torchvision, name):
-        raise RuntimeError(f"operator torchvision::{name} does not exist")
-"""
-
 
 @pytest.fixture
 def pretend(tmp_path, monkeypatch):
@@ -45,29 +38,6 @@ def test_data_sets_models_and_torchmetrics_are_usable_in_a_fresh_process():
     )
     result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_missing_operators_are_registered_and_the_import_is_tried_again(pretend):
-    pretend(FAILS_WITHOUT_OPERATORS + "loaded = True\n")
-    assert import_torchvision().loaded
-
-
-def test_a_torchvision_that_imports_by_itself_is_imported_once(pretend):
-    pretend("times = []\ntimes.append(1)\n")
-    assert import_torchvision().times == [1]
-    assert import_torchvision().times == [1]
-
-
-def test_another_failure_is_passed_on_as_an_import_error(pretend):
-    pretend("raise RuntimeError('compiled with different CUDA major versions')\n")
-    with pytest.raises(ImportError, match="different CUDA major versions"):
-        import_torchvision()
-
-
-def test_a_failure_that_registering_does_not_cure_names_the_torch_version(pretend):
-    pretend("raise RuntimeError('operator torchvision::roi_align does not exist')\n")
-    with pytest.raises(ImportError, match="install the release that belongs to this torch"):
-        import_torchvision()
 
 
 def test_without_torchvision_the_sentence_says_what_to_install_and_what_needs_none_does_without(monkeypatch):

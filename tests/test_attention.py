@@ -119,12 +119,3 @@ def test_many_networks_are_trained_and_predict_at_once(kind):
         [outputs_of(net, {site: value[k] for site, value in trained.get_samples().items()}, x) for k in range(3)]
     )
     torch.testing.assert_close(ps.predict(trained, net, x, progress=False), expected)
-
-
-@pytest.mark.parametrize("kernel", [lambda m: ps.HMC(m, num_steps=2), lambda m: ps.SGHMC(m, batch_size=3)])
-@pytest.mark.parametrize("kind", NETWORKS)
-def test_samplers_take_them(kind, kernel):
-    model = ps.BayesianModel(kind(), likelihood=ps.GaussianLikelihood(0.3))
-    x, y = (value.float() for value in data())
-    drawn = ps.sample(kernel(model), x, y, num_samples=3, num_warmup=2, num_chains=2, progress=False)
-    assert all(bool(value.isfinite().all()) for value in drawn.samples.values())

@@ -13,7 +13,6 @@ import pyro_symmetric as ps
 from pyro_symmetric.infer import HMC, MCMC, NUTS
 from pyro_symmetric.posterior.statistics import chain_statistics
 
-STILL = {"step_size": 1e-6, "adapt_step_size": False, "num_steps": 1}  # a chain that stays where it starts
 quiet = functools.partial(MCMC, disable_progbar=True, engine="eager")
 
 
@@ -109,21 +108,7 @@ def test_settings_reach_our_kernels():
     }
 
 
-def test_warm_up_is_as_long_as_sampling_unless_it_is_given():
-    assert (MCMC(NUTS(conjugate), 7).warmup_steps, MCMC(NUTS(conjugate), 7, 0).warmup_steps) == (7, 0)
-
-
 # what is made of the draws ------------------------------------------------------------------------------------------
-
-
-def test_a_hook_of_sample_sees_all_chains_and_takes_no_tasks():
-    seen = {}
-    options = {"num_samples": 3, "num_warmup": 2, "num_chains": 4, "engine": "eager", "progress": False}
-    posterior = ps.sample(ps.NUTS(positive), hook=seen.__setitem__, **options)
-    assert list(seen) == [0, 1, 2, 3, 4]
-    assert torch.equal(torch.stack([seen[i]["scale"] for i in (2, 3, 4)], 1), posterior.samples["scale"])
-    with pytest.raises(ValueError, match="hook"):
-        ps.sample(ps.NUTS(positive), hook=seen.__setitem__, chains_per_task=2, **options)
 
 
 def test_diagnostics_have_pyros_form():
@@ -137,18 +122,6 @@ def test_diagnostics_have_pyros_form():
     assert found["scale"]["r_hat"].shape == (3,)
     assert found["shift"]["n_eff"].shape == ()
     assert found["divergences"].keys() == found["acceptance rate"].keys() == {"chain 0", "chain 1"}
-
-
-def test_draws_before_a_run_are_refused():
-    with pytest.raises(RuntimeError, match="run"):
-        quiet(NUTS(positive), 5).get_samples()
-
-
-def test_a_misspelt_option_is_refused():
-    with pytest.raises(TypeError, match="warmup_step"):
-        quiet(NUTS(positive), 5, warmup_step=5).run()
-    with pytest.raises(TypeError, match="max_treedepth"):
-        NUTS(positive, max_treedepth=5)
 
 
 def test_predictive_takes_the_draws():

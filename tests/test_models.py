@@ -174,52 +174,11 @@ def test_one_row_and_outputs_without_a_second_axis() -> None:
         assert Predictive(model, num_samples=3)(x)["y"].shape == (3, rows)
 
 
-def test_dtype_and_priors_follow_the_module() -> None:
-    model = problem("learnt noise")[0].double()
-    assert {prior.sample().dtype for prior in model.priors().values()} == {torch.float64}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"net": "net"}, "must be a torch.nn.Module"),
-        ({"net": nn.ReLU()}, "no parameters"),
-        ({"prior": -1.0}, "must be more than 0"),
-        ({"prior": lambda name, value: dist.Normal(torch.zeros_like(value), 1.0)}, "to_event"),
-        ({"likelihood": "poisson"}, "one of"),
-        ({"num_data": 0}, "num_data"),
-    ],
-)
-def test_bad_arguments_are_named(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        BayesianModel(**{"net": nn.Linear(2, 2), **arguments})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("make", [lambda: CategoricalLikelihood(0.0), lambda: GaussianLikelihood(-1.0)])
-def test_bad_likelihoods_are_refused(make: object) -> None:
-    with pytest.raises(ValueError, match="must be more than 0"):
-        make()  # type: ignore[operator]
-
-
 def test_more_rows_than_num_data_are_refused() -> None:
     model, x, y = problem("categorical", num_data=10)
     for call in (lambda: model(x, y), lambda: model.log_joint(draw(model), x, y)):
         with pytest.raises(ValueError, match="num_data=10"):
             call()
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_targets_of_other_rows_are_refused(rows: int) -> None:
-    model, x, y = problem("learnt noise")
-    for call in (lambda: model(x, y[:rows]), lambda: model.log_likelihood(draw(model), x, y[:rows])):
-        with pytest.raises(ValueError, match=f"x has 20 rows but y has {rows}"):
-            call()
-
-
-def test_a_missing_site_of_the_likelihood_is_named() -> None:
-    model, x, y = problem("learnt noise")
-    with pytest.raises(ValueError, match="noise_scale"):
-        model.log_likelihood(model.initial_weights(), x, y)
 
 
 def test_weights_that_lie_elsewhere_are_moved(device: torch.device) -> None:
@@ -244,24 +203,3 @@ def test_a_weight_s_prior_is_the_normal_density_and_its_gradient() -> None:
         torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match="support"):
         prior.log_prob(torch.full((2, 3), torch.nan, dtype=torch.float64))
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 2, dtype=torch.cfloat))
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (Complex, ValueError, r"the parameters \['w'\] are no real numbers \(torch.complex64\)"),
-        (lambda: nn.LazyLinear(2), ValueError, r"have no shape yet; call the network once, net\(x\[:2\]\)"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), TypeError, r"DataParallel .* pass its \.module"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), TypeError, "is a ScriptModule"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules:UserWarning")
-def test_networks_whose_weights_cannot_be_replaced_or_drawn_are_refused(make, error, words):
-    with pytest.raises(error, match=words):
-        BayesianModel(make())

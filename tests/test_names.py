@@ -38,8 +38,3 @@ def test_a_misspelt_name_is_answered_by_the_nearest(call: Callable[[], Any], mea
 def test_what_a_base_takes_is_passed_on() -> None:
     guide = ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal, hidden_dim=[4], log_scale_min_clip=-3.0)
     assert guide()["w"].shape == (3,)
-
-
-def test_a_table_of_priors_takes_no_arguments() -> None:
-    with pytest.raises(TypeError, match="priors"):
-        ps.discovery.check_priors(GROUP, {"w": dist.Normal(torch.zeros(3), 1.0).to_event(1)}, torch.zeros(3))

@@ -31,8 +31,3 @@ def test_every_network_takes_small_images(name: str, shape: tuple[int, ...]) -> 
     with torch.no_grad():
         x = torch.randn(2, *shape)
         assert NETWORKS[name](shape, 7).eval().to(x.device)(x).shape == (2, 7)
-
-
-def test_rows_that_are_no_images_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs images"):
-        optunet((5,), 2)

@@ -76,15 +76,6 @@ def test_ensembles_are_trained_and_predict_as_each_network_does(kind):
         torch.testing.assert_close(outputs, net(x))
 
 
-@pytest.mark.parametrize("kernel", [lambda m: ps.HMC(m, num_steps=2), lambda m: ps.SGHMC(m, batch_size=3)])
-def test_samplers_take_them(kernel):
-    model = ps.BayesianModel(Branching(), likelihood=ps.GaussianLikelihood(0.3))
-    x, y = (value.float() for value in data())
-    with pytest.warns(UserWarning, match=MESSAGE):
-        drawn = ps.sample(kernel(model), x, y, num_samples=3, num_warmup=2, num_chains=2, progress=False)
-    assert all(bool(value.isfinite().all()) for value in drawn.samples.values())
-
-
 @pytest.mark.parametrize("words", ["not enough memory: you tried to allocate 8 bytes", "a matrix is singular"])
 def test_failures_of_another_kind_are_passed_on_and_not_remembered(words, monkeypatch):
     model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(0.3))
@@ -101,13 +92,6 @@ def test_failures_of_another_kind_are_passed_on_and_not_remembered(words, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert model.outputs(weights, torch.randn(5, 3)).shape == (2, 5, 1)
-
-
-def test_wrong_inputs_are_told_as_such():
-    model = ps.BayesianModel(InPlace(), likelihood=ps.GaussianLikelihood(0.3))
-    weights = {site: value.expand(2, *value.shape) for site, value in model.initial_weights().items()}
-    with pytest.raises(ValueError, match=r"x doesn.t fit: the network .InPlace. can.t take a tensor"):
-        model.outputs(weights, torch.randn(5, 9))
 
 
 def test_weights_shared_by_two_modules_begin_once_in_each_member():

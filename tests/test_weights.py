@@ -1,6 +1,5 @@
 """The weights dict: reading batch shapes, flattening, kind refusals."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -44,21 +43,3 @@ def test_shapes_of_reads_tensors_and_shapes():
 def test_weights_of_the_wrong_shape_are_refused_by_name(weights, words):
     with pytest.raises(ValueError, match=words):
         w.batch_shape(weights, SHAPES)
-
-
-def test_missing_sites_are_named():
-    with pytest.raises(ValueError, match=r"lacks the sites \['b'\]"):
-        w.require_sites({"a": torch.zeros(1)}, ["a", "b"])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(bad):
-    w.require_finite({"a": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"'b'\] holds 1 NaN or infinite"):
-        w.require_finite({"a": torch.zeros(2), "b": torch.tensor([1.0, bad])})
-
-
-def test_an_example_that_is_no_tensor_is_named():
-    with pytest.raises(TypeError, match=r"example_weights\['w'\] is a numpy.ndarray; it must be a tensor, or a shape"):
-        w.shapes_of({"w": np.zeros(3)})
-    assert w.shapes_of({"w": [3, 2], "b": torch.zeros(4)}) == {"w": torch.Size([3, 2]), "b": torch.Size([4])}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,13 +27,6 @@ from pyro_symmetric.posterior.posterior import Posterior, Source
 from pyro_symmetric.storage import PathLike
 
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
-OF_PYRO = {
-    "warmup_steps": "num_warmup",
-    "disable_progbar": "progress=False",
-    "initial_params": "initial, of weights in their supports,",
-    "hook_fn": "hook",
-    "jit_compile": "engine",
-}
 
 
 def sample(
@@ -57,7 +50,6 @@ def sample(
     threads_per_task: int = 1,
     progress: bool = True,
     hook: Hook | None = None,
-    **others: Never,
 ) -> Posterior:
     """Draw from a model's posterior with many chains at once.
 
@@ -129,15 +121,12 @@ def sample(
     :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
     :param hook: is called after every iteration with its number, counted from 0 and warm-up included, and the weights
         of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
-    :param others: there are none: what goes to the model by name is in ``kwargs``.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
         sampling (of tasks their sum, not what a clock on the wall showed). With ``store``, draws are mapped from its
         files.
     :raises ValueError: naming the argument, or what differs if the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     """
-    if others:
-        raise TypeError(_no_option(next(iter(others))))
     kwargs = dict(kwargs or {})
     arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
@@ -170,12 +159,6 @@ def sample(
         posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), source=source)
     _warn_of_trouble(posterior, settings)
     return posterior
-
-
-def _no_option(name: str) -> str:
-    if name in OF_PYRO:
-        return f"sample() has no option {name!r}; Pyro's {name} is {OF_PYRO[name]} here"
-    return f"sample() has no option {name!r}; to pass it to the model by name, give kwargs={{{name!r}: ...}}"
 
 
 def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:

@@ -59,15 +59,6 @@ def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
     assert "NUTS with 2 chains (as asked)" in few.chosen
 
 
-def test_every_call_chooses_alike():
-    first, again = (choice(normal, torch.randn(5)) for _ in range(2))
-    assert (first.kernel.settings(), first.num_chains, first.chosen) == (
-        again.kernel.settings(),
-        again.num_chains,
-        again.chosen,
-    )
-
-
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
     y = torch.randn(100, generator=torch.Generator(torch.empty(0).device).manual_seed(0)) + 2
@@ -81,20 +72,6 @@ def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     # At least 1,000 effective draws: six standard errors.
     assert abs(posterior.samples["mean"].mean() - y.sum() / precision) < 6 / (precision * 1000) ** 0.5
     assert posterior.samples["mean"].std() == pytest.approx(precision**-0.5, rel=6 / 2000**0.5)
-
-
-def test_a_choice_without_progress_is_silent(capsys):
-    sample(wide, 2, num_samples=2, num_warmup=2, progress=False)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_model_alone_resumes(tmp_path):
-    options = {"num_warmup": 4, "seed": 1, "progress": False, "engine": "eager"}
-    whole = sample(wide, 2, num_samples=6, **options)
-    sample(wide, 2, num_samples=3, store=tmp_path / "s", **options)
-    found = sample(wide, 2, num_samples=6, store=tmp_path / "s", **options)
-    assert torch.equal(found.samples["w"], whole.samples["w"])
-    assert "chosen" in Posterior.load(tmp_path / "s").metadata
 
 
 def test_arguments_of_the_model_come_after_it_and_keywords_in_their_mapping():

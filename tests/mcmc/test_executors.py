@@ -160,13 +160,6 @@ def test_another_runs_tasks_are_refused(change, message, expected, tmp_path):
     assert_same_draws(Posterior.load(tmp_path / "s"), expected)
 
 
-def test_folders_of_other_things_are_refused(tmp_path):
-    (tmp_path / "lock").write_text("mine")
-    with pytest.raises(FileExistsError, match="is no draw store of tasks but holds lock"):
-        sample(KERNEL, X, Y, store=tmp_path, **QUICK)
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("lock", "mine")]
-
-
 @pytest.mark.parametrize("at", [3, 12])
 def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatch):
     step, left = HMC.step, [at]  # a task takes nine steps

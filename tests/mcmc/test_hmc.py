@@ -136,12 +136,6 @@ def test_the_mass_matrix_learns_the_scales(generator):
     assert torch.allclose(state.tuning.mass.variance, torch.tensor([0.25, 1.0, 4.0]), rtol=0.25)
 
 
-def test_a_fixed_step_and_mass_stay():
-    kernel = HMC(gaussian, step_size=0.3, adapt_step_size=False, adapt_mass=False)
-    posterior = sample(kernel, num_warmup=20, num_samples=5, progress=False)
-    assert (posterior.statistics["step_size"] == 0.3).all()
-
-
 @pytest.mark.stochastic
 def test_posterior_on_a_positive_site_matches_quadrature():
     y = torch.tensor([0.3, -1.2, 2.1, 0.4])
@@ -200,23 +194,6 @@ def test_one_chain_that_starts_far_out_is_not_left_behind(kernel):
     assert posterior.statistics["acceptance_rate"].double().mean(1).min() > 0.5
 
 
-def test_chains_that_stay_stuck_are_named():
-    start = {"z": torch.cat([torch.full((1,), -1.2), torch.rand(39) + 0.5])}
-    kernel = HMC(walled, step_size=0.03, num_steps=20, adapt_step_size=False, adapt_mass=False)
-    words = r"1 of 40 chains hardly move \(chain 0\)"
-    with pytest.warns(RuntimeWarning, match="diverged"), pytest.warns(RuntimeWarning, match=words):
-        sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
-
-
-def test_if_no_chain_moves_the_step_is_not_said_to_suit_the_others():
-    kernel = HMC(walled, step_size=0.03, num_steps=20, adapt_step_size=False, adapt_mass=False)
-    start = {"z": torch.full((40,), -1.2)}
-    words = r"the step size is too large for all of them"
-    with pytest.warns(RuntimeWarning, match="diverged"), pytest.warns(RuntimeWarning, match=words) as caught:
-        sample(kernel, initial=start, **{**WALLED, "num_warmup": 0})
-    assert not any("suits the others" in str(warning.message) for warning in caught)
-
-
 @pytest.mark.stochastic
 def test_the_step_does_not_depend_on_the_number_of_chains():
     y, s = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12]), torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18])
@@ -248,18 +225,3 @@ def test_the_fast_path_and_the_trace_take_the_same_step():
         after.append(kernel.step(density, kernel.init(density, start, 0, generator)).z)
     assert not torch.allclose(after[0], start)
     assert torch.allclose(after[0], after[1], atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_size": -1.0}, "step_size is -1.0"),
-        ({"trajectory_length": 0.0}, "trajectory_length is 0.0"),
-        ({"num_steps": 0}, "num_steps is 0"),
-        ({"target_accept": 1.0}, "target_accept is 1.0"),
-        ({"jitter": 2.0}, "jitter is 2.0"),
-    ],
-)
-def test_bad_settings_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        HMC(banana, **options)

@@ -2,7 +2,6 @@
 energy that is no number does. And what it takes to write one more."""
 
 import io
-import itertools
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -34,10 +33,6 @@ from pyro_symmetric.mcmc import (
 from pyro_symmetric.mcmc.kernels.integrator import energy_error
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.models import BayesianModel
-
-
-def a_model() -> None: ...
-
 
 # random numbers -----------------------------------------------------------------------------------------------------
 
@@ -87,13 +82,6 @@ def advance(kernel: Kernel, density: Density, state: State, begin: int, end: int
 def start(kernel: Kernel, density: Density, seed: int) -> State:
     z = 0.1 * torch.arange(3 * density.dim, dtype=torch.float64).reshape(3, -1).sin()
     return kernel.init(density, z, WARMUP, torch.Generator(torch.empty(0).device).manual_seed(seed))
-
-
-def test_the_guard_sees_what_it_must():
-    with OnlyNamedGenerators(), pytest.raises(AssertionError, match="without a generator"):
-        torch.empty(3).normal_()
-    with OnlyNamedGenerators():
-        torch.empty(3).normal_(generator=torch.Generator(torch.empty(0).device))
 
 
 @pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
@@ -220,75 +208,7 @@ def test_a_kernel_of_twenty_lines_is_sampled_like_any_other():
     assert posterior.metadata["settings"] == {"step_size": 1.0}
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Broken(RandomWalk):
-    part: str = ""
-
-    def init(self, density: Density, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        return z if self.part == "init" else super().init(density, z, num_warmup, generator)
-
-    def step(self, density: Density, state: State) -> State:
-        return replace(state, z=state.z[0]) if self.part == "shape" else state.z
-
-
-@pytest.mark.parametrize(
-    ("part", "error", "words"), [("init", TypeError, "init"), ("", TypeError, "step"), ("shape", ValueError, "shape")]
-)
-def test_what_a_kernel_returns_is_a_state_of_all_chains(part, error, words):
-    def model() -> None:
-        pyro.sample("x", dist.Gamma(3.0, 2.0))
-
-    with pytest.raises(error, match=f"Broken.*{words}"):
-        sample(Broken(model, part=part), num_chains=2, num_warmup=2, num_samples=2, progress=False)
-
-
 # settings -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kernel", [HMC, NUTS, AdaptiveHMC, MCLMC, SGLD, pSGLD, SGHMC])
-def test_help_lists_every_setting_with_its_default_and_none_twice(kernel):
-    lines = kernel.__doc__.splitlines()
-    for field in fields(kernel):
-        begin = [i for i, line in enumerate(lines) if line.startswith(f":param {field.name}:")]
-        assert len(begin) == 1, field.name
-        words = " ".join([lines[begin[0]], *itertools.takewhile(lambda l: l.startswith(" "), lines[begin[0] + 1 :])])
-        assert field.name == "model" or words.endswith(f"Default: ``{field.default!r}``.")
-        assert words.count("Default:") == (field.name != "model")
-
-
-@pytest.mark.parametrize(
-    ("kernel", "text"),
-    [
-        (HMC(a_model), "HMC(a_model)"),
-        (NUTS(a_model, mass="dense", max_treedepth=4), "NUTS(a_model, mass='dense', max_treedepth=4)"),
-        (AdaptiveHMC(BayesianModel(nn.Linear(2, 1))), "AdaptiveHMC(BayesianModel)"),
-        (MCLMC(a_model, energy_error=0.1), "MCLMC(a_model, energy_error=0.1)"),
-        (SGLD(a_model, batch_size=32), "SGLD(a_model, batch_size=32)"),
-        (pSGLD(a_model, 0.01, damping=1e-3), "pSGLD(a_model, step_size=0.01, damping=0.001)"),
-        (SGHMC(a_model, noise_estimate=torch.ones(2)), "SGHMC(a_model, noise_estimate=[1.0, 1.0])"),
-    ],
-)
-def test_a_kernel_prints_its_model_and_what_was_set(kernel, text):
-    assert repr(kernel) == text
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (HMC, {"max_steps": 10.5}),
-        (HMC, {"num_steps": 2.5}),
-        (NUTS, {"max_treedepth": 2.5}),
-        (NUTS, {"max_treedepth": 1.5}),
-        (AdaptiveHMC, {"max_steps": 0.5}),
-        (MCLMC, {"max_steps": 1.5}),
-        (SGLD, {"num_steps": 1.5}),
-        (SGHMC, {"batch_size": 0}),
-    ],
-)
-def test_counts_must_be_whole(kind, options):
-    ((name, value),) = options.items()
-    with pytest.raises((TypeError, ValueError), match=f"{name} is {value}; it must be (a whole number|at least 1)"):
-        kind(a_model, **options)
 
 
 # energies that are no numbers ---------------------------------------------------------------------------------------
@@ -316,14 +236,3 @@ def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy, gene
     z = torch.zeros(200, 1, dtype=torch.float64)
     step = HMC(None).init(density, z, 0, generator).tuning.step_size
     assert (step < 2).all()  # a standard normal momentum stays within with a chance of 0.8 for a step of 0.78
-
-
-@pytest.mark.parametrize(
-    ("kind", "setting", "here"),
-    [(NUTS, {"full_mass": True}, "mass='dense'"), (HMC, {"target_accept_prob": 0.9}, "target_accept")],
-)
-def test_settings_of_pyros_kernels_are_named(kind, setting, here):
-    with pytest.raises(TypeError, match=f"Pyro's {next(iter(setting))} is {here} here"):
-        kind(lambda: None, **setting)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
-        kind(lambda: None, steps=3)

@@ -314,18 +314,3 @@ def test_chains_that_start_in_a_banana_stay_in_it_though_the_step_is_too_long_fo
         x1 * noise1 - x * noise,
     ):
         assert abs(change.mean().item()) < 5 * (change.std() / len(change) ** 0.5).item()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"max_treedepth": 0}, "max_treedepth is 0"), ({"mass": "full"}, "mass is 'full'")]
-)
-def test_bad_settings_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        NUTS(None, **options)
-
-
-def test_repr_names_the_model_and_what_was_set():
-    def a_model() -> None: ...
-
-    assert repr(NUTS(a_model)) == "NUTS(a_model)"
-    assert repr(NUTS(a_model, mass="dense", max_treedepth=8)) == "NUTS(a_model, mass='dense', max_treedepth=8)"

@@ -54,10 +54,3 @@ def test_slow_averages_and_kept_preconditioners_leave_the_posterior():
     # A mean of squares of standard error sqrt(2 / 4000) = 0.022, at 4.5 of them (false alarms 7e-6); 0.03 for the step.
     assert mean_square(0.0, running=False, iterations=15) == pytest.approx(1.0, abs=0.13)
     assert mean_square(0.99, running=True, iterations=15) < 1.3
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match=r"smoothing is 1\.0"):
-        pSGLD(conjugate, smoothing=1.0)
-    with pytest.raises(ValueError, match=r"damping is 0\.0"):
-        pSGLD(conjugate, damping=0.0)

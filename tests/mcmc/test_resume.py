@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 import pyro_symmetric.mcmc as mcmc
-import pyro_symmetric.mcmc.resume as resuming
 import pyro_symmetric.store as recorders
 from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
@@ -296,30 +295,7 @@ def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tm
     assert_same_draws(sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK), whole)
 
 
-def test_seconds_add_up_over_the_breaks(tmp_path, break_after):
-    break_after(10)
-    with pytest.raises(Killed):
-        run("HMC", seed=1, store=tmp_path / "s")
-    posterior = run("HMC", seed=1, store=tmp_path / "s")
-    assert posterior.metadata["seconds"]["warmup"] > 0
-    assert posterior.metadata["seconds"]["sampling"] > 0
-
-
-def test_double_precision_is_stored_as_sampled(tmp_path):
-    posterior = run("HMC", seed=1, dtype=torch.float64, store=tmp_path / "s")
-    assert posterior.samples["a"].dtype == torch.float64
-    assert_same_draws(posterior, run("HMC", seed=1, dtype=torch.float64))
-
-
 # another run --------------------------------------------------------------------------------------------------------
-
-
-def other_prior(y: torch.Tensor) -> None:
-    pyro.sample("a", dist.Normal(torch.zeros(2), 1.1).to_event(1))
-    b = pyro.sample("b", dist.Gamma(2.0, 1.0))
-    pyro.sample("c", dist.Dirichlet(torch.ones(3)))
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(0.0, b), obs=y)
 
 
 def other_sites() -> None:
@@ -361,13 +337,6 @@ def test_a_store_of_another_run_is_refused_and_left_as_it_is(difference, resume,
     assert bytes_of(stored) == before
 
 
-def test_only_what_decides_is_named(stored):
-    for kernel, data in ((SGHMC(model, step_size=0.1), (Y,)), (HMC(other_sites, num_steps=2), ()), (hmc(), (Y + 1,))):
-        with pytest.raises(ValueError, match="What differs") as caught:
-            sample(kernel, *data, store=stored, **{"seed": 1, **QUICK})
-        assert ";" not in str(caught.value).split("What differs")[1]
-
-
 def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, monkeypatch, break_after):
     break_after(30)
     with pytest.raises(Killed):
@@ -378,49 +347,6 @@ def test_another_version_is_refused_unless_it_is_insisted_on(stored, tmp_path, m
     with pytest.warns(RuntimeWarning, match=r"may differ from an unbroken run's.*99\.0"):
         posterior = sample(hmc(), Y, seed=1, store=tmp_path / "s", resume=True, **QUICK)
     assert_same_draws(posterior, Posterior.load(stored))
-
-
-def test_another_number_of_threads_is_warned_of(stored, monkeypatch):
-    found = {**resuming.rounding_of(torch.device("cpu")), "threads": 77}
-    monkeypatch.setattr(resuming, "rounding_of", lambda device: found)
-    with pytest.warns(RuntimeWarning, match=r"threads: \d+ there, 77 here"):
-        sample(hmc(), Y, seed=1, store=stored, **QUICK)
-
-
-def test_the_name_of_the_gpu_counts_if_the_run_is_on_one(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU at {device}")
-    assert resuming.rounding_of(torch.device("cuda"))["gpu"] == "the GPU at cuda"
-    assert "gpu" not in resuming.rounding_of(torch.device("cpu"))
-
-
-@pytest.mark.cuda
-@pytest.mark.filterwarnings("ignore:the warm-up")
-def test_cuda_is_its_first_device_and_another_gpu_is_warned_of(tmp_path, monkeypatch):
-    net, x, y = nn.Linear(2, 1), torch.randn(12, 2), torch.randn(12)
-    kernel = HMC(BayesianModel(net, likelihood="gaussian"), num_steps=2)
-
-    def here(device: str, num_samples: int) -> Posterior:
-        settings = {**QUICK, "num_samples": num_samples}
-        return sample(kernel, x, y, seed=1, store=tmp_path / "s", device=device, **settings)
-
-    here("cuda", 10)
-    assert here("cuda:0", 20).num_samples == 20
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
-    with pytest.warns(RuntimeWarning, match=r"gpu: .* there, 'another GPU' here"):
-        here("cuda", 30)
-    with pytest.raises(ValueError, match="device: 'cuda' there, 'cpu' here"):
-        here("cpu", 40)
-
-
-def test_networks_that_differ_only_in_values_that_are_sampled_are_the_same_model(tmp_path):
-    x, y = torch.randn(12, 2), torch.randn(12)
-
-    def fresh() -> HMC:
-        return HMC(BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), num_steps=2)
-
-    first = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
-    again = sample(fresh(), x, y, seed=1, store=tmp_path / "s", **QUICK)
-    assert_same_draws(again, first)
 
 
 def test_resume_false_wants_a_new_folder_and_true_an_old_one(stored, tmp_path):
@@ -552,34 +478,3 @@ def test_a_run_in_memory_touches_few_files_and_functions():
     files = sorted({file.removeprefix(root) for file, _ in functions})
     assert len(files) <= MOST_FILES, files
     assert len(functions) <= MOST_FUNCTIONS, sorted(functions)
-
-
-def test_arguments_by_name_may_come_in_another_order(tmp_path):
-    def model(x, y):
-        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
-
-    options = {
-        "num_samples": 2,
-        "num_warmup": 2,
-        "num_chains": 2,
-        "seed": 1,
-        "store": tmp_path / "s",
-        "progress": False,
-    }
-    x, y = torch.linspace(-1, 1, 5), torch.ones(5)
-    first = sample(HMC(model), kwargs={"x": x, "y": y}, **options)
-    again = sample(HMC(model), kwargs={"y": y, "x": x}, **options)
-    assert torch.equal(first.samples["slope"], again.samples["slope"])
-
-
-def test_settings_that_are_numbers_of_numpy_are_stored(tmp_path):
-    def model():
-        pyro.sample("a", dist.Normal(0.0, 1.0))
-
-    kernel = HMC(model, step_size=np.float64(0.1), num_steps=np.int64(2))
-    options = {"num_samples": 2, "num_warmup": 2, "num_chains": 2, "seed": 1, "progress": False}
-    sample(kernel, store=tmp_path / "s", chain_chunk=np.int64(2), **options)
-    sample(kernel, store=tmp_path / "tasks", chains_per_task=np.int64(1), **options)
-    assert Posterior.load(tmp_path / "s").metadata["settings"]["num_steps"] == 2

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from torch import nn
 from tqdm import tqdm
@@ -60,12 +58,6 @@ def test_without_a_seed_the_global_generator_decides(kernel):
     second = sample(kernel, **QUICK)
     assert torch.equal(first.samples["a"], second.samples["a"])
     assert not torch.equal(sample(kernel, **QUICK).samples["a"], first.samples["a"])
-
-
-def test_thinning_keeps_every_nth_draw(kernel):
-    dense = sample(kernel, seed=1, **{**QUICK, "num_samples": 12})
-    thin = sample(kernel, seed=1, thinning=3, **{**QUICK, "num_samples": 4})
-    assert torch.equal(thin.samples["a"], dense.samples["a"][:, 2::3])
 
 
 def test_metadata_is_json_and_tells_how_the_draws_were_made(kernel):
@@ -126,32 +118,6 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     assert torch.equal(type(whole).load(tmp_path / "p").samples["0.bias"], whole.samples["0.bias"])
 
 
-@pytest.mark.parametrize("name", ["num_samples", "num_chains", "thinning", "num_warmup"])
-def test_bad_counts_are_named(name):
-    with pytest.raises(ValueError, match=f"{name} is -1"):
-        sample(HMC(model), **{name: -1})
-
-
-@pytest.mark.parametrize("name", ["num_samples", "num_chains", "thinning", "num_warmup", "seed"])
-@pytest.mark.parametrize("value", [2.5, "7", True])
-def test_counts_that_are_no_whole_numbers_are_named(name, value):
-    with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be a whole number"):
-        sample(HMC(model), **{name: value})
-
-
-def test_numpys_numbers_are_taken_for_what_they_are(tmp_path):
-    numbers = {name: np.int64(value) for name, value in QUICK.items() if name != "progress"}
-    posterior = sample(HMC(model), seed=np.int64(4), store=tmp_path / "s", progress=False, **numbers)
-    again = sample(HMC(model), seed=4, store=tmp_path / "s", **QUICK)
-    assert torch.equal(posterior.samples["a"], again.samples["a"])
-
-
-@pytest.mark.parametrize(("kernel", "message"), [(3, "is 3; it must be"), (HMC, "is .*no class")])
-def test_what_is_neither_a_kernel_nor_a_model_is_named(kernel, message):
-    with pytest.raises(TypeError, match=f"model {message}"):
-        sample(kernel)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -206,34 +172,6 @@ def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message)
         sample(HMC(built()), *data, **QUICK)
 
 
-def test_a_network_without_a_prior_is_told_how_to_become_a_model():
-    for module in (nn.Linear(2, 3), PyroModule[nn.Linear](2, 3)):
-        with pytest.raises(ValueError, match=r"no latent site.*BayesianModel"):
-            sample(HMC(module), torch.randn(5, 2), **QUICK)
-
-
-def only_observed(y):
-    pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
-
-
-def only_parameters(y):
-    pyro.sample("y", dist.Normal(pyro.param("mean", torch.zeros(())), 1.0), obs=y)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (only_observed, r"only_observed has no latent site"),
-        (only_parameters, "no latent site"),
-        (AutoNormal(only_observed), "no class, guide or kernel"),
-        (nn.Linear, "no class, guide or kernel"),
-    ],
-)
-def test_models_with_nothing_to_sample_are_told_what_they_lack(model, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        sample(HMC(model), torch.tensor(0.3), **QUICK)
-
-
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 @pytest.mark.parametrize(
@@ -246,28 +184,6 @@ def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
-
-
-def test_arrays_that_a_model_cannot_take_are_named():
-    def regression(x, y):
-        b = pyro.sample("b", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(b * torch.add(x, 0.0), 1.0), obs=y)
-
-    with pytest.raises(TypeError, match="argument 0 is a numpy array; pass torch tensors"):
-        sample(HMC(regression), np.zeros(3), kwargs={"y": torch.zeros(3)}, **QUICK)
-
-
-def test_the_advice_on_divergences_names_settings_that_the_sampler_has():
-    def steep():
-        pyro.sample("a", dist.Normal(0.0, 1e-3))
-
-    for kernel in (HMC(steep, step_size=10.0, adapt_step_size=False), SGHMC(steep, step_size=1e6)):
-        with pytest.warns(RuntimeWarning, match="of the draws diverged") as caught:
-            sample(kernel, **{**QUICK, "num_warmup": 0})
-        named = [name for name in ("target_accept", "tolerance") if name in str(caught[0].message)]
-        assert all(hasattr(kernel, name) for name in named)
-        assert named
 
 
 def test_a_models_arguments_never_reach_the_sampler():
@@ -289,28 +205,6 @@ def test_a_misspelt_option_of_the_sampler_never_reaches_the_model():
 
     with pytest.raises(TypeError, match="num_sample"):
         sample(HMC(takes_anything), num_sample=5, **QUICK)
-
-
-def test_options_that_there_are_none_of_say_what_to_write():
-    with pytest.raises(TypeError, match=r"no option 'y'; .*kwargs={'y': ...}"):
-        sample(HMC(lambda y: pyro.sample("a", dist.Normal(0.0, 1.0))), y=torch.zeros(3))
-    with pytest.raises(TypeError, match="Pyro's warmup_steps is num_warmup here"):
-        sample(HMC(lambda: pyro.sample("a", dist.Normal(0.0, 1.0))), warmup_steps=3)
-    with pytest.raises(TypeError, match="no class, guide or kernel"):
-        sample(pyro.infer.NUTS(lambda: None))
-
-
-def test_a_model_without_a_density_and_data_without_a_chance_are_named():
-    def flat():
-        pyro.sample("a", dist.ImproperUniform(dist.constraints.real, (), ()))
-
-    def positive(y):
-        pyro.sample("y", dist.Gamma(pyro.sample("r", dist.Gamma(1.0, 1.0)), 1.0), obs=y)
-
-    with pytest.raises(ValueError, match="density"):
-        sample(HMC(flat), **QUICK)
-    with pytest.raises(ValueError, match=r"finite energy|outside of the support"):
-        sample(HMC(positive), torch.tensor(-1.0), **QUICK)
 
 
 def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():

@@ -154,19 +154,3 @@ def test_a_network_is_sampled_from_mini_batches_that_differ_between_chains():
     density = Density(model, args=(x, y), batch_size=8, subsampled=True)
     state = kernel.init(density, starting_points(density, 1).expand(3, -1).clone(), 0, fresh_generator())
     assert state.energy.unique().numel() == 3  # one place, three mini-batches
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"step_size": 0.0}, "step_size is 0.0"),
-        ({"friction": -1.0}, "friction is -1.0"),
-        ({"noise_estimate": -1.0}, "noise_estimate is -1.0"),
-        ({"num_steps": 0}, "num_steps is 0"),
-        ({"noise_estimate": "fisher"}, "noise_estimate is 'fisher'; it must be a number, a tensor or 'auto'"),
-        ({"noise_estimate": "auto"}, "needs replacement=True"),
-    ],
-)
-def test_bad_settings_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        SGHMC(conjugate, **options)

@@ -57,8 +57,3 @@ def test_empty_sites_no_draws_and_bfloat16(form: str) -> None:
     assert len(frame) == (6 if form == "wide" else 12)
     assert frame.select_dtypes("float32").to_numpy().sum() == 12
     assert len(posterior.select(draws=slice(0, 0)).to_dataframe(form=form)) == 0
-
-
-def test_an_unknown_name_is_answered_by_the_nearest(posterior: Posterior) -> None:
-    with pytest.raises(ValueError, match="did you mean 'diverging'"):
-        posterior.to_dataframe(["divergent"])

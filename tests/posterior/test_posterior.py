@@ -53,13 +53,6 @@ def test_get_samples_selects_as_pyro_does(posterior, num_samples, group_by_chain
     assert found["b"].shape == (*batch[num_samples, group_by_chain], 2, 4)
 
 
-def test_sizes_and_shapes(posterior):
-    assert (posterior.num_chains, posterior.num_samples) == (3, 50)
-    assert posterior.site_shapes == {"b": (2, 4), "a": ()}
-    assert posterior.divergences.tolist() == posterior.statistics["diverging"].sum(1).tolist()
-    assert "3 chains of 50 draws, 9 weights, by HMC" in repr(posterior)
-
-
 def test_from_samples_cuts_consecutive_draws_into_chains():
     w = torch.arange(24.0).reshape(12, 2)
     posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, kind="chains")
@@ -172,10 +165,6 @@ def test_to_arviz_keeps_values_and_names(posterior):
     assert json.loads(tree.attrs["metadata"]) == posterior.metadata
 
 
-def test_many_short_chains_reach_arviz_without_a_warning():
-    assert Posterior({"w": torch.randn(64, 5, 2)}, kind="chains").to_arviz()["posterior"]["w"].shape == (64, 5, 2)
-
-
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
@@ -259,13 +248,6 @@ def test_arvizs_from_pyro_takes_it(posterior):
     data = arviz.from_pyro(samples.attach(model))
     assert np.array_equal(data.posterior["a"].values, posterior.samples["a"].numpy())
     assert np.array_equal(data.sample_stats["diverging"].values, posterior.statistics["diverging"].numpy())
-
-
-def test_divergences_are_listed_even_where_none_are_known():
-    assert Posterior({"w": torch.randn(2, 5)}, kind="chains").diagnostics()["divergences"] == {
-        "chain 0": [],
-        "chain 1": [],
-    }
 
 
 def test_a_posterior_remembers_a_sampler_or_a_model_through_its_parts(posterior):
@@ -390,18 +372,6 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
         posterior.summary(prob=90)
 
 
-def test_kind_must_be_said_and_is_kept(tmp_path):
-    with pytest.raises(TypeError, match="kind"):
-        Posterior({"w": torch.randn(2, 5)})
-    with pytest.raises(ValueError, match="kind is 'chain'; it must be 'chains'"):
-        Posterior({"w": torch.randn(2, 5)}, kind="chain")
-    for kind in ("chains", "independent"):
-        posterior = Posterior({"w": torch.randn(2, 5)}, kind=kind)
-        posterior.save(tmp_path / kind)
-        assert Posterior.load(tmp_path / kind).kind == posterior.thin(2).kind == kind
-    assert "5 independent draws" in repr(Posterior.from_samples({"w": torch.randn(5)}, kind="independent"))
-
-
 def test_concat_lays_chains_side_by_side_with_summed_seconds():
     def part(chains: int, value: float) -> Posterior:
         seconds = {"warmup": 1.0, "sampling": value}
@@ -484,11 +454,3 @@ def test_draws_with_replacement_are_the_same_ones_of_every_site():
     assert grouped["a"].shape == (4, 7)
     assert torch.equal(grouped["a"] // 10, torch.arange(4.0)[:, None].expand(4, 7))
     assert torch.equal(grouped["b"][..., 0], grouped["a"])
-
-
-def test_metadata_print_short():
-    losses = {"first": list(range(2000)), "second": [0.1] * 2000}
-    posterior = Posterior({"w": torch.randn(2, 3)}, {}, {"kernel": "NUTS", "losses": losses}, kind="chains")
-    assert len(str(posterior.metadata)) < 200
-    assert posterior.metadata["losses"] == losses
-    assert json.loads(json.dumps(posterior.metadata)) == posterior.metadata

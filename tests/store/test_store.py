@@ -205,22 +205,6 @@ def test_files_and_folders_of_other_things_are_left_alone(tmp_path):
     assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"thesis.tex": "mine"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_a_read_only_folder_is_told_and_still_read(path):
-    opened = os.open
-
-    def refuse(path, flags, *arguments, **options):  # what a user without rights gets; root has them all
-        if flags & (os.O_RDWR | os.O_WRONLY):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, flags, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        with pytest.raises(OSError, match="Permission denied"):
-            FolderRecorder(path, 1)
-        check(read_store(path), 5)
-
-
 def in_child(action: Callable[[], object]) -> int:
     """Start another process that does something, and then sleeps until it is killed."""
     child = os.fork()

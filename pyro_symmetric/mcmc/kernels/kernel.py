@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Never, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +24,6 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.traced import require_model
 
 Tuning = TypeVar("Tuning", bound=Any)
-OF_PYRO = {  # settings of Pyro's kernels -> what they are here
-    "full_mass": "mass='dense'",
-    "adapt_mass_matrix": "adapt_mass",
-    "target_accept_prob": "target_accept",
-    "max_tree_depth": "max_treedepth",
-    "jit_compile": "engine='compiled' of sample()",
-    "init_strategy": "initial of sample()",
-}
 _WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
@@ -111,15 +103,6 @@ class Kernel(ABC):
     batch_size: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
     _documented: Mapping[str, str] = {}
-
-    def __new__(cls, *_: Never, **settings: Never) -> Self:  # a kernel's own settings are arguments of its __init__
-        """Say what settings of Pyro's kernels are called here; dataclasses would only say that they are unexpected."""
-        for name in sorted(OF_PYRO.keys() & settings.keys() - inspect.signature(cls.__init__).parameters.keys()):
-            raise TypeError(
-                f"{cls.__name__} has no setting {name!r}; Pyro's {name} is {OF_PYRO[name]} here. HMC and NUTS of "
-                "pyro_symmetric.infer take Pyro's arguments"
-            )
-        return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a subclass's docstring list the inherited settings too, each with its default, for ``help``."""
