@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
-from pyro_symmetric.calls import described
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain, table
 from pyro_symmetric.discovery.model_check import require_of_posterior
@@ -79,10 +78,7 @@ class Diagnosis:
         return [check for status in order for check in self.checks if check.status == status]
 
     def __getitem__(self, name: str) -> Check:
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(f"no check {name!r}; there are {[check.name for check in self.checks]}")
+        return {check.name: check for check in reversed(self.checks)}[name]
 
     def __contains__(self, name: str) -> bool:
         return any(check.name == name for check in self.checks)
@@ -148,7 +144,7 @@ def diagnose(
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
     posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)
-    _check_arguments(posterior, x, predictions, num_draws)
+    _check_arguments(posterior, predictions, num_draws)
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
     checks, statistics, spaces = _before(posterior, predictions), Statistics(), dict[str, Any]()
@@ -342,37 +338,26 @@ def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: 
 # arguments ----------------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(posterior: Posterior, x: Any, predictions: Any, num_draws: Any) -> None:
+def _check_arguments(posterior: Posterior, predictions: Tensor | None, num_draws: int) -> None:
     arguments.whole("num_draws", num_draws, 1)
-    for name, value in {"x": x, PREDICTIONS: predictions}.items():
-        if value is not None:
-            arguments.tensor(name, value)
-    shape = (posterior.num_chains, posterior.num_samples)
     if not any(value.numel() for value in posterior.samples.values()):
-        shapes = {site: tuple(value.shape) for site, value in posterior.samples.items()}
-        raise ValueError(f"posterior holds no numbers; it must have a chain, a draw and an entry, and has {shapes}")
+        raise ValueError("posterior holds no numbers; it must have a chain, a draw and an entry")
+    shape = (posterior.num_chains, posterior.num_samples)
     if predictions is not None and tuple(predictions.shape[:2]) != shape:
-        raise ValueError(
-            f"predictions has shape {tuple(predictions.shape)}; it must begin with the posterior's {shape} chains and "
-            "draws"
-        )
+        raise ValueError(f"predictions has shape {tuple(predictions.shape)}; it must be (chains, draws, ...), {shape}")
 
 
 def _to_predict(
     posterior: Posterior, model: BayesianModel | None, x: Tensor | None
 ) -> tuple[BayesianModel | None, Tensor | None]:
     """The network's model and inputs: those that are given, else those that the posterior was drawn from."""
-    if not isinstance(model, BayesianModel | None):
-        raise TypeError(
-            f"model is {described(model)}; it must be a BayesianModel. Of another Pyro model, pass "
-            "predictions=predict(posterior.samples, model, x, kind='mean')"
-        )
-    if model is None and x is not None and not posterior.is_attached:
-        raise ValueError("x is given, but no model; pass model=, or predictions=")
+    what = "a BayesianModel; of another model, pass predictions=predict(posterior.samples, model, x, kind='mean')"
+    arguments.instance("model", model, (BayesianModel, type(None)), what)
     if model is None and posterior.is_attached and isinstance(posterior.model, BayesianModel):
         model = posterior.model
-        if x is None:
-            x = posterior._kwargs.get("x", next(iter(posterior._args), None))
+        x = posterior._kwargs.get("x", next(iter(posterior._args), None)) if x is None else x
+    elif model is None and x is not None:
+        raise ValueError("x is given, but no model; pass model=, or predictions=")
     return model, x
 
 

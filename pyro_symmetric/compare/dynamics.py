@@ -51,12 +51,9 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     # the places in the second order of the units in the first order's places: descents between these are swapped pairs
     places = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
     later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
-    swapped = [
-        ((part[:, :, None] > part[:, None, :]) & later).sum((1, 2))
-        for part in places.split(max(1, _CHUNK_ENTRIES // max(1, n * n)))
-    ]
-    counts = torch.cat(swapped).double() if len(places) else places.new_zeros(0, dtype=torch.float64)
-    return (1 - 4 * counts / max(1, n * (n - 1))).reshape(shape)
+    parts = places.split(max(1, _CHUNK_ENTRIES // max(1, n * n)))
+    swapped = torch.cat([((part[:, :, None] > part[:, None, :]) & later).sum((1, 2)) for part in parts])
+    return (1 - 4 * swapped.double() / max(1, n * (n - 1))).reshape(shape)
 
 
 class SortingTracker:

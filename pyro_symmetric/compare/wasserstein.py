@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,7 +104,5 @@ def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
 def _summary(values: Tensor) -> dict[str, float]:
     if values.numel() == 0:
         raise ValueError("the sites hold no weights; there is nothing to compare")
-    # numpy's median: torch.quantile refuses more than 2^24 values
-    ordered = values.sort().values
-    middle = (ordered[(values.numel() - 1) // 2] + ordered[values.numel() // 2]) / 2
-    return {"mean": float(values.mean()), "median": float(middle), "maximum": float(values.max())}
+    middle = float(np.median(values.numpy()))  # torch.quantile refuses more than 2^24 values
+    return {"mean": float(values.mean()), "median": middle, "maximum": float(values.max())}
