@@ -31,18 +31,12 @@ ROUNDED = 1e-14
 
 
 class _Positions(NamedTuple):
-    """Positions of all axes of some sites, end to end, and the units that multiply them.
+    """Positions of all axes of some sites, end to end, and the units that multiply them."""
 
-    :ivar dims: for each site, its axes that units multiply.
-    :ivar lengths: of these axes.
-    :ivar units: LongTensor ``(depth, positions)``; the number of all units for none.
-    :ivar exponents: ``(depth, positions)``.
-    """
-
-    dims: tuple[tuple[int, ...], ...]
-    lengths: list[int]
-    units: Tensor
-    exponents: Tensor
+    dims: tuple[tuple[int, ...], ...]  # for each site, its axes that units multiply
+    lengths: list[int]  # of these axes
+    units: Tensor  # (depth, positions); the number of all units for none
+    exponents: Tensor  # (depth, positions)
 
 
 def places(group: Group) -> dict[str, slice]:
@@ -187,6 +181,10 @@ class Sum:
             u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
             add = [self.pulls(counts, side) if counts is not None else 0.0 for side in (-1, 1)]
             worst = math.inf
+            # With exponents of at most p, a unit's best step by itself is log(down / up) / 4 p or more. If at most k
+            # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
+            overlap = len(self._at.units) * max((len(dims) for dims in self._at.dims), default=1)
+            cautious = 4 * overlap * self._at.exponents.abs().amax().clamp_min(1.0) if self._terms else 1.0
             for _ in range(STEPS if free.numel() and self._terms else 0):
                 gradient, hessian = _slope(lambda laid: self._total((2 * laid).exp()), self._laid(u))
                 sides = [self.pulls(gradient / 2, side).clamp_min(1e-300) for side in (1, -1)]
@@ -197,7 +195,7 @@ class Sum:
                 if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
                     break
                 if worst > FAR:
-                    u = u + (down.log() - up.log()) / (2 * self._caution())
+                    u = u + (down.log() - up.log()) / cautious
                 else:
                     u = u + self._newton_step(hessian, down - up, torch.where(free, sides[0] + sides[1], 1.0), free)
         return u, imbalance
@@ -221,19 +219,6 @@ class Sum:
         ]
         longest = 2 * torch.stack(steepest, -1).amax(-1, keepdim=True)
         return p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
-
-    def _caution(self) -> Tensor:
-        """By what to divide a unit's best step by itself so that all may go at once.
-
-        If masses A and B pull a unit up and down, its best step is ``log(B / A) / (2 p + 2 q)`` with its largest
-        exponents ``p`` and ``q`` up and down. If at most ``k`` units multiply one entry, all of them going a ``k``-th
-        of their ways never raises the sum, by convexity.
-        """
-        highest = []
-        for side in (1, -1):
-            powers = self._at.exponents.new_ones(self.num_units + 1)
-            highest.append(powers.scatter_reduce(0, self._at.units.ravel(), side * self._at.exponents.ravel(), "amax"))
-        return len(self._at.units) * max(len(dims) for dims in self._at.dims) * (highest[0] + highest[1])[:-1]
 
     def _laid(self, u: Tensor) -> Tensor:
         """:math:`\\sum_j e_j u_j` at each position."""

@@ -131,22 +131,6 @@ def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(
     assert not found.pinned_factors
 
 
-def test_a_convex_solver_agrees(mlp):
-    cvxpy = pytest.importorskip("cvxpy")
-    net = mlp([8, 128, 16, 4])
-    weights = net.weights()
-    u = [np.zeros(8), cvxpy.Variable(128), cvxpy.Variable(16), np.zeros(4)]
-    terms = []
-    for l in range(3):
-        logs = 2 * weights[f"{l}.weight"].abs().log().numpy()
-        rows = cvxpy.reshape(u[l + 1], (logs.shape[0], 1), order="C") @ np.ones((1, logs.shape[1]))
-        columns = np.ones((logs.shape[0], 1)) @ cvxpy.reshape(u[l], (1, logs.shape[1]), order="C")
-        terms.append(cvxpy.sum(cvxpy.exp(logs + 2 * rows - 2 * columns)))
-    problem = cvxpy.Problem(cvxpy.Minimize(sum(terms)))
-    problem.solve(solver="CLARABEL")
-    assert float(minimal_mass(weights, net).mass) == pytest.approx(problem.value, rel=1e-6)
-
-
 @quick
 @given(
     widths=st.lists(st.integers(1, 6), min_size=3, max_size=6), seed=SEEDS, batch=st.sampled_from([(), (4,), (2, 3)])

@@ -39,27 +39,3 @@ def test_a_network_gives_a_new_network_that_computes_the_same(form):
         assert torch.equal(weights_of(net)[name], before[name])
     element = ps.canonical.sorting_permutation(net, symmetry)
     assert element.equal(ps.canonical.sorting_permutation(before, symmetry))
-
-
-CALLS = {
-    "element": lambda weights, symmetry: symmetry.sample()(weights),
-    "act": lambda weights, symmetry: symmetry.act(symmetry.sample(), weights),
-    "canonicalize": ps.canonicalize,
-    "permutations": lambda weights, symmetry: ps.canonicalize(weights, symmetry.permutations, "first", None),
-    "sorting_permutation": ps.canonical.sorting_permutation,
-    "minimal_mass": ps.minimal_mass,
-    "align": lambda weights, symmetry: ps.align(weights, weights, symmetry),
-    "align_many": lambda weights, symmetry: ps.align_many([weights, weights], symmetry),
-}
-
-
-@pytest.mark.parametrize("as_module", [False, True])
-@pytest.mark.parametrize("other", [(4, 6, 6), (4, 7, 6, 3), (4, 6, 6, 6, 3)], ids=["shallow", "wide", "deep"])
-@pytest.mark.parametrize("name", CALLS)
-def test_the_weights_of_another_network_are_refused(name, other, as_module):
-    if name == "element" and as_module:
-        pytest.skip("elements act on networks by symmetry.act")
-    symmetry = ps.find_symmetry(perceptron(4, 6, 6, 3), X)
-    net = perceptron(*other)
-    with pytest.raises(ValueError, match=r"\b(weights|source|sources|reference|net)\b"):
-        CALLS[name](net if as_module else weights_of(net), symmetry)

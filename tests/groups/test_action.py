@@ -9,7 +9,7 @@ from torch.func import jacrev
 
 from pyro_symmetric.groups import Action, Group
 
-from .cases import ALL, GROUPS, apart, close, factors, layers, plain, units, weights_of
+from .cases import GROUPS, close, factors, units, weights_of
 
 BATCHES = [((), (6,)), ((6,), ()), ((4, 1), (3,)), ((2,), (2,))]
 
@@ -112,24 +112,11 @@ def test_sites_that_the_group_does_not_know_stay():
     )
 
 
-def test_products_act_one_after_the_other_with_the_sum_of_their_determinants():
-    for group in (layers(), apart()):
-        action = Action(group, list(group.site_shapes))
-        vector = torch.randn(5, action.dim, dtype=torch.float64)
-        g, h = (group.sample((5,), dtype=torch.float64) for _ in range(2))
-        torch.testing.assert_close(action(vector, g @ h), action(action(vector, h), g), rtol=1e-9, atol=1e-9)
-        both = action.log_abs_det(vector, h) + action.log_abs_det(action(vector, h), g)
-        torch.testing.assert_close(action.log_abs_det(vector, g @ h), both, rtol=1e-9, atol=1e-9)
-
-
 def test_gradients_pass_through_the_action():
     group = mixture(("permute", "flip"))
     action, g = Action(group, SUPPORTS), group.sample()
     u = torch.randn(action.dim, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda value: action(value, g), (u,))
-
-
-SITES = list(layers().site_shapes)
 
 
 def test_flips_of_sites_that_are_not_real_are_refused_and_those_of_even_sites_are_not():
@@ -138,20 +125,6 @@ def test_flips_of_sites_that_are_not_real_are_refused_and_those_of_even_sites_ar
     Action(group, {"w": constraints.real, "v": constraints.positive})
     with pytest.raises(ValueError, match="'w'"):
         Action(group, {"w": constraints.positive, "v": constraints.positive})
-    assert plain(3).shape == (1, 3)
-    assert "scale" in ALL
-
-
-@pytest.mark.cuda
-def test_vectors_move_on_their_device():
-    group = mixture(("permute", "flip"))
-    action, g = Action(group, SUPPORTS), group.sample((5,))
-    u = torch.randn(5, action.dim, dtype=torch.float64)
-    for element in (g, g.to("cuda")):
-        moved = action(u.cuda(), element)
-        assert moved.is_cuda
-        torch.testing.assert_close(moved.cpu(), action(u, g))
-        assert action.log_abs_det(u.cuda(), element).is_cuda
 
 
 def test_supports_that_are_repeated_are_those_of_their_entries() -> None:

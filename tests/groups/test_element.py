@@ -16,7 +16,6 @@ from .cases import (
     alike,
     attend,
     attention,
-    by_loops,
     close,
     convolve,
     grouped,
@@ -34,15 +33,6 @@ every = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 # acting ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_elements_act_as_loops_by_hand_do(name):
-    group = GROUPS[name]()
-    weights, elements = weights_of(group), group.sample((5,), dtype=torch.float64)
-    moved = elements(weights)
-    for k in range(5):
-        assert close({site: value[k] for site, value in moved.items()}, by_loops(elements.select(k), weights))
 
 
 @every
@@ -129,23 +119,6 @@ def test_batches_of_elements_and_weights_broadcast_like_a_loop(name, element, ba
 # the group ------------------------------------------------------------------------------------------------------------
 
 
-@every
-@given(name=NAMES, seed=SEEDS, batch=BATCHES)
-def test_elements_satisfy_the_group_axioms_and_act_as_a_group(name, seed, batch):
-    torch.manual_seed(seed)
-    group = GROUPS[name]()
-    p, r, s = (group.sample(batch, dtype=torch.float64) for _ in range(3))
-    weights, identity = weights_of(group, *batch), group.identity(batch, dtype=torch.float64)
-    assert alike((p @ r) @ s, p @ (r @ s))
-    assert (p @ identity).equal(p)
-    assert (identity @ p).equal(p)
-    assert alike(p.inverse() @ p, identity)
-    assert alike(p @ p.inverse(), identity)
-    assert close((p @ r)(weights), p(r(weights)), 1e-10)
-    assert close(p.inverse()(p(weights)), weights, 1e-10)
-    assert close(identity(weights), weights, 1e-15)
-
-
 def test_every_element_is_its_permutation_times_its_multiplier_times_its_shift():
     for make in GROUPS.values():
         group = make()
@@ -205,18 +178,6 @@ def test_elements_act_on_the_device_of_the_weights(name):
 
 
 # given elements -----------------------------------------------------------------------------------------------------
-
-
-def test_what_is_left_out_of_a_given_element_stays():
-    group = GROUPS["layers"]()
-    g = group.element({"first": [[1, 2, 0], [0, 1, 2]]}, signs={"second": [1, -1]}, shifts={"shift": [2.0]})
-    assert g.batch_shape == (2,)
-    assert g["first"].tolist() == [[1, 2, 0], [0, 1, 2]]
-    assert g["second"].tolist() == [[0, 1]] * 2
-    assert g.signs["first"].tolist() == [[1.0] * 3] * 2
-    assert g.signs["second"].tolist() == [[1.0, -1.0]] * 2
-    assert g.shifts["shift"].tolist() == [[2.0]] * 2
-    assert not any(bool(v.any()) for v in g.log_scales.values())
 
 
 def test_buffers_move_along_and_are_missed_if_they_are_absent():

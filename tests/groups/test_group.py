@@ -22,11 +22,9 @@ from .cases import (
     GROUPS,
     alike,
     apart,
-    attention,
     by_loops,
     close,
     grouped,
-    layers,
     normalised,
     plain,
     units,
@@ -92,21 +90,6 @@ def test_the_action_of_exchanged_and_flipped_factors_equals_loops_over_both():
     torch.testing.assert_close(moved["loadings"] @ moved["scores"], (w["loadings"] @ w["scores"]).expand(48, 4, 5))
     assert torch.equal(moved["scale"], w["scale"].expand(48, 4))
     assert torch.equal(moved["variances"].sort(-1).values, w["variances"].sort().values.expand(48, 3))
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_generators_are_a_cycle_and_an_exchange_of_each_copy(name):
-    group = GROUPS[name]()
-    for own in group.names("permute"):
-        elements, one = group.generators(own), group[own]
-        assert elements.batch_shape == (2 * one.copies,)
-        images = elements[own].reshape(-1, one.copies, one.size)
-        for k, copy_ in itertools.product(range(2 * one.copies), range(one.copies)):
-            still = torch.equal(images[k, copy_], torch.arange(one.size))
-            assert still == (copy_ != k // 2 or one.size == 1)
-        assert all(
-            torch.equal(v, torch.arange(v.shape[-1]).expand_as(v)) for n, v in elements.permutations.items() if n != own
-        )
 
 
 # draws ----------------------------------------------------------------------------------------------------------------
@@ -190,23 +173,6 @@ def test_which_sites_are_weights_and_which_are_biases():
 # parts of a group -----------------------------------------------------------------------------------------------------
 
 
-def test_restrictions_keep_what_they_need_and_no_more():
-    group = attention()
-    scalings = group.scalings
-    assert set(scalings.units) == {"qk", "v", "after"}
-    assert scalings["qk"].parent is None
-    assert scalings["after"].parent is None
-    assert {axis.site for axis in scalings["v"].axes} == {"v", "gain"}
-    assert group.permutations["qk"].parent == "heads"
-    assert "after" not in group.permutations.units
-    assert set(group.finite.units) == {"heads", "qk", "v", "after"}
-    assert set(group.shifts.units) == set()
-    assert layers().shifts.sites == ("c bias",)
-    assert GROUPS["factors"]().signs.sites == ("loadings", "scores")
-    mlp_like = layers().permutations
-    assert mlp_like.finite is mlp_like
-
-
 def numbers_without(element, name: str, group: Group):
     """The element of a smaller group with the numbers that it shares with one of a larger group."""
     parts = (element.permutations, element.signs, element.log_scales, element.shifts)
@@ -284,9 +250,7 @@ def test_groups_survive_json_and_pickle(name):
         g = group.sample((2,), dtype=torch.float64)
         torch.manual_seed(0)
         assert close(again.sample((2,), dtype=torch.float64)(weights := weights_of(group)), g(weights), 0.0)
-    others = [other() for key, other in GROUPS.items() if key != name]
-    assert all(group != other for other in others)
-    assert group != 3
+    assert group != GROUPS["trivial" if name != "trivial" else "layers"]()
 
 
 # what is no group -----------------------------------------------------------------------------------------------------
@@ -330,12 +294,6 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
         HEAD,
         row(axes=(Axis("w", 0, PLACE[:1], 1), Axis("w", 0, PLACE[1:], -1)), copies=1, parent=None, moves=ALL),
     ],
-    # Shifts.
-    "a shift of what is exchanged": lambda: [
-        units("a", 6, [("w", 0, 0)], {"permute"}),
-        Units("s", 2, (Axis("w", 0, torch.tensor([[0, 1], [2, 3], [4, 5]])),), moves=frozenset({"shift"})),
-    ],
-    "a shift of units that permute": lambda: [units("a", 6, [("w", 0, 0)], {"permute", "shift"})],
     # One epsilon for each site.
     "two epsilons on one site": lambda: [
         Units("a", 3, (Axis("w", 0, torch.arange(3)[None], 2, epsilon=0.1),), moves=frozenset({"scale"})),

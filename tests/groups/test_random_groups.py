@@ -19,12 +19,18 @@ from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.weights import Weights
 
-from .cases import by_loops, weights_of
+from .cases import GROUPS, by_loops, weights_of
 
 SEEDS = st.integers(0, 2**31 - 1)
+WHICH = st.one_of(st.sampled_from(sorted(GROUPS)), SEEDS)
 BATCHES = st.sampled_from([(), (2,), (3, 1)])
 KINDS = ("permute", "flip", "scale")
 quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def group_of(which: str | int) -> Group:
+    """One of the cases, or one drawn with a seed."""
+    return GROUPS[which]() if isinstance(which, str) else drawn_group(which)
 
 
 def drawn_group(seed: int) -> Group:
@@ -78,10 +84,10 @@ def assert_same(one: Weights, other: Weights) -> None:
 
 
 @quick
-@given(seed=SEEDS, batch=BATCHES)
-def test_elements_act_as_loops_over_units_do(seed, batch):
-    torch.manual_seed(seed)
-    group = drawn_group(seed)
+@given(which=WHICH, batch=BATCHES)
+def test_elements_act_as_loops_over_units_do(which, batch):
+    torch.manual_seed(0)
+    group = group_of(which)
     element, weights = group.sample(batch, dtype=torch.float64), weights_of(group, *batch)
     acted = element(weights)
     for i in itertools.product(*map(range, batch)):
@@ -92,10 +98,10 @@ def test_elements_act_as_loops_over_units_do(seed, batch):
 
 
 @quick
-@given(seed=SEEDS)
-def test_elements_make_a_group(seed):
-    torch.manual_seed(seed)
-    group = drawn_group(seed)
+@given(which=WHICH)
+def test_elements_make_a_group(which):
+    torch.manual_seed(0)
+    group = group_of(which)
     g, h, k = (group.sample((2,), dtype=torch.float64) for _ in range(3))
     weights = weights_of(group, 2)
     assert_same((g @ h)(weights), g(h(weights)))
