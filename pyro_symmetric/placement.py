@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,31 +14,6 @@ from torch.utils._pytree import tree_map
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor where it is; a number, a list or an array on the CPU, whatever PyTorch's default device is."""
     return torch.as_tensor(value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu")
-
-
-# Numbers up to which a GPU does work that may turn out to be needless in less time than the host waits to be told.
-FEW_NUMBERS = 2**18
-
-
-def asks(value: Tensor) -> bool:
-    """True if it pays to find out what holds for all of some numbers: always on a CPU, of many numbers on a GPU."""
-    return not value.is_cuda or value.numel() > FEW_NUMBERS
-
-
-def together(values: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Tensors on a device, by one copy for each other device that they come from. Without gradients."""
-    device, result = torch.device(device), list(values)
-    apart: dict[torch.device, list[int]] = {}
-    for number, value in enumerate(values):
-        if value.device != device:
-            apart.setdefault(value.device, []).append(number)
-    for numbers in apart.values():
-        numbers.sort(key=lambda number: -values[number].element_size())  # so that each begins at a multiple of its size
-        parts = [values[number].detach().reshape(-1).view(torch.uint8) for number in numbers]
-        pieces = torch.cat(parts).to(device).split([len(part) for part in parts])
-        for number, piece in zip(numbers, pieces, strict=True):
-            result[number] = piece.view(values[number].dtype).view(values[number].shape)
-    return result
 
 
 def placed(

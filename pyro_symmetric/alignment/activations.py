@@ -11,8 +11,7 @@ included. Units that no layer reads whole (of the lower layers of an ``nn.LSTM``
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.symmetry import copied, with_weights
+from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Group
 from pyro_symmetric.weights import Weights
 
@@ -49,69 +48,52 @@ class Shown:
     source: Weights
 
 
-class Activations:
-    """Inputs of the layers of a network under many weights.
+def shown_by(activations: Sequence[Any], sources: Weights, reference: Weights, group: Group) -> Shown:
+    """Standardised activations of all units that show.
 
-    :param net: the network, in whose place weights are put. It isn't changed; parameters and buffers that weights lack
-        are taken from it. It runs in eval mode.
-    :param inputs: what its ``forward`` takes. A few hundred rows do.
+    :param activations: the network, in whose place weights are put, in eval mode, and what its ``forward`` takes.
+    :param sources: weights with one leading batch dimension.
+    :raises ValueError: if no units show.
     """
+    net, *inputs = activations
+    arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
+    first = _entering(net, inputs, reference, group)
+    count = len(next(iter(sources.values())))
+    every = [_entering(net, inputs, {s: value[k] for s, value in sources.items()}, group) for k in range(count)]
+    shown = _on_inputs(group.finite, {site: value.shape for site, value in first.items()})
+    if not shown.units:
+        raise ValueError(f"no layer of the network reads any of the units {list(group.names('permute'))} whole")
+    left = group.finite.without(shown.names("permute"), "permute")
+    left = left.without([name for name in shown.names("flip") if name in left.names("flip")], "flip")
+    blocks = {site: min(len(axis.index) for _, axis in shown.members(site)[0]) for site in shown.sites}
+    known = {site: first[site][None, None] / number for site, number in blocks.items()}
+    return Shown(shown, left, known, {site: torch.stack([own[site] for own in every])[None] for site in blocks})
 
-    def __init__(self, net: nn.Module, *inputs: Any):
-        arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
-        self._net, self._inputs = copied(net).eval(), inputs
 
-    def __call__(self, sources: Weights, reference: Weights, group: Group) -> Shown:
-        """Standardised activations of all units that show.
+def _entering(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group) -> Weights:
+    """Weight of a layer -> its input, ``(columns, samples)``: of mean zero and norm one, or zero if constant."""
+    own = dict(net.named_parameters()) | dict(net.named_buffers())
+    net = with_weights(net, {name: value for name, value in weights.items() if name in own}).eval()
+    found: dict[str, list[Tensor]] = {}
+    for name, module in net.named_modules():
+        site = next((f"{name}.{weight}".lstrip(".") for kind, weight in LAYERS if isinstance(module, kind)), "")
+        if site in group.site_shapes and not getattr(module, "transposed", False):
+            axis = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
+            calls = found.setdefault(site, [])
 
-        :param sources: weights with one leading batch dimension.
-        :raises ValueError: if no units show.
-        """
-        first = self._entering(reference, group)
-        count = len(next(iter(sources.values())))
-        every = [self._entering({s: value[k] for s, value in sources.items()}, group) for k in range(count)]
-        shown = _on_inputs(group.finite, {site: value.shape for site, value in first.items()})
-        if not shown.units:
-            raise ValueError(
-                f"of the units {list(group.names('permute'))} none enter a layer of the network whole (a Linear, a "
-                "convolution, a recurrent layer); align by the weights"
-            )
-        left = group.finite
-        for move in ("permute", "flip"):
-            left = left.without([n for n in shown.names(move) if n in left.names(move)], move)
-        sites = shown.sites
-        blocks = {site: min(len(axis.index) for _, axis in shown.members(site)[0]) for site in sites}
-        return Shown(
-            shown,
-            left,
-            {site: first[site][None, None] / blocks[site] for site in sites},
-            {site: torch.stack([own[site] for own in every])[None] for site in sites},
-        )
+            def keep(module: nn.Module, given: Any, calls: list[Tensor] = calls, axis: int = axis) -> None:
+                calls += [value.detach().movedim(axis, 0).flatten(1).double() for value in given[:1]]
 
-    def _entering(self, weights: Mapping[str, Tensor], group: Group) -> Weights:
-        """Weight of a layer -> its input, ``(columns, samples)``: of mean zero and norm one, or zero if constant."""
-        own = dict(self._net.named_parameters()) | dict(self._net.named_buffers())
-        net = with_weights(self._net, {name: value for name, value in weights.items() if name in own})
-        found: dict[str, list[Tensor]] = {}
-        for name, module in net.named_modules():
-            site = next((f"{name}.{weight}".lstrip(".") for kind, weight in LAYERS if isinstance(module, kind)), "")
-            if site in group.site_shapes and not getattr(module, "transposed", False):
-                axis = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
-                calls = found.setdefault(site, [])
-
-                def keep(module: nn.Module, given: Any, calls: list[Tensor] = calls, axis: int = axis) -> None:
-                    calls += [value.detach().movedim(axis, 0).flatten(1).double() for value in given[:1]]
-
-                module.register_forward_pre_hook(keep)
-        net(*self._inputs)
-        result = {}
-        for site, calls in found.items():
-            if calls and len(calls[0]) == group.site_shapes[site][1]:
-                value = torch.cat(calls, 1)
-                value = value - value.mean(1, keepdim=True)
-                norm = value.norm(dim=1, keepdim=True)
-                result[site] = torch.where(norm > 0, value / norm.clamp_min(1e-300), 0.0).cpu()
-        return result
+            module.register_forward_pre_hook(keep)
+    net(*inputs)
+    result = {}
+    for site, calls in found.items():
+        if calls and len(calls[0]) == group.site_shapes[site][1]:
+            value = torch.cat(calls, 1)
+            value = value - value.mean(1, keepdim=True)
+            norm = value.norm(dim=1, keepdim=True)
+            result[site] = torch.where(norm > 0, value / norm.clamp_min(1e-300), 0.0).cpu()
+    return result
 
 
 def _on_inputs(group: Group, shapes: Mapping[str, torch.Size]) -> Group:
@@ -119,10 +101,9 @@ def _on_inputs(group: Group, shapes: Mapping[str, torch.Size]) -> Group:
     units, held = [], set()
     for one in reversed(group.units.values()):
         axes = tuple(replace(a, dim=0) for a in one.axes if a.site in shapes and (a.dim, a.span) == (1, 1))
-        signed = any(axis.exponent % 2 for axis in axes)
-        moves = one.moves if signed else one.moves - {"flip"}
+        moves = one.moves & ({"permute", "flip"} if any(axis.exponent % 2 for axis in axes) else {"permute"})
         if (axes and moves) or one.name in held:
             held.add(one.parent)
-            units.append(replace(one, axes=axes, moves=moves))
-    found = set(itertools.chain.from_iterable((axis.site for axis in one.axes) for one in units))
+            units.append(replace(one, axes=axes, moves=moves if axes else frozenset()))
+    found = {axis.site for one in units for axis in one.axes}
     return Group(reversed(units), {site: shape for site, shape in shapes.items() if site in found})

@@ -49,14 +49,6 @@ CHUNK_ENTRIES = 2**26
 LEAST_SPREAD = 1e-7
 
 
-def _same(moments: Tensor) -> Tensor:
-    return moments
-
-
-def _squares(reference: Tensor, moved: Tensor) -> Tensor:
-    return (reference - moved).square()
-
-
 @dataclass(frozen=True)
 class Cost:
     """A cost of pairs of moments.
@@ -68,10 +60,10 @@ class Cost:
     :param squared: whether scales have a best value.
     """
 
-    distance: Callable[[Tensor, Tensor], Tensor] = _squares
-    of_reference: Callable[[Tensor], Tensor] = _same
-    of_source: Callable[[Tensor], Tensor] = _same
-    centre: Callable[[Tensor], Tensor] = _same
+    distance: Callable[[Tensor, Tensor], Tensor] = lambda reference, moved: (reference - moved).square()
+    of_reference: Callable[[Tensor], Tensor] = lambda moments: moments
+    of_source: Callable[[Tensor], Tensor] = lambda moments: moments
+    centre: Callable[[Tensor], Tensor] = lambda features: features
     deviations: bool = True
     squared: bool = True
 
@@ -155,11 +147,20 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
         for name, weights in given.items():
             if site not in weights.loc:
                 raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {sorted(weights.loc)}")
-            _check_site(site, weights, group, name)
-        if len(unconstrained := {site in weights.supports: name for name, weights in given.items()}) > 1:
+            require_finite({site: weights.loc[site]}, name)
+            require_finite({site: weights.scale[site]}, f"scale of {name}")
+            members = [(other, axis) for by_dim in group.members(site).values() for other, axis in by_dim]
+            rescaled = any(axis.exponent or "shift" in group[other].moves for other, axis in members)
+            bijection = weights.bijection(site)
+            if bijection is not None and members and (rescaled or bijection.domain.event_dim):
+                raise ValueError(
+                    f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
+                    "unconstrained values as the group moves it: linearly if it is rescaled, else element by element"
+                )
+        if len(kinds := {site in weights.supports: name for name, weights in given.items()}) > 1:
             raise ValueError(
-                f"{unconstrained[True]}[{site!r}] is unconstrained, as a guide has it, but {unconstrained[False]}"
-                f"[{site!r}] isn't: map it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+                f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but {kinds[False]}[{site!r}] isn't: map "
+                "it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
             )
     return sites
 
@@ -257,19 +258,6 @@ def chunks_of(group: Group, source: Mapping[str, Tensor]) -> list[Tensor]:
 def _comparable(group: Group) -> list[str]:
     buffers = set(group.buffers)
     return [site for site in group.site_shapes if site not in buffers]
-
-
-def _check_site(site: str, weights: GaussianWeights, group: Group, name: str) -> None:
-    members = [(other, axis) for by_dim in group.members(site).values() for other, axis in by_dim]
-    rescaled = any(axis.exponent or "shift" in group[other].moves for other, axis in members)
-    bijection = weights.bijection(site)
-    if bijection is not None and (rescaled or (bijection.domain.event_dim and members)):
-        raise ValueError(
-            f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
-            "unconstrained values as the group moves it: linearly if it is rescaled, else element by element"
-        )
-    require_finite({site: weights.loc[site]}, name)
-    require_finite({site: weights.scale[site]}, f"scale of {name}")
 
 
 # where units lie ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.activations import Activations, Shown
+from pyro_symmetric.alignment.activations import Shown, shown_by
 from pyro_symmetric.alignment.descent import Descent, acted, reshaped
 from pyro_symmetric.alignment.features import (
     CORRELATION,
@@ -142,14 +142,13 @@ def align(
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
     fixed, came = moments_of([first, second], sites, group, COSTS[cost])
-    recorder = Activations(*activations) if activations is not None else None
     weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
     chunks, found = chunks_of(group, came), []
     with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
         search = _Search(group, COSTS[cost], restarts, max_sweeps, tolerance, bar.update)
         for rows in chunks:
             own = {site: value[rows] for site, value in weights.items()}
-            shown = recorder(own, first.loc, group) if recorder is not None else None
+            shown = shown_by(activations, own, first.loc, group) if activations is not None else None
             found.append(search(fixed, {site: value[:, rows] for site, value in came.items()}, shown))
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
     parts = [

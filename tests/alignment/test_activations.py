@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.alignment import align
-from pyro_symmetric.alignment.activations import Activations
+from pyro_symmetric.alignment.activations import shown_by
 from pyro_symmetric.discovery.find import find_symmetry
 
 
@@ -60,7 +60,7 @@ def moved_network(name):
 
 def tables(net, x, source, weights, group):
     """The correlations with one source, by the layer that reads the units."""
-    shown = Activations(net, x)({site: value[None] for site, value in source.items()}, weights, group)
+    shown = shown_by((net, x), {site: value[None] for site, value in source.items()}, weights, group)
     return {site: (shown.reference[site] @ shown.source[site].mT)[0, 0] for site in shown.reference}
 
 

@@ -133,18 +133,6 @@ def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
         assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
 
 
-def test_signs_alone_are_aligned_exactly_where_they_are_apart():
-    shapes = {"in": torch.Size((5, 3)), "out": torch.Size((2, 5))}
-    group = Group.declare({"in": ("h", None), "out": (None, "h")}, shapes, "flip")
-    source, reference = ({site: torch.randn(shape) for site, shape in shapes.items()} for _ in range(2))
-    moved = group.enumerate()(source)
-    costs = sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in shapes)
-    result = align(source, reference, group)
-    assert list(result.element.signs) == ["h"]
-    assert not result.element.permutations
-    assert result.cost == pytest.approx(float(costs.min()), rel=1e-5)
-
-
 def scaled(shapes, n, moves=("scale",)):
     index = torch.arange(n)[None]
     axes = (Axis("in", 0, index, 1), Axis("bias", 0, index, 1), Axis("out", 1, index, -1))

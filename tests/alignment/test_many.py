@@ -144,15 +144,6 @@ def test_sites_that_the_group_does_not_know_are_kept():
     assert [one.loc["sigma"] for one in frame.aligned] == [one.loc["sigma"] for one in listed]
 
 
-def test_deviations_move_with_the_means_though_only_those_are_compared():
-    planted, centre = SIGNED.sample((5,)), random_weights()
-    scale = {site: value.abs() for site, value in random_weights().items()}
-    moved = {site: value.abs() for site, value in planted.inverse()(scale).items()}
-    frame = align_many(GaussianWeights(planted.inverse()(centre), moved), SIGNED, cost="l2", progress=False)
-    for value in frame.aligned.scale.values():
-        torch.testing.assert_close(value, value[:1].expand(value.shape))
-
-
 def test_a_frame_cut_short_says_so():
     members = random_weights(12)
     assert not align_many(members, GROUP, max_rounds=1, progress=False).converged
