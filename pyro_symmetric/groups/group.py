@@ -138,7 +138,7 @@ class Group:
         shapes, even = shapes_of(example_weights), arguments.listed("even", even, str, "sites")
         lying: dict[str, list[tuple[str, int]]] = {}
         for site, names in axes.items():
-            if not isinstance(names, list | tuple) or len(names) != len(shapes.get(site, ())):
+            if not isinstance(names, list | tuple) or len(names) != len(shapes.get(site, ())) or not names:
                 raise ValueError(
                     f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape "
                     f"is {shapes.get(site, 'unknown')}"

@@ -56,3 +56,8 @@ def test_even_sites_are_exchanged_and_not_flipped():
     assert both.signs.sites == ("loadings",)
     flips = Group.declare(axes, shapes, moves="flip", even=["variances"])
     assert flips.sites == ("loadings",)
+
+
+def test_scalars_along_which_no_units_lie_are_refused():
+    with pytest.raises(ValueError, match="scale"):
+        Group.declare({"scale": ()}, {"scale": ()})

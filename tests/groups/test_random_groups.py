@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**31 - 1)
 WHICH = st.one_of(st.sampled_from(sorted(GROUPS)), SEEDS)
 BATCHES = st.sampled_from([(), (2,), (3, 1)])
 KINDS = ("permute", "flip", "scale")
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def group_of(which: str | int) -> Group:
