@@ -143,7 +143,7 @@ def _placed(density: Density, weights: Mapping[str, Tensor], count: int, all_kno
     found = batch_shape(weights, shapes, "initial")
     if tuple(found) not in ((), (count,)):
         raise ValueError(
-            f"initial has weights of batch shape {tuple(found)}; it must be ({count},), or () for one start"
+            f"initial has batch shape {tuple(found)}; it must be ({count},), one for each chain, or () for one start"
         )
     z = density.unconstrain(weights).expand(count, density.dim)
     known = z.isfinite().all(-1) | all_known
