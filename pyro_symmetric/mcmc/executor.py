@@ -46,6 +46,9 @@ def run_tasks(
     size = default_size(settings.num_chains) if size is None else size
     if PYRO._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
+    store = settings.store
+    if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
+        raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
     seed = drawn_seed() if settings.seed is None else settings.seed
     tasks, done, before = cut(settings, size, seed), list[Posterior](), torch.get_num_threads()
     do = partial(do_task, threads=threads, here=(os.getpid(), before))
@@ -103,10 +106,7 @@ def do_task(settings: Settings, threads: int, here: tuple[int, int]) -> Contents
 
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
-    """The settings of tasks of ``size`` chains; what is left over makes a smaller one.
-
-    :raises OSError: if the store holds other things than tasks.
-    """
+    """The settings of tasks of ``size`` chains; what is left over makes a smaller one."""
     initial, store = settings.initial, settings.store
     if initial is not None and not isinstance(initial, str):
         with forked(_seed_of(seed, "initial")):  # guides and functions draw for all at once
@@ -114,8 +114,6 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
             initial = initial(settings.num_chains) if callable(initial) else initial
     shapes = settings.density(settings.num_chains, "eager").layout.site_shapes if isinstance(initial, Mapping) else {}
     each = isinstance(initial, Mapping) and bool(batch_shape(initial, shapes))
-    if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
-        raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
     tasks = []
     for task, begin in enumerate(range(0, settings.num_chains, size)):
         folder = None if store is None else store / f"task-{task:04d}"
