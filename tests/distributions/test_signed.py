@@ -39,13 +39,6 @@ def test_exact_orbit_over_the_hyperoctahedral_group_equals_loops() -> None:
     torch.testing.assert_close(exact, torch.stack([looped(q, one) for one in w]))
 
 
-def test_exact_orbit_over_signs_alone_equals_loops() -> None:
-    q = base()
-    w = q.sample((6,))
-    exact = Symmetrized(q, Action(GROUP.signs, ["loadings", "scores"]), ExactOrbit()).log_prob(w)
-    torch.testing.assert_close(exact, torch.stack([looped(q, one, permuted=False) for one in w]))
-
-
 def test_signs_beside_constrained_sites() -> None:
     """Factors with positive scales and weights on a simplex, exchanged together; only the loadings are flipped."""
     shapes = {"loadings": torch.Size([2, 3]), "scales": torch.Size([3]), "weights": torch.Size([3])}
@@ -77,14 +70,6 @@ def test_a_density_over_constrained_sites_with_signs_is_met_from_above() -> None
     gap = SinkhornImportance(16).log_prob(q, action, w) - exact
     assert float(gap.mean()) > -5 * float(gap.std()) / math.sqrt(len(gap))
     assert float(gap.mean()) < 0.2 * float((q.log_prob(w) - exact).mean())
-
-
-@pytest.mark.parametrize("support", [constraints.positive, constraints.unit_interval, constraints.interval(-1.0, 1.0)])
-def test_signs_at_a_site_that_is_not_real_are_refused_by_name(support: constraints.Constraint) -> None:
-    shapes = {"scales": torch.Size([3])}
-    signs = Group.declare({"scales": ("unit",)}, shapes, moves="flip")
-    with pytest.raises(ValueError, match=r"\['unit'\].*'scales'"):
-        Action(signs, {"scales": support})
 
 
 def test_topics_each_on_a_simplex_of_its_own_are_moved_as_they_lie() -> None:

@@ -105,14 +105,6 @@ def test_draws_over_the_orbit_are_alike_for_all_units_and_symmetric_around_zero(
     torch.testing.assert_close(plain, torch.tensor([1.0, -3.0]))
 
 
-def test_a_flow_s_quantiles_are_those_of_its_draws() -> None:
-    model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, base=AutoIAFNormal, hidden_dim=[16]).setup(x, y)
-    for call in (guide.median, lambda: guide.quantiles([0.5])):
-        with pytest.raises(NotImplementedError):
-            call()
-
-
 def test_a_flow_without_an_inverse_is_refused_at_set_up() -> None:
     model, symmetry, x, y = network()
     flow = functools.partial(iterated, 1, block_autoregressive)

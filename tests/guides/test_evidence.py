@@ -118,43 +118,6 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
         evidence_of(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
 
 
-def test_the_axis_that_a_declaration_lacks_is_named() -> None:
-    def scaled() -> None:
-        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 2.0).to_event(1))
-        scales = pyro.sample("scales", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
-        pyro.sample("x", dist.Normal(locs, scales).to_event(1).expand([1]).mask(False), obs=torch.zeros(1, 3))
-        pyro.factor("y", -((locs * scales).sum() ** 2))
-
-    shapes = {"locs": torch.Size([3]), "scales": torch.Size([3])}
-    guide = AutoDiagonalNormal(scaled, init_scale=0.5)
-    guide()
-    right = Group.declare({"locs": ("k",), "scales": ("k",)}, shapes)
-    evidence_of(guide, ps.log_joint(scaled), right, num_samples=64)
-    with pytest.raises(ValueError, match="with axis 0 of 'scales'"):
-        evidence_of(guide, ps.log_joint(scaled), Group.declare({"locs": ("k",)}, shapes))
-
-
-def test_signs_that_a_prior_lacks_are_refused() -> None:
-    def shifted() -> None:
-        pyro.sample("locs", dist.Normal(torch.ones(2), 1.0).to_event(1))
-
-    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])}, moves="flip")
-    with pytest.raises(ValueError, match=r"\['k'\](.|\n)*flipped"):
-        evidence_of(gaussian_guide(shifted, torch.ones(2)), ps.log_joint(shifted), group)
-
-
-def test_a_density_of_zero_at_moved_draws_is_refused() -> None:
-    def ordered(w: Any) -> torch.Tensor:
-        return torch.where(w["locs"][:, 0] < w["locs"][:, 1], 0.0, -torch.inf)
-
-    def flat() -> None:
-        pyro.sample("locs", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    with pytest.raises(ValueError, match="change of inf"):
-        evidence_of(gaussian_guide(flat, torch.tensor([-3.0, 3.0])), ordered, group)
-
-
 @pytest.mark.stochastic
 @pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
@@ -198,29 +161,6 @@ def test_a_density_of_random_rows_or_units_is_taken_as_it_comes() -> None:
         assert any("from call to call" in doubt for doubt in found.doubts)
     with pytest.raises(ValueError, match="not invariant"):
         evidence_of(guide, lambda w: joint(w) - 1e7 * w["locs"][:, 0], GROUP, num_samples=8)
-
-
-@pytest.mark.parametrize("noise", [0.1, 0.001])
-def test_a_guide_over_a_lopsided_prior_is_refused_however_sharp_the_likelihood(noise: float) -> None:
-    def sharp(data: torch.Tensor) -> None:
-        locs = pyro.sample("locs", dist.Normal(torch.tensor([0.0, 0.0, 3.0]), 1.0).to_event(1))
-        pyro.sample("x", dist.Normal(locs.sum(), noise).expand([len(data)]).to_event(1), obs=data)
-
-    with pytest.raises(ValueError, match="density of 'locs'"):
-        ps.AutoSymmetrized(sharp, GROUP).setup(torch.randn(2000))
-
-
-@pytest.mark.stochastic
-def test_a_subsampled_model_keeps_its_rows_while_it_is_compared() -> None:
-    """Other rows would be another density, by far more than rounding: with the same ones it is never refused."""
-
-    def subsampled(data: torch.Tensor) -> None:
-        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", len(data), subsample_size=5) as rows:
-            pyro.sample("x", dist.Normal(locs.sum(), 0.1), obs=data[rows])
-
-    for _ in range(5):
-        ps.AutoSymmetrized(subsampled, GROUP).setup(torch.randn(100))
 
 
 @pytest.mark.cuda

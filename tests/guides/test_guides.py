@@ -18,18 +18,14 @@ from pyro.infer.autoguide import (
 from torch import nn
 
 from pyro_symmetric.alignment import to_gaussian
-from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.distributions import ExactOrbit
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import (
     AutoSymmetrized,
     load_guide,
-    push_forward,
     sample_posterior,
     save_guide,
 )
-from pyro_symmetric.guides.evidence import evidence_of
-from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.models import BayesianModel
 
 HIDDEN = 3
@@ -99,7 +95,7 @@ def test_the_symmetrised_elbo_is_the_elbo_plus_the_information(elbo: type) -> No
 def test_a_mixture_with_simplex_weights_is_symmetrised(base: type) -> None:
     data = torch.cat([torch.randn(40) - 4, torch.randn(50), torch.randn(20) + 5])
     guide = AutoSymmetrized(mixture, MIXTURE_GROUP, base=base, estimator=ExactOrbit())
-    losses = steps(mixture, guide, data, number=200)
+    losses = steps(mixture, guide, data, number=80)
     assert sum(losses[-20:]) < sum(losses[:20])
     draws = guide.sample_posterior((7,))
     torch.testing.assert_close(draws["weights"].sum(-1), torch.ones(7))
@@ -116,30 +112,6 @@ def test_a_group_of_another_model_is_refused_by_site() -> None:
         AutoSymmetrized(model, wider).setup(x, y)
 
 
-def test_a_model_that_treats_units_differently_is_refused() -> None:
-    model, group, x, y = network()
-    lopsided = BayesianModel(
-        model.net,
-        lambda name, value: dist.Normal(
-            torch.zeros_like(value), torch.arange(1.0, 1 + value.numel()).reshape(value.shape)
-        ).to_event(value.dim()),
-        "gaussian",
-    )
-    with pytest.raises(ValueError, match=r"\['hidden'\]"):
-        AutoSymmetrized(lopsided, group).setup(x, y)
-
-
-def test_trained_running_statistics_break_the_symmetry_and_are_noticed() -> None:
-    net = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
-    for _ in range(30):
-        net(3 + 2 * torch.randn(50, 1))
-    model = BayesianModel(net, 1.0, "gaussian")
-    x, y = torch.randn(20, 1), torch.randn(20)
-    group = find_symmetry(net.eval(), x).permutations
-    with pytest.raises(ValueError, match="running statistics"):
-        AutoSymmetrized(model, group).setup(x, y)
-
-
 def test_orbit_draws_visit_all_copies_and_base_draws_one() -> None:
     """12 distant units in a row: that 400 uniform permutations all leave unit 0 first has probability 3^-400."""
     model, group, x, y = network()
@@ -148,19 +120,6 @@ def test_orbit_draws_visit_all_copies_and_base_draws_one() -> None:
     assert float(one.std(0).max()) < 1e-3
     assert float(all_copies.std(0).min()) > 0.05
     torch.testing.assert_close(all_copies.sort(-1).values, one.sort(-1).values, atol=2e-3, rtol=0)
-
-
-# parameters of their own --------------------------------------------------------------------------------------------
-
-
-def test_training_one_guide_leaves_another_of_its_class_alone() -> None:
-    model, group, x, y = network()
-    first, second = AutoSymmetrized(model, group), AutoSymmetrized(model, group)
-    second(x, y)
-    before = {site: value.clone() for site, value in second.median().items()}
-    steps(model, first, x, y, number=5)
-    assert all(torch.equal(value, before[site]) for site, value in second.median().items())
-    assert not torch.equal(first.median()["0.weight"], before["0.weight"])
 
 
 # draws --------------------------------------------------------------------------------------------------------------
@@ -188,21 +147,6 @@ def test_pack_is_the_inverse_of_unpack() -> None:
     torch.testing.assert_close(guide.pack(guide.unpack(latent)), latent, rtol=1e-4, atol=1e-4)
 
 
-# pushed forward and in between --------------------------------------------------------------------------------------
-
-
-def test_positive_sites_are_pushed_forward_as_they_are_aligned() -> None:
-    def model() -> None:
-        with pyro.plate("components", 3):
-            pyro.sample("scales", dist.LogNormal(0.0, 1.0))
-
-    guide = AutoDiagonalNormal(model)
-    guide()
-    group = Group.declare({"scales": ("k",)}, {"scales": torch.Size([3])})
-    moved = push_forward(guide, group.element({"k": [2, 0, 1]}))
-    torch.testing.assert_close(moved.median()["scales"], guide.median()["scales"][[2, 0, 1]])
-
-
 # on disk ------------------------------------------------------------------------------------------------------------
 
 
@@ -226,31 +170,6 @@ def test_what_is_no_guide_file_is_refused(tmp_path: Path) -> None:
     stock(x, y)
     with pytest.raises(TypeError, match="AutoDelta"):
         save_guide(stock, tmp_path / "delta.safetensors")
-
-
-@pytest.mark.stochastic
-def test_evidence_of_a_hand_written_model_lies_below_that_of_importance_sampling() -> None:
-    """log p(D) by 200,000 draws from the prior; the bound may exceed it by 5 standard errors of both at most."""
-    data = torch.tensor([0.3, -0.2, 1.1])
-
-    def model(data: torch.Tensor) -> None:
-        with pyro.plate("components", 2):
-            locs = pyro.sample("locs", dist.Normal(0.0, 1.0))
-        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
-        with pyro.plate("data", len(data)):
-            pyro.sample(
-                "x", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(locs, scale)), obs=data
-            )
-
-    group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
-    guide = AutoSymmetrized(model, group, estimator=ExactOrbit())
-    steps(model, guide, data, number=300)
-    worth = evidence_of(guide, log_joint(model, data), group, ExactOrbit(), num_samples=2000)
-    locs, scale = torch.randn(200_000, 2, 1), (0.3 * torch.randn(200_000, 1, 1)).exp()
-    likelihood = dist.Normal(locs, scale).log_prob(data).logsumexp(1).sub(math.log(2)).sum(-1).exp().double()
-    log_evidence = float(likelihood.mean().log())
-    error = 5 * (worth.symmetrized_error + float(likelihood.std() / likelihood.mean()) / math.sqrt(200_000))
-    assert log_evidence - 0.5 < worth.symmetrized_elbo < log_evidence + error
 
 
 def test_sites_of_a_guide_have_the_density_of_pyro_s_own() -> None:

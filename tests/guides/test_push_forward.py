@@ -24,7 +24,6 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.guides import (
-    AutoSymmetrized,
     load_guide,
     push_forward,
     save_guide,
@@ -141,16 +140,6 @@ def test_the_network_is_distributed_alike_under_the_pushed_guide(kind: type) -> 
     torch.testing.assert_close(after, before)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_the_inverse_leads_back(kind: type) -> None:
-    model, symmetry, x, y = problem()
-    guide, element = trained(kind, model, x, y), symmetry.sample()
-    there = push_forward(guide, element)
-    back = push_forward(there, element.inverse())
-    for found, expected in zip(moments(back), moments(guide), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("kind", [AutoLowRankMultivariateNormal, AutoMultivariateNormal])
 def test_stock_guides_with_correlations_survive_the_disk(kind: type, tmp_path: Path) -> None:
     model, _, x, y = problem()
@@ -175,17 +164,6 @@ def test_in_single_precision_small_deviations_beside_large_means_keep_their_digi
     pushed = push_forward(guide, scaling)
     torch.testing.assert_close(pushed.scale / guide.scale, pushed.loc / guide.loc, rtol=1e-5, atol=0)
     assert set((pushed.scale / guide.scale).round(decimals=3).tolist()) == {0.5, 1.0, 2.0}
-
-
-def test_the_base_of_a_symmetrised_guide_is_pushed_forward() -> None:
-    model, symmetry, x, y = problem()
-    group = symmetry.permutations
-    for base, family in list(FAMILIES.items())[1:]:
-        guide = AutoSymmetrized(model, group, base=base).setup(x, y)
-        pushed = push_forward(guide, group.identity())
-        assert pushed.moment_names == family
-        plain = guide.base.get_posterior()
-        torch.testing.assert_close(moments(pushed)[0], plain.mean.detach())
 
 
 def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
@@ -214,13 +192,3 @@ def test_sites_that_the_symmetry_does_not_know_stay() -> None:
     pushed = push_forward(guide, find_symmetry(net, x).sample())
     torch.testing.assert_close(pushed.median()["noise_scale"], guide.median()["noise_scale"])
     assert not torch.allclose(pushed.median()["0.weight"], guide.median()["0.weight"])
-
-
-def test_one_element_acts_on_networks_weights_and_guides_and_on_nothing_else() -> None:
-    model, symmetry, x, y = problem()
-    guide, element = trained(AutoNormal, model, x, y), symmetry.sample()
-    pushed = symmetry.act(element, guide)
-    expected = symmetry.act(element, {site: guide._get_loc_and_scale(site)[0].detach() for site in model.site_shapes})
-    torch.testing.assert_close(pushed.median(), expected)
-    with pytest.raises(TypeError, match="target is a int"):
-        symmetry.act(element, 3)

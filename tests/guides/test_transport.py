@@ -89,14 +89,3 @@ def test_guides_that_do_not_fit_are_named() -> None:
         interpolate(bad, mean_field(), 0.5)
     with pytest.raises(TypeError, match=r"guides\[1\] is a dict, but guides\[0\] is a guide"):
         barycentre([mean_field(), {"a": torch.zeros(2, 2)}])
-
-
-def test_networks_are_points() -> None:
-    nets = [torch.nn.Linear(2, 1) for _ in range(2)]
-    half = interpolate(*nets, 0.5)
-    centre = barycentre(nets)
-    for name, value in nets[0].named_parameters():
-        expected = (value + dict(nets[1].named_parameters())[name]).detach() / 2
-        torch.testing.assert_close(half.loc[name], expected)
-        torch.testing.assert_close(centre.loc[name], expected)
-        assert not bool(half.scale[name].any())

@@ -137,13 +137,6 @@ def test_a_copy_trains_alone_and_the_original_goes_on(base: str) -> None:
     assert differ(state(guide), before)
 
 
-def test_pickling_leaves_a_guide_that_is_not_set_up_its_model() -> None:
-    for guide in (blocks(network()), symmetrized("diagonal")[1]):
-        travelled = pickle.loads(pickle.dumps(guide))
-        for one in (guide, travelled):
-            assert one.setup(X, Y).sample_posterior()["0.bias"].shape == (HIDDEN,)
-
-
 def test_a_guide_over_a_function_in_a_function_travels_once_it_is_set_up() -> None:
     """As stock guides do: it needs its model no longer."""
     inner = network()
@@ -191,22 +184,6 @@ def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: P
         for one in (travelled, push_forward(travelled, guide.group.sample())):
             assert all(value.isfinite().all() for value in one.sample_posterior((3,)).values())
             train(model, one, steps=1)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # dask's and its libraries' own
-def test_dask_workers_train_guides_as_this_process_does() -> None:
-    distributed = pytest.importorskip("distributed")
-    model, guide = symmetrized("low rank")
-    guide.setup(X, Y)
-    with (
-        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        travelled, losses = client.submit(train, model, guide).result()
-    here, expected = train(model, guide)
-    assert losses == pytest.approx(expected, rel=1e-4)
-    assert_same(state(travelled), state(here))
 
 
 # files --------------------------------------------------------------------------------------------------------------
