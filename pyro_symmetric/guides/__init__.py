@@ -1,17 +1,7 @@
 """Guides that know the symmetries of their model; all plug into stock :class:`~pyro.infer.SVI`.
 
-They pickle, also to workers of process pools and dask. Several processes, each with a part of every mini-batch, train
-one guide by PyTorch's own tool (start the script by ``torchrun --nproc-per-node=2``):
-
->>> pyro.set_rng_seed(0)  # all ranks start from the same guide
->>> guide = AutoSymmetrized(BayesianModel(net, num_data=len(x)), group).setup(x, y)
->>> loss_of = DistributedDataParallel(Trace_ELBO()(model, guide))
->>> for step, rows in enumerate(batches):
-...     part = rows.tensor_split(world_size)[rank]  # of the same length on each rank
-...     pyro.set_rng_seed(step)  # all ranks draw the same weights
-...     optimizer.zero_grad()
-...     loss_of(x[part], y[part]).backward()
-...     optimizer.step()
+They pickle, also to workers of process pools and dask. Under :class:`~torch.nn.parallel.DistributedDataParallel`, wrap
+``Trace_ELBO()(model, guide)`` after ``guide.setup(...)``, and seed all ranks alike before each step.
 """
 
 from pyro_symmetric.guides.base import WeightsGuide

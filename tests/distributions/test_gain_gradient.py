@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Any, Callable[..., Any]]] = {
 }
 
 
-# Those that are matched by a normal fitted to their draws; for these 16 proposals are the default, else 4.
+# Those that are matched by a normal fitted to their draws.
 FITTED = ("flow", "components")
 # Those whose proposals are not exact: a single one loses more.
 NEARLY = ("two layers", "full rank", "low rank")
@@ -126,23 +126,23 @@ def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     ("name", "k"),
     [
         *((name, 1) for name in CASES if name not in (*FITTED, *NEARLY)),
-        *((name, 16 if name in FITTED else 4) for name in CASES),
+        *((name, 4) for name in CASES),
     ],
 )
 def test_the_gain_s_gradient_is_that_of_enumeration(name: str, k: int) -> None:
-    """With as many proposals as by default within 2 % of its size, with one within 5 %, and 5 standard errors, along it
+    """With four proposals within 2 % of its size, with one, or of proposals that are not exact, within 5 %, and 5 standard errors, along it
     and in each of at most 28 coordinates: false alarms below 1 in 10^3 a case (39 degrees of freedom).
 
     The plain gradient of the estimate lacks 1/(K+1) of it, which would show.
     """
     group, family = CASES[name]
     action, parameters = action_of(group), start(group)
-    allowed, draws = 0.05 if k == 1 else 0.02, BATCH if k < 16 else 2 * BATCH  # a smaller loss to be seen
+    allowed = 0.05 if k == 1 or name in (*FITTED, *NEARLY) else 0.02
     gradients, differences = [], []
     for _ in range(BATCHES):
         theta = leaves(parameters)
         base = family(*theta)
-        w = base.rsample((draws,))
+        w = base.rsample((BATCH,))
         exact, found = (e.log_prob(base, action, w) for e in (ExactOrbit(), SinkhornImportance(k)))
         for rows, value in ((gradients, base.log_prob(w) - exact), (differences, exact - found)):
             parts = torch.autograd.grad(value.mean(), theta, retain_graph=True)

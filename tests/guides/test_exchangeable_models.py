@@ -32,7 +32,7 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(es
     model = mixture(2)
     guide = AutoSymmetrized(model, relabellings(2), estimator=estimator, init_scale=0.5).setup(DATA)
     truth = log_evidence(2)
-    for number in (0, 150):
+    for number in (0, 80):
         train(model, guide, DATA, number=number)
         worth = evidence_of(guide, log_joint(model, DATA), relabellings(2), estimator, num_samples=2000, chunk=2000)
         assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
@@ -82,7 +82,7 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed
     truth = factor_evidence(data)
     assert truth == pytest.approx(factor_evidence(data, 33), abs=1e-3)
     guide = AutoSymmetrized(factors_marginalised, group, estimator=ExactOrbit(), init_scale=0.3).setup(data)
-    train(factors_marginalised, guide, data, number=150, loss=loss())
+    train(factors_marginalised, guide, data, number=80, loss=loss())
     worth = evidence_of(guide, log_joint(factors_marginalised, data), group, ExactOrbit(), num_samples=2000, chunk=2000)
     assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
     assert worth.symmetrized_elbo > truth - 2.0

@@ -42,16 +42,16 @@ def test_intervals_of_importance_sampling_hold_the_truth_as_often_as_they_say(lo
 def test_weights_without_a_doubt_hold_the_truth_though_the_largest_may_be_missing(
     deviation: float, most: float
 ) -> None:
-    """Log-normal weights, 2,000 repetitions of 512 draws, and those of which a report would doubt nothing: at most a
-    given share; if that is large, 93 % of them hold the truth. By the weights' own error 0.94, 0.89 and 0.67 of 1,980,
-    1,600 and 680 do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
-    values = deviation * torch.randn(2000, 512, dtype=torch.float64) - deviation**2 / 2
+    """Log-normal weights, 600 repetitions of 512 draws, and those of which a report would doubt nothing: at most a
+    given share; if that is large, 93 % of them hold the truth. By the weights' own error 0.94, 0.89 and 0.67 of 99, 80 and
+    34 % do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
+    values = deviation * torch.randn(600, 512, dtype=torch.float64) - deviation**2 / 2
     found = [(row, importance(row)) for row in values]
     plain = [estimate for row, estimate in found if not doubts_of_weights(estimate, pareto_k(row))]
     assert len(plain) <= most * len(found)
     if most == 1.0:
         held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]
-        assert len(held) > 1000
+        assert len(held) > 300
         assert sum(held) >= 0.93 * len(held) - 4.5 * math.sqrt(len(held) * 0.93 * 0.07)
 
 

@@ -54,10 +54,10 @@ def regression(prior_scale: float = 1.0) -> tuple[BayesianModel, Any, Tensor, Te
 
 @pytest.mark.stochastic
 def test_a_scale_of_noise_starts_near_its_prior_s_median_and_exchanged_sites_beside_each_other() -> None:
-    """The deviation of a median of 15 draws is 0.32 of the prior's: of 40, none beyond 5 of these; false alarms 2e-5.
-    The noise of places has a deviation of 0.01; of 120, none beyond 6 of these."""
+    """The deviation of a median of 15 draws is 0.32 of the prior's: of 12, none beyond 5 of these; false alarms 1e-5.
+    The noise of places has a deviation of 0.01; of 36, none beyond 6 of these."""
     starts = []
-    for _ in range(40):
+    for _ in range(12):
         guide = AutoSymmetrized(mixture, GROUP, estimator=InfoNCE(1)).setup(DATA)
         starts.append(guide.unpack(first_loc(guide)))
     noise = torch.stack([start["noise"] for start in starts])
