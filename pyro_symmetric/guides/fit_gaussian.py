@@ -28,7 +28,7 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> posterior = ps.sample(ps.NUTS(model), num_warmup=100, num_samples=100, num_chains=2, progress=False)
+    >>> posterior = ps.Posterior({"w": torch.randn(2, 100, 3)}, kind="chains").attach(model)  # as ps.sample does
     >>> first, second = (posterior.select(draws=half) for half in (slice(0, 50), slice(50, None)))
     >>> guide = ps.guides.fit_gaussian(first, ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)}))
     >>> abs(ps.evidence(guide, posterior=second).best.log_evidence) < 0.5

@@ -130,7 +130,7 @@ def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_the_gain_s_gradient_is_that_of_enumeration(name: str, k: int) -> None:
-    """With four proposals within 2 % of its size, with one, or of proposals that are not exact, within 5 %, and 5 standard errors, along it
+    """With four proposals within 2 % of its size, with one, or if they are not exact, within 5 %, and 5 errors along it
     and in each of at most 28 coordinates: false alarms below 1 in 10^3 a case (39 degrees of freedom).
 
     The plain gradient of the estimate lacks 1/(K+1) of it, which would show.

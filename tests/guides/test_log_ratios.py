@@ -43,8 +43,8 @@ def test_weights_without_a_doubt_hold_the_truth_though_the_largest_may_be_missin
     deviation: float, most: float
 ) -> None:
     """Log-normal weights, 600 repetitions of 512 draws, and those of which a report would doubt nothing: at most a
-    given share; if that is large, 93 % of them hold the truth. By the weights' own error 0.94, 0.89 and 0.67 of 99, 80 and
-    34 % do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
+    given share; if that is large, 93 % of them hold the truth. By the weights' own error 0.94, 0.89 and 0.67 of
+    99, 80 and 34 % do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
     values = deviation * torch.randn(600, 512, dtype=torch.float64) - deviation**2 / 2
     found = [(row, importance(row)) for row in values]
     plain = [estimate for row, estimate in found if not doubts_of_weights(estimate, pareto_k(row))]
