@@ -157,7 +157,6 @@ def loss_barrier(
     nothing repairs them: the model's belong to one network.
     """
     arguments.whole("num_points", num_points, 3)
-    arguments.whole("num_samples", num_samples, 1)
     first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None

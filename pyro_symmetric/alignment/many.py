@@ -117,9 +117,7 @@ class Frame:
     @property
     def posterior(self) -> Posterior:
         """The aligned posterior, if a posterior was given."""
-        if not isinstance(self.aligned, Posterior):
-            raise ValueError("align_many was not given a Posterior; .aligned holds what it was given, moved")
-        return self.aligned
+        return arguments.instance("aligned", self.aligned, Posterior, "a Posterior, as align_many was given one")
 
     def __repr__(self) -> str:
         steps = "converged" if self.converged else "cut short"
@@ -173,10 +171,6 @@ def align_many(
         posterior was drawn from lacks a declared group.
     """
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
-    arguments.whole("restarts", restarts, 0)
-    arguments.whole("max_rounds", max_rounds, 1)
-    arguments.whole("max_sweeps", max_sweeps, 1)
-    arguments.number("tolerance", tolerance, least=0)
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     require_of_posterior(group, sources)
     group = _two_sided(group_of(group))
@@ -231,7 +225,7 @@ def align_many(
 
 
 class _Settled(NamedTuple):
-    """A frame: the members' elements, the mean cost at the start and after each round, whether nothing changed."""
+    """The members' elements, the mean cost at the start and after each round, whether nothing changed."""
 
     element: Element
     history: tuple[float, ...]

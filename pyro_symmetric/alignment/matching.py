@@ -129,9 +129,6 @@ def align(
     group = group_of(group)
     narrow = max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
-    arguments.whole("restarts", restarts, 0)
-    arguments.whole("max_sweeps", max_sweeps, 1)
-    arguments.number("tolerance", tolerance, least=0)
     (first, _), (second, device) = on_host(reference, "reference"), on_host(source, "source")
     require_fit(cost, group, first)
     if several := batch_shape_of(first, group, "reference"):

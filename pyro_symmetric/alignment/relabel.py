@@ -104,8 +104,6 @@ def relabel(
             "of the components' log-densities"
         )
     arguments.one_of("method", method, get_args(Method))
-    arguments.whole("starts", starts, 1)
-    arguments.whole("max_rounds", max_rounds, 1)
     flat = probabilities.detach().double().flatten(0, 1)
     random = flat[torch.randperm(len(flat), device=flat.device)[:starts]]
     means = [flat.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
