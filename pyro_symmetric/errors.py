@@ -5,9 +5,10 @@ class Error(Exception):
     """Base class of the errors that only this library raises, so that one ``except`` catches them.
 
     >>> from pathlib import Path
-    >>> _ = Path("broken.safetensors").write_text("no posterior")
+    >>> _ = ps.Posterior({"w": torch.zeros(1, 3, 2)}, kind="chains").save("kept")
+    >>> _ = Path("kept", "checkpoint.safetensors").write_text("no checkpoint")
     >>> try:
-    ...     ps.Posterior.load("broken.safetensors")
+    ...     ps.Posterior.load("kept")
     ... except ps.Error as error:
     ...     print(type(error).__name__)
     StoreError
