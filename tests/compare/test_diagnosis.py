@@ -176,17 +176,6 @@ def test_entries_that_never_change_are_left_out_and_told():
     assert apart["weights"].status == "fail"
 
 
-@pytest.mark.stochastic
-def test_chains_that_stand_still_have_an_infinite_r_hat_and_a_sentence():
-    draws = torch.randn(CHAINS, DRAWS, 2)
-    draws[..., 0] = torch.arange(float(CHAINS))[:, None]
-    result = diagnose(Posterior({"w": draws}, kind="chains"))
-    assert result["weights"].value == torch.inf
-    assert "R-hat of site 'w' inf" in result["weights"].words
-    json.dumps(result.to_dict(), allow_nan=False)
-    assert "inf: " in Posterior({"w": draws}, kind="chains").summary_table()
-
-
 def test_numbers_are_those_of_the_predictions(model, x):
     posterior = Posterior(one_mode(), kind="chains").thin(10)
     result = diagnose(posterior, model=model, x=x)

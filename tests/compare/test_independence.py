@@ -104,17 +104,6 @@ def test_a_shift_is_seen_in_chains_that_sit_in_copies():
     assert mmd_test(in_copies(), in_copies(), num_permutations=19).num_samples == (4, 4)
 
 
-@pytest.mark.stochastic
-def test_chains_modulo_symmetry_keep_the_level():
-    # 10 repetitions at level 0.05: more than 3 rejections have probability 0.001. Units overlap: every second draw
-    # changes places in the frame.
-    rejected = 0
-    for _ in range(10):
-        first, second = autoregression(draws=60), autoregression(draws=60)
-        rejected += mmd_test(*common_frame(first, second, GROUP), num_permutations=39).rejected
-    assert rejected <= 3
-
-
 def test_thinning_keeps_the_last_draws():
     unmixed = torch.arange(6.0)[:, None, None] * 100 + torch.linspace(0, 1, 50)[:, None] + 1e-3 * torch.randn(6, 50, 2)
     posterior = Posterior({"w": unmixed}, kind="chains")
