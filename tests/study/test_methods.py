@@ -197,4 +197,4 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
         expected.append(problem.model.log_joint(weights, problem.x, problem.y).double() - density)
     error = 2**0.5 * fit.evidence["symmetrized_error"]  # of the difference of two means; six of them: 1 in 10^9 runs
     assert fit.evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), abs=6 * error)
-    assert fit.evidence["symmetrized_elbo"] - fit.evidence["elbo"] <= math.log(8) + 1e-6
+    assert fit.evidence["symmetrized_elbo"] - fit.evidence["elbo"] <= math.log(8) + 1e-4  # densities are in float32
