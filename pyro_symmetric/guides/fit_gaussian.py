@@ -45,7 +45,7 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     first = init_to_value(values={site: draws[0, 0] for site, draws in posterior.samples.items()})
     args, kwargs = posterior._args, posterior._kwargs
     sketch = AutoDiagonalNormal(posterior.model, init_loc_fn=first)
-    sketch(*args, **kwargs)
+    sketch._setup_prototype(*args, **kwargs)
     layout, aligned = layout_of(sketch), align_many(posterior, group, progress=False).posterior
     vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
     count, dim = vectors.shape
