@@ -65,9 +65,10 @@ class Run:
     warmup: float
     everything: float
 
-    def row(self) -> dict[str, float]:
-        """Effective draws of the worst coordinate, and how many a second."""
-        found = chain_statistics(self.draws.double())
+    def row(self, function: Callable[[Tensor], Tensor] = Tensor.double) -> dict[str, float]:
+        """Effective draws of the worst coordinate, or of the worst value of a function of draws, and how many a
+        second."""
+        found = chain_statistics(function(self.draws))
         worst = found.ess_bulk.min().item()
         return {
             "worst effective": worst,
