@@ -97,11 +97,13 @@ def ours(
     kind: Callable[[Any], Any] = lambda model: model,
     chains: int | None = None,
     engine: str = "auto",
+    args: tuple[Tensor, ...] = (),
 ) -> Run:
     """One of this library's samplers, twice: what the first run takes has compiling, unless programs were kept.
 
     :param warmup: ``None``: as the library decides.
     :param kind: model -> kernel. By default the library chooses the sampler.
+    :param args: arguments of the model, if ``kind`` takes another one.
     """
     model = problem.in_pyro()
     asked = {"num_warmup": warmup, "num_chains": chains}
@@ -110,7 +112,7 @@ def ours(
         given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         begun = processor_seconds()
         found = ps.sample(
-            kind(model), num_samples=draws, engine=engine, dtype=problem.dtype, seed=0, progress=False, **given
+            kind(model), *args, num_samples=draws, engine=engine, dtype=problem.dtype, seed=0, progress=False, **given
         )
         return found, processor_seconds() - begun
 

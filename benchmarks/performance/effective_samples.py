@@ -48,7 +48,8 @@ def run(name: str, chains: int, sampler: str, seed: int, options: Any) -> dict[s
     own, inputs = held_out(target(name, options.root))
     problem = own.problem()
     if sampler in KERNELS:
-        found: Run = ours(problem, options.warmup, options.draws, KERNELS[sampler], chains)
+        kernel = KERNELS[sampler](own.model())
+        found: Run = ours(problem, options.warmup, options.draws, lambda _: kernel, chains, args=(own.x, own.y))
     elif sampler == "NumPyro":
         found = numpyro_run(problem, options.warmup, options.draws, chains, dense=False)
     else:
