@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.networks import perceptron
 from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.alignment import GaussianWeights, align, align_many
 from pyro_symmetric.discovery.find import find_symmetry
@@ -35,13 +35,6 @@ from pyro_symmetric.weights import Weights
 
 Case = tuple[Callable[[], nn.Module], Tensor]
 SIGNED = ("permute", "flip")
-
-
-def perceptron(*widths: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
 
 
 def vgg11() -> nn.Module:

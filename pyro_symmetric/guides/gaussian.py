@@ -85,11 +85,6 @@ class AutoGaussian(WeightsGuide):
             if scale_tril is not None:
                 self.scale_tril = PyroParam(scale_tril / diagonal.unsqueeze(-1), constraints.unit_lower_cholesky)
 
-    @property
-    def is_mean_field(self) -> bool:
-        """True if it has no correlations."""
-        return self.moment_names == ("loc", "scale")
-
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """The Gaussian over flat unconstrained vectors."""
         loc, scale = self.loc, self.scale

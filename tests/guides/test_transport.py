@@ -34,7 +34,7 @@ def mean_field() -> AutoGaussian:
 def test_mean_field_guides_meet_at_means_of_means_and_deviations() -> None:
     guides = [mean_field() for _ in range(3)]
     centre = barycentre(guides, weights=[1.0, 2.0, 5.0])
-    assert centre.is_mean_field
+    assert centre.moment_names == ("loc", "scale")  # mean field
     shares = torch.tensor([1.0, 2.0, 5.0]).double() / 8
     for name in ("loc", "scale"):
         expected = sum(w * getattr(g, name) for w, g in zip(shares, guides, strict=True))
