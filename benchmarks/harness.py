@@ -17,20 +17,11 @@ from typing import Any
 import pyro
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 import pyro_symmetric as ps
 
 Row = dict[str, Any]
-
-COLOURS = {
-    "mean-field": "#ff725c",
-    "infonce-1": "#97bbf5",
-    "infonce-15": "#efb118",
-    "infonce-127": "#9c6b4e",
-    "sinkhorn-4": "#a463f2",
-    "sinkhorn-16": "#a463f2",
-    "exact": "#4269d0",
-}
 
 
 def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
@@ -61,10 +52,11 @@ class Results:
 
     :param path: the file, or ``None`` to keep them in memory only.
     :param settings: what the numbers depend on; a file that was made with other settings is refused.
+    :param progress: whether :meth:`fill` shows a bar.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any]):
-        self.path = path
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], progress: bool = False):
+        self.path, self.progress = path, progress
         self.rows: list[Row] = []
         self.head = {
             "settings": json.loads(json.dumps(dict(settings), default=str)),
@@ -83,7 +75,7 @@ class Results:
     @classmethod
     def of(cls, options: argparse.Namespace, *names: str) -> Results:
         """Results in the file that the options name; their numbers depend on the options of these names."""
-        return cls(options.json, {name: getattr(options, name) for name in names})
+        return cls(options.json, {name: getattr(options, name) for name in names}, options.progress)
 
     def find(self, **key: Any) -> list[Row]:
         """The rows with these entries."""
@@ -102,8 +94,8 @@ class Results:
 
         :param run: takes the entries by name -> all else that the row holds.
         """
-        for values in itertools.product(*grid.values()):
-            key = dict(zip(grid, values, strict=True))
+        keys = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+        for key in tqdm(keys, disable=not self.progress):
             if not self.find(**key):
                 self.add({**key, **run(**key)})
 

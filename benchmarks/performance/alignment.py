@@ -1,16 +1,12 @@
-"""Alignment of networks: planted elements, time and objective with scales, enumerated optima, many at once.
+"""Alignment of networks: planted elements are found again, and the time that it takes by width.
 
-    python -m benchmarks.performance.alignment planted  # 10 trials for each of ten architectures; five minutes
+    python -m benchmarks.performance.alignment planted  # 10 trials for each of nine architectures; five minutes
     python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md
-    python -m benchmarks.performance.alignment scales  # objective and time with scales beside permutations alone
-    python -m benchmarks.performance.alignment optimum  # small groups beside the enumerated optimum
     python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
-    python -m benchmarks.performance.alignment many  # 100 networks in one frame
 
 *planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
 else (scales, shifts). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
-their norm. *scales*: processor time between independent networks, alternating. *optimum*: independent weights, and the
-distances of all elements.
+their norm.
 """
 
 from __future__ import annotations
@@ -25,42 +21,21 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.networks import perceptron
+from benchmarks.networks import Recurrent, perceptron, transformer
 from pyro_symmetric._torchvision import import_torchvision
-from pyro_symmetric.alignment import GaussianWeights, align, align_many
+from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.groups import Group
 from pyro_symmetric.networks import resnet20
 from pyro_symmetric.weights import Weights
 
 Case = tuple[Callable[[], nn.Module], Tensor]
-SIGNED = ("permute", "flip")
 
 
 def vgg11() -> nn.Module:
     """VGG-11 with batch normalisation, for images of 32 x 32."""
     net = import_torchvision().models.vgg11_bn(weights=None)
     return nn.Sequential(net.features, nn.Flatten(), nn.Linear(512, 10))
-
-
-class LSTM(nn.Module):
-    def __init__(self, inputs: int = 16, width: int = 64, layers: int = 2) -> None:
-        super().__init__()
-        self.layers, self.out = nn.LSTM(inputs, width, layers, batch_first=True), nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layers(x)[0][:, -1])
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.embed, self.out = nn.Linear(16, 64), nn.Linear(64, 10)
-        self.encode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.encode(self.embed(x)).mean(1))
 
 
 class LlamaBlock(nn.Module):
@@ -105,18 +80,6 @@ class Llama(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(x))))
 
 
-class Encoder(nn.Module):
-    """One encoder layer, and what it reads and writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x).mean(1))
-
-
 def grouped(activation: type[nn.Module]) -> nn.Module:
     """Grouped convolutions whose groups, inputs and outputs meet in one kernel."""
     return nn.Sequential(
@@ -138,19 +101,11 @@ PLANTED: dict[str, Case] = {
     "resnet18": (lambda: torchvision_net("resnet18"), torch.randn(2, 3, 64, 64)),
     "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
     "vgg11-bn": (vgg11, torch.randn(2, 3, 32, 32)),
-    "lstm 2 x 64": (LSTM, torch.randn(2, 7, 16)),
-    "transformer 2 x 64": (Transformer, torch.randn(2, 7, 16)),
+    "bidirectional lstm 2 x 8": (lambda: Recurrent(nn.LSTM), torch.randn(2, 7, 5)),
+    "transformer 2 x 16": (transformer, torch.randn(2, 7, 5)),
     "llama 4 x 64": (Llama, torch.randint(0, 100, (2, 7))),
     "grouped convolutions, relu": (lambda: grouped(nn.ReLU), torch.randn(2, 4, 8, 8)),
     "grouped convolutions, tanh": (lambda: grouped(nn.Tanh), torch.randn(2, 4, 8, 8)),
-    "encoder layer": (Encoder, torch.randn(2, 5, 16)),
-}
-SCALED: dict[str, Case] = {
-    "llama 2 x 32": (lambda: Llama(2, 32), torch.randint(0, 100, (2, 7))),
-    "llama 4 x 64": (Llama, torch.randint(0, 100, (2, 7))),
-    "transformer 2 x 64": (Transformer, torch.randn(2, 7, 16)),
-    "mlp 20-64-64-64-10": (lambda: perceptron(20, 64, 64, 64, 10), torch.randn(2, 20)),
-    "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
 }
 
 
@@ -229,54 +184,6 @@ def error_of(found: Weights, weights: Weights) -> float:
     return (distance(found, weights) / sum(float(v.square().sum(dtype=torch.float64)) for v in weights.values())) ** 0.5
 
 
-def scales(options: argparse.Namespace) -> None:
-    """Seconds of processor time with scales beside permutations alone, alternating, the least of three."""
-    print(f"{'network':<26} {'permutations':>12} {'finite':>8} {'whole':>8} {'ratio':>6}   objectives")
-    for name, (make, x) in selected(SCALED, options).items():
-        torch.manual_seed(0)
-        nets = randomised(make), randomised(make)
-        symmetry = find_symmetry(nets[0], x, verify=False)
-        reference, source = ({s: v.detach() for s, v in symmetry.weights_of(net).items()} for net in nets)
-        groups = symmetry.permutations, symmetry.finite, symmetry.group
-        times: list[list[float]] = [[] for _ in groups]
-        costs = [
-            align(source, reference, group, restarts=0, progress=False).cost for group in groups
-        ]  # plans are made once
-        for _ in range(3):
-            for own, group in zip(times, groups, strict=True):
-                start = time.process_time()
-                align(source, reference, group, restarts=0, progress=False)
-                own.append(time.process_time() - start)
-        plain, finite, whole = map(min, times)
-        shares = " ".join(f"{cost / distance(source, reference):.5f}" for cost in costs)
-        print(f"{name:<26} {plain:>12.3f} {finite:>8.3f} {whole:>8.3f} {whole / plain:>6.1f}   {shares}", flush=True)
-
-
-def optimum(options: argparse.Namespace) -> None:
-    """The share of alignments of independent weights that reach the enumerated optimum, and milliseconds."""
-    shapes = {"0": (5, 3), "1": (4, 5), "2": (2, 4)}, {"0": (3, 3), "1": (2, 3), "2": (2, 2)}
-    rows = {"0": ("a", None), "1": ("b", "a"), "2": (None, "b")}
-    small = {
-        "layers of 5 and 4": Group.declare(rows, {s: torch.Size(v) for s, v in shapes[0].items()}),
-        "3 and 2, with signs": Group.declare(rows, {s: torch.Size(v) for s, v in shapes[1].items()}, SIGNED),
-        "recurrent matrix of 6": Group.declare({"w": ("h", "h")}, {"w": torch.Size((6, 6))}),
-    }
-    for name, group in small.items():
-        torch.manual_seed(0)
-        elements, reached, start = group.enumerate(), 0, time.process_time()
-        pairs = [
-            [{s: torch.randn(v, dtype=torch.float64) for s, v in group.site_shapes.items()} for _ in range(2)]
-            for _ in range(options.trials)
-        ]
-        costs = [align(source, reference, group).cost for source, reference in pairs]
-        seconds = (time.process_time() - start) / options.trials
-        for cost, (source, reference) in zip(costs, pairs, strict=True):
-            moved = elements(source)
-            every = sum((moved[s] - reference[s]).square().flatten(1).sum(-1) for s in reference)
-            reached += cost <= float(torch.as_tensor(every).min()) * (1 + 1e-10)
-        print(f"{name:<24} {reached}/{options.trials}  {1e3 * seconds:.1f} ms", flush=True)
-
-
 def timing(options: argparse.Namespace) -> None:
     print(f"{'seconds, and cost as a share of the initial':<44} {'networks':>17} {'Gaussians':>20}")
     for depth in options.depths:
@@ -296,53 +203,17 @@ def timing(options: argparse.Namespace) -> None:
             print(f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} {gaussian_ratio:>8.5f}", flush=True)
 
 
-def many(options: argparse.Namespace) -> None:
-    """100 networks in one frame: noisy copies of one, moved at random, and independent ones."""
-    widths = (784, 64, 64, 10)
-    group = find_symmetry(perceptron(*widths), torch.randn(2, 784), verify=False).permutations
-    print(f"{options.trials} networks {'-'.join(map(str, widths))}; distances are mean squares to the barycentre")
-    for kind in ("noisy copies", "independent"):
-        torch.manual_seed(0)
-        nets = [parameters(perceptron(*widths)) for _ in range(options.trials)]
-        members = {site: torch.stack([weights[site] for weights in nets]) for site in nets[0]}
-        planted = group.sample((options.trials,))
-        if kind == "noisy copies":
-            members = planted.inverse()({site: value[:1] + 0.5 * value for site, value in members.items()})
-        frames, seconds = [], []
-        for seed in range(2):  # another seed starts from another member
-            torch.manual_seed(seed)
-            start = time.perf_counter()
-            frames.append(align_many(members, group, progress=False))
-            seconds.append(time.perf_counter() - start)
-        star = align(members, {site: value[0] for site, value in members.items()}, group).element(members)
-        to_star = sum(float((v - v.mean(0)).square().sum(dtype=torch.float64)) for v in star.values()) / options.trials
-        apart = sum(float((v - v.mean(0)).square().sum(dtype=torch.float64)) for v in members.values()) / options.trials
-        print(f"{kind}: {apart:.4f} as they came, {to_star:.4f} all aligned to the first member")
-        for frame, time_taken in zip(frames, seconds, strict=True):
-            common = "" if kind == "independent" else f", one frame: {in_one_frame(frame.element, planted):.2f} of them"
-            rounds = len(frame.history) - 1
-            print(f"  {frame.history[-1]:.4f} in one frame ({rounds} rounds, {time_taken:.2f} s{common})", flush=True)
-
-
-def in_one_frame(element: Element, planted: Element) -> float:
-    """The share of members that the element which undoes the planted one, up to one common element, was found of."""
-    relative = torch.cat([*(element @ planted.inverse()).permutations.values()], 1)
-    return float(relative.unique(dim=0, return_counts=True)[1].max()) / len(relative)
-
-
 def selected(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Case]:
     return {name: case for name, case in cases.items() if not options.only or name.startswith(tuple(options.only))}
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    command.__name__: command for command in (planted, scales, optimum, timing, many)
-}
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {command.__name__: command for command in (planted, timing)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*COMMANDS])
-    parser.add_argument("--trials", type=int, default=10, help="100 networks make a good 'many'")
+    parser.add_argument("--trials", type=int, default=10, help="planted: elements a network")
     parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
     parser.add_argument("--markdown", help="planted: write the table to this page")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])

@@ -1,4 +1,4 @@
-r"""Evidence by every method for mixtures, factors and hidden units, beside annealed runs and published values.
+r"""Evidence by every method for mixtures and factors, beside annealed runs and published values.
 
     python -m benchmarks.performance.evidence --seeds 4
 
@@ -11,8 +11,6 @@ draws of the prior, as a public replication of Chib's paper in Julia reports the
 
 *factors*: 60 rows of 6 columns made of two sparse factors; loadings Student(3), so that nothing but exchanges and
 signs of factors is free.
-
-*units*: networks of tanh units for 20 points of a sine wave, weights N(0, 1.5²), noise 0.3.
 
 ``annealed`` is the mean over seeds of sequential Monte Carlo over powers of the likelihood, from 0 to 1:
 rises that keep 95 % of particles effective, systematic resampling, trajectories of HMC of five steps each, their
@@ -27,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -36,7 +35,6 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
-from pyro_symmetric.guides.evidence import Estimate, Evidence
 from pyro_symmetric.mcmc.density.density import Density
 
 GALAXIES = torch.tensor([
@@ -48,13 +46,7 @@ GALAXIES = torch.tensor([
     34279,
 ]).float() / 1000  # fmt: skip
 PUBLISHED = {"galaxies 2 equal": -239.76, "galaxies 3 equal": -226.84, "galaxies 3": -226.80}
-FAMILIES = {
-    "galaxies, equal variances": ("galaxies 2 equal", "galaxies 3 equal"),
-    "galaxies": ("galaxies 3", "galaxies 4"),
-    "factors": ("factors 1", "factors 2", "factors 3"),
-    "units": ("units 1", "units 2", "units 3", "units 4"),
-}
-PROBLEMS = [name for names in FAMILIES.values() for name in names]
+PROBLEMS = ("galaxies 2 equal", "galaxies 3 equal", "galaxies 3", "galaxies 4", "factors 1", "factors 2", "factors 3")
 
 
 def mixture(count: int, equal: bool) -> tuple[Callable[..., None], ps.Group]:
@@ -90,30 +82,11 @@ def factor_data() -> Tensor:
     return hidden @ loadings.mT + 0.6 * noise
 
 
-def units(count: int) -> tuple[Callable[..., None], ps.Group]:
-    shapes = {"a": torch.Size([count]), "b": torch.Size([count]), "c": torch.Size([count]), "d": torch.Size([])}
-
-    def model(data: Tensor, observed: bool = True) -> None:
-        w = {s: pyro.sample(s, dist.Normal(torch.zeros(n), 1.5).to_event(len(n))) for s, n in shapes.items()}
-        if observed:
-            hidden = (w["a"].unsqueeze(-1) * data[:, 0] + w["b"].unsqueeze(-1)).tanh()
-            mean = (w["c"].unsqueeze(-1) * hidden).sum(-2) + w["d"].unsqueeze(-1)
-            pyro.sample("y", dist.Normal(mean, 0.3).to_event(1), obs=data[:, 1])
-
-    return model, ps.Group.declare({s: ("unit",) for s in "abc"}, shapes, ("permute", "flip"))
-
-
-def sine_wave() -> Tensor:
-    x = torch.linspace(-2, 2, 20)
-    y = torch.sin(1.5 * x) + 0.3 * torch.randn(20, generator=torch.Generator().manual_seed(2))
-    return torch.stack([x, y], 1)
-
-
 def problem(name: str) -> tuple[Callable[..., None], ps.Group, Tensor]:
     kind, count, *equal = name.split()
     if kind == "galaxies":
         return *mixture(int(count), bool(equal)), GALAXIES
-    return (*factors(int(count)), factor_data()) if kind == "factors" else (*units(int(count)), sine_wave())
+    return *factors(int(count)), factor_data()
 
 
 # the truth ----------------------------------------------------------------------------------------------------------
@@ -203,15 +176,6 @@ def estimate(name: str, options: Any) -> Row:
     }
 
 
-def remembered(row: Row) -> Evidence:
-    """The evidence of a row, which may come from a file."""
-    kept = dict(row["evidence"])
-    importance, bridge, doubts = (kept.pop(name) for name in ("importance", "bridge", "doubts"))
-    return Evidence(
-        **kept, importance=Estimate(**importance), bridge=Estimate(**bridge) if bridge else None, doubts=tuple(doubts)
-    )
-
-
 def main() -> None:
     arguments = parser(__doc__, seeds=4)
     arguments.add_argument("--only", help="problems whose names hold this")
@@ -233,16 +197,16 @@ def main() -> None:
 
 
 def line(row: Row) -> list[str]:
-    found = remembered(row)
+    found = SimpleNamespace(**row["evidence"])
     return [
         row["problem"],
         f"{PUBLISHED[row['problem']]:.2f}" if row["problem"] in PUBLISHED else "",
         f"{row['truth']:.2f} ± {row['truth_error']:.2f}",
         f"{found.elbo:.2f}",
         f"{found.symmetrized_elbo:.2f}",
-        f"{found.importance.log_evidence:.2f} ± {found.importance.error:.2f}",
+        f"{found.importance['log_evidence']:.2f} ± {found.importance['error']:.2f}",
         f"{found.pareto_k:.2f}",
-        f"{found.bridge.log_evidence:.2f} ± {found.bridge.error:.2f}" if found.bridge else "",
+        f"{found.bridge['log_evidence']:.2f} ± {found.bridge['error']:.2f}" if found.bridge else "",
         str(len(found.doubts)),
     ]
 

@@ -7,23 +7,22 @@ visits every pair and takes both distances and twenty exponentials there. It is 
 ``--naive-samples`` of each side, where the two results are compared, and its time for all pairs is *extrapolated* by
 their number. The ratio is one of processor time, which other work on the machine changes less.
 
-Peak memory is what the process held beyond the samples themselves while the distances were taken (resident, sampled
-every 10 ms). ``--mapped DIR`` writes the samples to a file first and maps them, so that they need not fit into memory;
-then only anonymous memory counts, as the kernel drops mapped pages when it needs room.
+Peak memory is what the process held beyond the samples themselves while the distances were taken (anonymous resident
+memory, sampled every 10 ms).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Results, parse, parser, print_table
+from benchmarks.harness import Results, Row, parse, parser, print_table
 from pyro_symmetric.compare import mmd
 
 
@@ -84,28 +83,14 @@ def naive(x: Tensor, y: Tensor, bandwidths: Tensor) -> Tensor:
     return total
 
 
-def samples(count: int, parameters: int, shift: float, mapped: Path | None, name: str) -> Tensor:
-    """Normal samples; with ``mapped`` in a file, written a few rows at a time."""
-    if mapped is None:
-        return torch.randn(count, parameters) + shift
-    mapped.mkdir(parents=True, exist_ok=True)
-    path = mapped / f"{name}.bin"
-    with path.open("wb") as file:
-        for start in range(0, count, 50):
-            file.write((torch.randn(min(50, count - start), parameters) + shift).numpy().tobytes())
-    return torch.from_file(str(path), size=count * parameters, dtype=torch.float32).reshape(count, parameters)
-
-
-def measure(count: int, parameters: int, seed: int, options: Any) -> dict[str, Any]:
+def measure(count: int, parameters: int, seed: int, few: int) -> Row:
     torch.manual_seed(seed)
-    shift = 0.5 / math.sqrt(parameters)
-    x = samples(count, parameters, 0.0, options.mapped, "p")
-    y = samples(count, parameters, shift, options.mapped, "q")
+    x, y = torch.randn(2, count, parameters)
+    y += 0.5 / math.sqrt(parameters)
     began, began_cpu = time.perf_counter(), time.process_time()
     with Peak() as peak:
         result = mmd({"w": x}, {"w": y})
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
-    few = options.naive_samples
     part = mmd({"w": x[:few]}, {"w": y[:few]}).of("w")
     began = time.process_time()
     expected = naive(x[:few], y[:few], torch.from_numpy(part["bandwidth"]))
@@ -113,9 +98,6 @@ def measure(count: int, parameters: int, seed: int, options: Any) -> dict[str, A
     per_pair = (time.process_time() - began) / (2 * few * (few - 1) + few * few)
     error = float((torch.from_numpy(part["squared"]) - expected).abs().max())
     return {
-        "seed": seed,
-        "samples": count,
-        "parameters": parameters,
         "seconds": seconds,
         "cpu": cpu,
         "peak": peak.mebibytes,
@@ -131,17 +113,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--samples", type=int, default=1_000, help="on each side")
     arguments.add_argument("--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     arguments.add_argument("--naive-samples", type=int, default=12)
-    arguments.add_argument("--mapped", type=Path, metavar="DIR", help="map the samples from files in this folder")
     options = parse(arguments, argv)
     if options.quick:
         options.samples, options.parameters = 200, [1_000, 10_000]
-    keys = ("samples", "naive_samples", "threads")
-    results = Results(options.json, {key: getattr(options, key) for key in keys} | {"mapped": bool(options.mapped)})
-    measure(20, 100, 0, options)  # once to warm up
-    for seed in range(options.seeds):
-        for parameters in options.parameters:
-            if not results.find(parameters=parameters, seed=seed):
-                results.add(measure(options.samples, parameters, seed, options))
+    measure(20, 100, 0, 12)  # once to warm up
+    results = Results.of(options, "samples", "naive_samples", "threads")
+    measured = functools.partial(measure, options.samples, few=options.naive_samples)
+    results.fill(measured, seed=range(options.seeds), parameters=options.parameters)
     print_table(
         f"{options.samples:,} samples against {options.samples:,}; the loop's time is extrapolated from "
         f"{options.naive_samples} of each",
@@ -158,11 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         [
             (
                 f"{row['parameters']:,}",
-                f"{row['seconds']:.2f}",
-                f"{row['cpu']:.2f}",
-                f"{row['peak']:.0f}",
-                f"{row['data']:.0f}",
-                f"{row['naive_seconds']:,.0f}",
+                *(f"{row[name]:,.2f}" for name in ("seconds", "cpu", "peak", "data", "naive_seconds")),
                 f"{row['naive_seconds'] / row['cpu']:.0f}",
                 f"{row['error']:.1e}",
             )

@@ -4,7 +4,7 @@
     python -m benchmarks.performance.symmetry_zoo torch graphs  # some libraries
     python -m benchmarks.performance.symmetry_zoo --only resnet18 gpt2 --json zoo.json --markdown networks.md
 
-Networks have random weights; those of transformers and diffusers are of reduced width and depth. Each runs in a process
+Networks have random weights; those of transformers are of reduced width and depth. Each runs in a process
 of its own with a limit of processor time, on one thread. Columns: parameters in millions; sets of units that permute,
 the log of the order of the group of permutations, free scales and signs; processor seconds to find and to verify, and
 how many forward passes of a batch that is; the largest relative change of an output under random elements of the whole
@@ -34,13 +34,13 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from benchmarks.zoo import Case, Cases, diffusion, graphs, images, language, plain
+from benchmarks.zoo import Case, Cases, graphs, images, language, plain
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
 
 SOURCES: dict[str, Callable[[], Cases]] = {
-    "torch": plain.plain, "graphs": graphs.geometric, "diffusers": diffusion.diffusers,
+    "torch": plain.plain, "graphs": graphs.geometric,
     "transformers": language.transformers, "torchvision": images.torchvision, "timm": images.timm,
 }  # fmt: skip
 Column = Callable[[Symmetry, nn.Module, tuple[Any, ...]], Any]
@@ -157,7 +157,7 @@ def row(result: dict[str, Any]) -> str:
 
 def versions() -> str:
     """The versions of all libraries that matter."""
-    names = ("pyro-symmetric", "torch", "torchvision", "timm", "transformers", "diffusers", "torch_geometric")
+    names = ("pyro-symmetric", "torch", "torchvision", "timm", "transformers", "torch_geometric")
     known = {
         distribution.metadata["Name"].replace("_", "-").lower() for distribution in importlib.metadata.distributions()
     }

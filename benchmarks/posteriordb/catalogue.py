@@ -33,16 +33,12 @@ class Entry:
     :param write: the model.
     :param read: data of the database -> the model's arrays.
     :param to_stan: draws of our sites -> draws of Stan's parameters.
-    :param to_sites: the other way round.
-    :param log_volume: Stan's parameters -> logarithm of the change of volume from our sites to them.
     :param logarithms: parameters of infinite variance, of which the logarithm is compared.
     """
 
     write: Callable[..., None]
     read: Callable[[dict[str, Array]], tuple[Array, ...]]
     to_stan: Callable[[Draws], dict[str, Array]] = unchanged
-    to_sites: Callable[[Draws], dict[str, Array]] = unchanged
-    log_volume: Callable[[Draws], Array | float] = lambda stan: 0.0
     logarithms: tuple[str, ...] = ()
 
 
@@ -72,49 +68,29 @@ def _with(draws: Draws, new: Draws, *gone: str) -> dict[str, Array]:
     return {**{name: value for name, value in draws.items() if name not in gone}, **new}
 
 
-def _ordered(*names: str) -> dict[str, Any]:
+def _ordered(*names: str) -> Callable[[Draws], dict[str, Array]]:
     def to_stan(draws: Draws) -> dict[str, Array]:
         low_gap = {name: (draws[f"{name}_low"], draws[f"{name}_gap"]) for name in names}
         both = {name: np.stack([low, low + gap], -1) for name, (low, gap) in low_gap.items()}
         return _with(draws, both, *(f"{name}_{part}" for name in names for part in ("low", "gap")))
 
-    def to_sites(draws: Draws) -> dict[str, Array]:
-        low = {f"{name}_low": draws[name][..., 0] for name in names}
-        gap = {f"{name}_gap": draws[name][..., 1] - draws[name][..., 0] for name in names}
-        return _with(draws, {**low, **gap}, *names)
-
-    return {"to_stan": to_stan, "to_sites": to_sites}
+    return to_stan
 
 
-GARCH: dict[str, Any] = {
-    "to_stan": lambda a: _with(a, {"beta1": a["share"] * (1 - a["alpha1"])}, "share"),
-    "to_sites": lambda a: _with(a, {"share": a["beta1"] / (1 - a["alpha1"])}, "beta1"),
-    "log_volume": lambda a: np.log(1 - a["alpha1"]),
-}
+def _garch(draws: Draws) -> dict[str, Array]:
+    return _with(draws, {"beta1": draws["share"] * (1 - draws["alpha1"])}, "share")
 
 
-def _column(a: Draws, name: str) -> Array:
-    return a[name][..., None]
+def _schools(draws: Draws) -> dict[str, Array]:
+    mu, tau = (draws[name][..., None] for name in ("mu", "tau"))
+    return _with(draws, {"theta": mu + tau * draws["theta_trans"]}, "theta_trans")
 
 
-SCHOOLS: dict[str, Any] = {
-    "to_stan": lambda a: _with(a, {"theta": _column(a, "mu") + _column(a, "tau") * a["theta_trans"]}, "theta_trans"),
-    "to_sites": lambda a: _with(a, {"theta_trans": (a["theta"] - _column(a, "mu")) / _column(a, "tau")}, "theta"),
-}
-
-
-def _root(a: Draws) -> Array:
-    """The Cholesky factor of the covariance at the places of the only data set."""
-    x = np.linspace(-10, 10, 11)
-    distances = (x[:, None] - x) ** 2
-    rho, alpha = a["rho"][..., None, None], a["alpha"][..., None, None]
-    return np.linalg.cholesky(alpha**2 * np.exp(-0.5 * distances / rho**2) + 1e-10 * np.eye(len(x)))
-
-
-GP_POISSON: dict[str, Any] = {
-    "to_stan": lambda a: _with(a, {"f": (_root(a) @ a["f_tilde"][..., None])[..., 0]}, "f_tilde"),
-    "to_sites": lambda a: _with(a, {"f_tilde": np.linalg.solve(_root(a), a["f"][..., None])[..., 0]}, "f"),
-}
+def _gp_poisson(draws: Draws) -> dict[str, Array]:
+    x = np.linspace(-10, 10, 11)  # the places of the only data set
+    rho, alpha = (draws[name][..., None, None] for name in ("rho", "alpha"))
+    covariance = alpha**2 * np.exp(-0.5 * (x[:, None] - x) ** 2 / rho**2) + 1e-10 * np.eye(len(x))
+    return _with(draws, {"f": (np.linalg.cholesky(covariance) @ draws["f_tilde"][..., None])[..., 0]}, "f_tilde")
 
 
 def _regressions(data: str, columns: Mapping[str, regressions.Columns], write: Any) -> dict[str, Entry]:
@@ -125,18 +101,18 @@ YEARS = (1972, 1976, 1980, 1984, 1988, 1992, 1996, 2000)
 ENTRIES: dict[str, Entry] = {
     "arK-arK": Entry(regressions.ar, regressions.read_lags),
     "arma-arma11": Entry(series.arma, series.read_arma),
-    "garch-garch11": Entry(series.garch, series.read_garch, **GARCH),
-    "bball_drive_event_0-hmm_drive_0": Entry(series.hmm_drive_0, series.read_drive, **_ordered("phi", "lambda")),
-    "bball_drive_event_1-hmm_drive_1": Entry(series.hmm_drive_1, series.read_drive, **_ordered("phi", "lambda")),
-    "hmm_example-hmm_example": Entry(series.hmm_example, series.read_hmm_example, **_ordered("mu")),
-    "eight_schools-eight_schools_noncentered": Entry(others.eight_schools, others.read_schools, **SCHOOLS),
-    "gp_pois_regr-gp_pois_regr": Entry(others.gp_poisson, others.read_gp("k"), **GP_POISSON),
+    "garch-garch11": Entry(series.garch, series.read_garch, _garch),
+    "bball_drive_event_0-hmm_drive_0": Entry(series.hmm_drive_0, series.read_drive, _ordered("phi", "lambda")),
+    "bball_drive_event_1-hmm_drive_1": Entry(series.hmm_drive_1, series.read_drive, _ordered("phi", "lambda")),
+    "hmm_example-hmm_example": Entry(series.hmm_example, series.read_hmm_example, _ordered("mu")),
+    "eight_schools-eight_schools_noncentered": Entry(others.eight_schools, others.read_schools, _schools),
+    "gp_pois_regr-gp_pois_regr": Entry(others.gp_poisson, others.read_gp("k"), _gp_poisson),
     "gp_pois_regr-gp_regr": Entry(others.gp_regression, others.read_gp("y")),
     "hudson_lynx_hare-lotka_volterra": Entry(others.lotka_volterra, others.read_hares),
     "one_comp_mm_elim_abs-one_comp_mm_elim_abs": Entry(
         others.one_compartment, others.read_drug, logarithms=("K_m", "V_m")
     ),
-    "low_dim_gauss_mix-low_dim_gauss_mix": Entry(others.mixture, others.read_mixture, **_ordered("mu")),
+    "low_dim_gauss_mix-low_dim_gauss_mix": Entry(others.mixture, others.read_mixture, _ordered("mu")),
     "kilpisjarvi_mod-kilpisjarvi": Entry(regressions.kilpisjarvi, regressions.read_kilpisjarvi),
     "sblrc-blr": Entry(regressions.blr, regressions.read_matrix),
     "sblri-blr": Entry(regressions.blr, regressions.read_matrix),

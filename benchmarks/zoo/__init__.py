@@ -1,4 +1,4 @@
-"""Networks that people use, from six libraries, with random weights and an example of what each takes.
+"""Networks that people use, from five libraries, with random weights and an example of what each takes.
 
 Each library's module yields cases: a name, and what builds the network and its inputs. Nothing is downloaded.
 """

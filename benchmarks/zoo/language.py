@@ -23,92 +23,21 @@ SMALL = {
     "max_target_positions": 16, "sliding_window": 8, "n_groups": 1, "attention_layers": ["global", "local"],
     "attention_types": [[["global", "local"], 1]], "layer_types": None, "n_inner": 32, "time_step_rank": 4,
 }  # fmt: skip
-LANGUAGE = [
-    "albert",
-    "bert",
-    "camembert",
-    "convbert",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "ernie",
-    "esm",
-    "fnet",
-    "funnel",
-    "ibert",
-    "layoutlm",
-    "megatron-bert",
-    "mpnet",
-    "nystromformer",
-    "nomic_bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roformer",
-    "squeezebert",
-    "xlm",
-    "xlm-roberta",
-    "modernbert",
-]
-CAUSAL = [
-    "bloom",
-    "codegen",
-    "cohere",
-    "cohere2",
-    "ctrl",
-    "deepseek_v2",
-    "falcon",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "granite",
-    "granitemoe",
-    "helium",
-    "llama",
-    "mamba",
-    "mamba2",
-    "mistral",
-    "mixtral",
-    "mpt",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmoe",
-    "openai-gpt",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "rwkv",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-    "xglm",
-    "recurrent_gemma",
-    "jamba",
-]
-ENCODER_DECODER = ["t5", "mt5", "bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100", "switch_transformers"]
-VISION = [
-    "vit",
-    "deit",
-    "beit",
-    "dinov2",
-    "dinov2_with_registers",
-    "ijepa",
-    "vit_msn",
-    "yolos",
-    "siglip_vision_model",
-    "clip_vision_model",
-]
+LANGUAGE = """
+    albert bert camembert convbert deberta-v2 distilbert electra ernie esm fnet funnel ibert layoutlm
+    megatron-bert mpnet nystromformer nomic_bert rembert roberta roberta-prelayernorm roformer squeezebert xlm
+    xlm-roberta modernbert
+"""
+CAUSAL = """
+    bloom codegen cohere cohere2 ctrl deepseek_v2 falcon gemma gemma2 gemma3_text glm gpt2 gpt_bigcode gpt_neo
+    gpt_neox gptj granite granitemoe helium llama mamba mamba2 mistral mixtral mpt nemotron olmo olmo2 olmoe
+    openai-gpt opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe rwkv smollm3 stablelm starcoder2 xglm recurrent_gemma
+    jamba
+"""
+ENCODER_DECODER = "t5 mt5 bart mbart marian pegasus blenderbot m2m_100 switch_transformers"
+VISION = """
+    vit deit beit dinov2 dinov2_with_registers ijepa vit_msn yolos siglip_vision_model clip_vision_model
+"""
 
 
 def transformers() -> Cases:
@@ -116,11 +45,11 @@ def transformers() -> Cases:
     import transformers as hf
 
     for kinds, auto in ((LANGUAGE, hf.AutoModel), (CAUSAL, hf.AutoModelForCausalLM)):
-        for kind in kinds:
+        for kind in kinds.split():
             yield Case(kind, lambda kind=kind, auto=auto: of_tokens(kind, auto))
-    for kind in ENCODER_DECODER:
+    for kind in ENCODER_DECODER.split():
         yield Case(kind, lambda kind=kind: of_two_sequences(kind))
-    for kind in VISION:
+    for kind in VISION.split():
         yield Case(kind, lambda kind=kind: of_images(kind))
     yield Case("whisper", whisper)
 

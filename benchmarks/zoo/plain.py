@@ -11,23 +11,7 @@ from torch.nn.utils import parametrizations
 from benchmarks.networks import NETWORKS
 from benchmarks.zoo import Built, Case, Cases
 
-ACTIVATIONS = [
-    "ReLU",
-    "LeakyReLU",
-    "PReLU",
-    "RReLU",
-    "ELU",
-    "SELU",
-    "GELU",
-    "SiLU",
-    "Mish",
-    "Tanh",
-    "Sigmoid",
-    "Softplus",
-    "Hardswish",
-    "Hardtanh",
-    "Softsign",
-]
+ACTIVATIONS = "ReLU LeakyReLU PReLU RReLU ELU SELU GELU SiLU Mish Tanh Sigmoid Softplus Hardswish Hardtanh Softsign"
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "BatchNorm1d": nn.BatchNorm1d,
     "LayerNorm": nn.LayerNorm,
@@ -105,7 +89,7 @@ class Masked(nn.Module):
 def plain() -> Cases:
     for name, (make, shape) in NETWORKS.items():
         yield Case(name, lambda make=make, shape=shape: (make(), (torch.randn(shape),)))
-    for name in ACTIVATIONS:
+    for name in ACTIVATIONS.split():
         yield Case(f"MLP {name}", lambda name=name: mlp(getattr(nn, name)()))
     for name, norm in NORMS.items():
         yield Case(f"MLP {name}", lambda norm=norm: mlp(norm(12)))

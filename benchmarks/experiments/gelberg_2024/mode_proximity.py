@@ -1,6 +1,6 @@
 r"""The distance of a network's weights from their nearest equivalent mode, against width.
 
-    python -m benchmarks.experiments.gelberg_2024.mode_proximity --json proximity.json --out plots
+    python -m benchmarks.experiments.gelberg_2024.mode_proximity --json proximity.json
 
 Swapping two hidden units gives another mode that computes the same function. The wider the network, the closer the
 closest two of its units: equivalent modes crowd together (Gelberg et al. 2024, arXiv 2408.05496, section 3). For one
@@ -38,7 +38,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, mean_over, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import Results, mean_over, parse, parser, print_table, spread
 from benchmarks.networks import perceptron
 from pyro_symmetric.groups.places import rows
 
@@ -173,8 +173,6 @@ def main(argv: list[str] | None = None) -> None:
             found = in_deviations(model, group, x, y, 2 * options.steps)
             results.add({"seed": seed, "depth": depth, "width": width, "state": "guide", **found})
     report(results, options)
-    if options.out is not None:
-        plot(results, options)
 
 
 def slope(widths: list[int], values: list[float]) -> float:
@@ -196,15 +194,7 @@ def report(results: Results, options: Any) -> None:
                 lines.append(["slope", *(f"{slope(options.widths, means[n]):.3f}" for n in NAMES), ""])
                 where = "the hidden layer" if depth == 1 else f"hidden layer {layer + 1} of 2"
                 what = "prior draws" if state == "prior" else "trained networks (MAP)"
-                header = [
-                    "width",
-                    "nearest mode",
-                    "of working units",
-                    "all moved",
-                    "any (rms)",
-                    "bound",
-                    "working units",
-                ]
+                header = ["width", "nearest", "of working units", "all moved", "any (rms)", "bound", "working units"]
                 print_table(f"{what}, {where}: distance / norm, {over}", header, lines)
     lines = []
     for width in options.widths:
@@ -222,31 +212,6 @@ def report(results: Results, options: Any) -> None:
         lines.append([str(width), *(spread((r[n] for r in rows), d) for n, d in cells)])
     header = ["width", "closest pair", "median unit", f"share within {THRESHOLD}", "active units"]
     print_table(f"Mean-field guides: distance to a unit's nearest swap in standard deviations, {over}", header, lines)
-
-
-def plot(results: Results, options: Any) -> None:
-    figure, axes = new_figure(1, 3, size=(11, 3.3))
-    for ax, state in zip(axes[0], ("prior", "trained"), strict=False):
-        for name, colour in zip(NAMES, ("#4269d0", "#97bbf5", "#efb118", "#9498a0", "#ff725c"), strict=True):
-            rows = [results.find(depth=1, state=state, width=w) for w in options.widths]
-            style = "--" if name == "bound" else "o-"
-            ax.plot(
-                options.widths,
-                [mean_over(r, name) for r in rows],
-                style,
-                ms=3,
-                color=colour,
-                label=name.replace("_", ", "),
-            )
-        ax.set(xscale="log", yscale="log", xlabel="width", ylabel="distance / norm", title=f"{state}, one hidden layer")
-        ax.legend()
-    for name in ("closest", "median"):
-        means = [mean_over(results.find(state="guide", width=w), name) for w in options.widths]
-        axes[0, 2].plot(options.widths, means, "o-", ms=3, label=f"{name} unit")
-    axes[0, 2].axhline(THRESHOLD, color="#999", ls="--", lw=0.8)
-    axes[0, 2].set(xscale="log", xlabel="width", ylabel="distance / sd", title="mean-field guide: nearest swap")
-    axes[0, 2].legend()
-    save_figure(figure, options.out, "mode_proximity.png")
 
 
 if __name__ == "__main__":

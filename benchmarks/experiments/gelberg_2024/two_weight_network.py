@@ -22,10 +22,9 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import COLOURS, Results, mean_over, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import Results, Row, new_figure, parse, parser, print_table, save_figure, spread
 
 ESTIMATORS: dict[str, Any] = {
     "mean-field": ps.InfoNCE(0),
@@ -155,22 +154,16 @@ def main(argv: list[str] | None = None) -> None:
     steps = 40 if options.quick else 400
     distances = [1.0, 4.0] if options.quick else DISTANCES
     settings = {"steps": steps, "noise": NOISE, "num_data": NUM_DATA, "particles": 32, "optimiser": "ClippedAdam 0.04"}
-    results = Results(options.json, settings)
-    bar = tqdm(total=len(distances) * options.seeds * len(ESTIMATORS), disable=not options.progress)
-    for distance in distances:
-        for seed in range(options.seeds):
-            problem = Problem(distance, seed)
-            for name in ESTIMATORS:
-                if not results.find(distance=distance, seed=seed, method=name):
-                    found = run(problem, name, steps, seed)
-                    reference = {f"posterior_{k}": v for k, v in problem.posterior_scores.items()}
-                    key = {"distance": distance, "seed": seed, "method": name}
-                    results.add({**key, "log_evidence": problem.log_evidence, **found, **reference})
-                bar.update()
-    bar.close()
+    results = Results(options.json, settings, options.progress)
+
+    def fitted(distance: float, seed: int, method: str) -> Row:
+        problem = Problem(distance, seed)
+        reference = {f"posterior_{name}": value for name, value in problem.posterior_scores.items()}
+        return {"log_evidence": problem.log_evidence, **run(problem, method, steps, seed), **reference}
+
+    results.fill(fitted, distance=distances, seed=range(options.seeds), method=ESTIMATORS)
     report(results, distances, options.seeds)
     if options.out is not None:
-        plot_gaps(results, distances, options)
         plot_densities(results, [d for d in SHOWN if d in distances], options)
 
 
@@ -211,25 +204,6 @@ def _symmetrized_gap(row: dict[str, Any]) -> float:
 
 def _nll_excess(row: dict[str, Any]) -> float:
     return 1000 * (row["nll"] - row["posterior_nll"])
-
-
-def plot_gaps(results: Results, distances: list[float], options: Any) -> None:
-    figure, axes = new_figure(1, 3, size=(11, 3.2))
-    for name in ESTIMATORS:
-        for ax, value in zip(axes[0], (_gap, lambda r: r["rmse"], lambda r: r["apart"]), strict=True):
-            means, deviations = [], []
-            for d in distances:
-                values = torch.tensor([value(r) for r in results.find(distance=d, method=name)])
-                means.append(float(values.mean()))
-                deviations.append(float(values.std()) if len(values) > 1 else 0.0)
-            ax.errorbar(distances, means, deviations, fmt="o-", ms=3, capsize=2, color=COLOURS[name], label=name)
-    reference = [mean_over(results.find(distance=d, method="exact"), "posterior_rmse") for d in distances]
-    axes[0, 1].plot(distances, reference, color="#999", ls="--", lw=0.8, label="true posterior")
-    axes[0, 0].axhline(math.log(2), color="#999", ls="--", lw=0.8)
-    for ax, label in zip(axes[0], ("log-evidence - ELBO (nats)", "test error", "|w₁ - w₂| of the mean"), strict=True):
-        ax.set(xlabel="distance of the copies", ylabel=label)
-    axes[0, 1].legend()
-    save_figure(figure, options.out, "two_weight_gaps.png")
 
 
 def plot_densities(results: Results, distances: list[float], options: Any) -> None:

@@ -1,6 +1,6 @@
 r"""The worth of symmetrised training for classifiers of growing width.
 
-    python -m benchmarks.experiments.gelberg_2024.width_study --data-dir data --json widths.json --out plots
+    python -m benchmarks.experiments.gelberg_2024.width_study --data-dir data --json widths.json
 
 Perceptrons 784-WIDTH-10 with ReLU and an isotropic prior N(0, 1), as in Table 1 of Gelberg et al. 2024 (arXiv
 2408.05496; ``--fan-in`` has N(0, 1/inputs)); mean-field Gaussian guides, trained by stock SVI and Adam on the plain
@@ -24,24 +24,12 @@ import pyro
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor
-from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import (
-    Results,
-    load_images,
-    mini_batches,
-    new_figure,
-    parse,
-    parser,
-    print_table,
-    save_figure,
-    spread,
-)
+from benchmarks.harness import Results, Row, load_images, mini_batches, parse, parser, print_table, spread
 from benchmarks.networks import perceptron
 
 METHODS = ("mean-field", "infonce-15", "infonce-127", "sinkhorn-4")
-COLOURS = dict(zip(METHODS, ("#ff725c", "#efb118", "#9c6b4e", "#4269d0"), strict=True))
 
 
 def estimator_of(name: str) -> Any:
@@ -74,7 +62,6 @@ def train(
 def judge(
     guide: ps.AutoSymmetrized,
     model: ps.BayesianModel,
-    group: ps.Group,
     method: str,
     train_rows: tuple[Tensor, Tensor],
     test_rows: tuple[Tensor, Tensor],
@@ -127,32 +114,19 @@ def main(argv: list[str] | None = None) -> None:
     kept = ("train", "test", "pool", "steps", "batch", "lr", "init_scale", "draws", "judge", "fan_in", "device")
     results = Results.of(options, *kept)
 
-    runs = [
-        (d, s, w, m)
-        for d in options.data
-        for s in range(options.seeds)
-        for w in options.widths
-        for m in options.methods
-    ]
-    bar = tqdm(runs, disable=not options.progress)
-    for name, seed, width, method in bar:
-        bar.set_description(f"{name}, width {width}, {method}, seed {seed}")
-        key = {"data": name, "width": width, "method": method, "seed": seed}
-        if results.find(**key):
-            continue
-        data = load_images(name, options)
-        x, test_x = data.train_x.flatten(1), data.test_x.flatten(1)
+    def run(data: str, seed: int, width: int, method: str) -> Row:
+        rows = load_images(data, options)
+        x, test_x = rows.train_x.flatten(1), rows.test_x.flatten(1)
         torch.manual_seed(seed)
-        net = perceptron(x.shape[1], width, data.num_outputs).to(x.device)
+        net = perceptron(x.shape[1], width, rows.num_outputs).to(x.device)
         group = ps.find_symmetry(net.eval(), x[:2]).permutations
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=options.fan_in), "categorical", num_data=len(x))
-        guide, seconds = train(model, group, method, x, data.train_y, seed, options)
-        found = judge(guide, model, group, method, (x, data.train_y), (test_x, data.test_y), options)
-        row = {**key, "title": data.name, "log_order": group.log_order(), "seconds_per_step": seconds, **found}
-        results.add(row)
+        guide, seconds = train(model, group, method, x, rows.train_y, seed, options)
+        found = judge(guide, model, method, (x, rows.train_y), (test_x, rows.test_y), options)
+        return {"title": rows.name, "log_order": group.log_order(), "seconds_per_step": seconds, **found}
+
+    results.fill(run, data=options.data, seed=range(options.seeds), width=options.widths, method=options.methods)
     report(results, options)
-    if options.out is not None:
-        plot(results, options)
 
 
 def report(results: Results, options: Any) -> None:
@@ -184,59 +158,6 @@ def report(results: Results, options: Any) -> None:
             lines,
         )
         print("  log|G|: " + ", ".join(f"width {w}: {math.lgamma(w + 1):.1f}" for w in options.widths))
-        print_differences(found, options)
-
-
-def print_differences(found: list[dict[str, Any]], options: Any) -> None:
-    """Each method minus mean-field, paired by seed."""
-    lines = []
-    for width in options.widths:
-        base = {r["seed"]: r for r in found if (r["width"], r["method"]) == (width, "mean-field")}
-        for method in options.methods:
-            rows = [r for r in found if (r["width"], r["method"]) == (width, method) and r["seed"] in base]
-            if method == "mean-field" or not rows:
-                continue
-            pairs = [(r, base[r["seed"]]) for r in rows]
-            differences = [
-                spread([r[c] - b[c] for r, b in pairs], digits)
-                for c, digits in (("symmetrized_elbo", 1), ("nll", 4), ("accuracy", 4))
-            ]
-            lines.append([f"{width} {method}", *differences])
-    if lines:
-        header = ["minus mean-field, paired by seed", "symmetrised ELBO", "test NLL", "accuracy"]
-        print_table("Differences (higher ELBO, lower NLL and higher accuracy are better)", header, lines)
-
-
-def plot(results: Results, options: Any) -> None:
-    shown = (
-        ("symmetrized_gain", "gain of symmetrisation ≥ (nats)"),
-        ("nll", "test NLL"),
-        ("accuracy", "test accuracy"),
-    )
-    figure, axes = new_figure(len(options.data), len(shown), size=(10.5, 3 * len(options.data)))
-    for line, name in zip(axes, options.data, strict=True):
-        for ax, (column, label) in zip(line, shown, strict=True):
-            for method in options.methods:
-                groups = [results.find(data=name, width=w, method=method) for w in options.widths]
-                values = [torch.tensor([float(r[column]) for r in rows]) for rows in groups]
-                if not all(len(v) for v in values):
-                    continue
-                ax.errorbar(
-                    options.widths,
-                    [float(v.mean()) for v in values],
-                    [float(v.std()) if len(v) > 1 else 0.0 for v in values],
-                    fmt="o-",
-                    ms=3,
-                    capsize=2,
-                    color=COLOURS.get(method),
-                    label=method,
-                )
-            ax.set(xlabel="width", ylabel=label, xscale="log", title=results.find(data=name)[0]["title"])
-            ax.set_xticks(options.widths, list(map(str, options.widths)))
-            ax.minorticks_off()
-        line[0].plot(options.widths, [math.lgamma(w + 1) for w in options.widths], "--", color="#999", label="log |G|")
-        line[0].legend()
-    save_figure(figure, options.out, "width_study.png")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ whether what the paper says holds here, counted. Calibration plots are in each s
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,20 +44,9 @@ BUDGETS: dict[str, dict[str, float]] = {
     "nuts": {"warmup": 20, "draws": 20, "max_treedepth": 4},
 }
 KIND = {
-    "ensemble": "networks",
-    "mc-dropout": "networks",
-    "swag": "networks",
-    "laplace-full": "networks",
-    "laplace-diagonal": "networks",
-    "laplace-last-layer": "networks",
-    "mean-field": "variational",
-    "symmetrized": "variational",
-    "aligned": "variational",
-    "sghmc": "momentum",
-    "sgld": "langevin",
-    "psgld": "langevin",
-    "hmc": "hmc",
-    "nuts": "nuts",
+    **dict.fromkeys((REFERENCE, *AROUND_MODES), "networks"),
+    **dict.fromkeys(VARIATIONAL, "variational"),
+    **{"sghmc": "momentum", "sgld": "langevin", "psgld": "langevin", "hmc": "hmc", "nuts": "nuts"},
 }
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -122,22 +110,7 @@ def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
         seed=seed,
         device=options.device,
     )
-    out = options.out / f"seed-{seed}"
-    return measured(out, settings) or run_study(settings, out, progress=options.progress).results["methods"]
-
-
-def measured(out: Path, settings: StudySettings) -> Mapping[str, Any] | None:
-    """The results of a study that has been through, if it was this one, perhaps with more methods: measuring takes as
-    long as some methods."""
-    path = out / "results.json"
-    if not path.exists():
-        return None
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    then = StudySettings(**stored["settings"])
-    same = settings.deciding() == then.deciding() and set(settings.methods) <= set(then.methods)
-    same = same and all(then.budgets.get(method) == settings.budgets.get(method) for method in settings.methods)
-    complete = all("training" in row for row in stored["methods"].values())  # since then more may be measured
-    return stored["methods"] if same and complete else None
+    return run_study(settings, options.out / f"seed-{seed}", progress=options.progress).results["methods"]
 
 
 def entry(row: Mapping[str, Any], path: tuple[str, ...]) -> float:
@@ -202,14 +175,10 @@ def main() -> None:
     )
     arguments.add_argument("--modes", type=int, default=8, help="runs of the multi-mode methods (default 8)")
     arguments.add_argument("--draws", type=int, default=1000, help="draws of each method that are compared")
-    arguments.add_argument("--only-seed", type=int, metavar="K", help="run seed K alone, beside others; no table")
     arguments.add_argument("--methods", nargs="*", metavar="NAME", help="families to compare (default: all)")
     arguments.add_argument("--device", default="cpu")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    if options.only_seed is not None:
-        study(options.only_seed, options)
-        return
     found = [study(seed, options) for seed in range(options.seeds)]
     labels = list(max(found, key=len))  # a study that was measured before may hold more methods than the others
     sizes = ", ".join(str(row[REFERENCE]["draws"]) for row in found)

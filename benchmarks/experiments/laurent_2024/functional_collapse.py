@@ -6,8 +6,7 @@ distribution (figures 3, 15 and 16 of Laurent, Aldea & Franchi 2024, arXiv 2310.
 A thousand perceptrons of each width on scikit-learn's digits 0 to 7, trained at once; digits 8 and 9 are out of
 distribution. Of every pair of members the mutual information between prediction and member is taken on both kinds of
 inputs: pairs that predict alike lie near 0, at most log 2 = 0.693 nats are possible. Printed are its mean, the share of
-pairs below a hundredth of a nat, how the two kinds go together over pairs, and the time for all pairs beside that of a
-Python loop over some of them.
+pairs below a hundredth of a nat, and how the two kinds go together over pairs.
 
 Then the same for fewer residual networks of so many channels: a convolution, two residual blocks of two convolutions
 each, and a linear layer.
@@ -16,7 +15,6 @@ each, and a linear layer.
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
-from pyro_symmetric.compare import functional_collapse, mutual_information
+from pyro_symmetric.compare import functional_collapse
 from pyro_symmetric.ensembles import ensemble
 
 COLLAPSED = 0.01
@@ -54,14 +52,6 @@ def residual(channels: int, outputs: int) -> nn.Module:
 NETWORKS = {"perceptron": perceptron, "residual": residual}
 
 
-def loop_seconds(probabilities: Tensor, pairs: int) -> float:
-    """Processor time of one pair in a Python loop."""
-    began = time.process_time()
-    for k in range(pairs):
-        mutual_information(probabilities[[k, k + 1]]).mean()
-    return (time.process_time() - began) / pairs
-
-
 def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     few = network == "residual"
@@ -79,11 +69,7 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
         ps.predict(posterior, net, inputs[: options.inputs], progress=False).softmax(-1)
         for inputs in (data.test_x, data.ood_x)
     )
-    began = time.process_time()
     result = functional_collapse(within, outside)
-    seconds = time.process_time() - began
-    pairs = members * (members - 1) // 2
-    loop = sum(loop_seconds(p, min(200, members - 1)) for p in (within, outside)) * pairs
     scores = ps.scores.classification(within, data.test_y[: options.inputs], outside)
     if options.out is not None:
         figure(result, f"{network}_{width}_{seed}", options)
@@ -93,8 +79,6 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
         "accuracy": scores.accuracy,
         "auroc": scores.detection["maximum_probability"].auroc,
         "single_accuracy": float((within.argmax(-1) == data.test_y[: options.inputs]).double().mean()),
-        "seconds": seconds,
-        "loop_seconds": loop,
     }
 
 
@@ -128,36 +112,27 @@ def main(argv: list[str] | None = None) -> None:
     one = functools.partial(run, data=data, options=options)
     for network, sizes in (("perceptron", options.widths), ("residual", options.channels)):
         results.fill(one, seed=range(options.seeds), network=[network], width=sizes)
-    rows = []
-    for row in results.rows:
-        means = (f"{row[kind]['mean']:.4f}" for kind in ("within", "outside"))
-        below = (f"{share:.2%}" for share in row["below"])
-        cost = f"{row['seconds']:.1f} / {row['loop_seconds']:,.0f}"
-        correlation = f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})"
-        accuracy = f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}"
-        rows.append(
-            (
-                f"{row['members']} {row['network']} {row['width']}, seed {row['seed']}",
-                accuracy,
-                f"{row['auroc']:.3f}",
-                *means,
-                *below,
-                correlation,
-                cost,
-            )
-        )
     head = (
-        "networks, width",
+        "network, seed",
         "accuracy one / all",
         "AUROC",
         "mean within",
         "outside",
         f"< {COLLAPSED} within",
         "outside",
-        "correlation (of ranks)",
-        "seconds, loop",
     )
-    print_table("mutual information of pairs of members, nats", head, rows)
+    rows = [
+        (
+            f"{row['members']} {row['network']} {row['width']}, seed {row['seed']}",
+            f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}",
+            f"{row['auroc']:.3f}",
+            *(f"{row[kind]['mean']:.4f}" for kind in ("within", "outside")),
+            *(f"{share:.2%}" for share in row["below"]),
+            f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})",
+        )
+        for row in results.rows
+    ]
+    print_table("mutual information of pairs of members, nats", (*head, "correlation (of ranks)"), rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does a chain visit all copies of a mode, as independent networks do? The corollary test on Hamiltonian chains and on
 an ensemble of one network (appendix B of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
-    python -m benchmarks.experiments.laurent_2024.hmc_or_ensemble --root data --out figures
+    python -m benchmarks.experiments.laurent_2024.hmc_or_ensemble --root data
 
 One hidden layer on a regression set, a normal prior, known noise. Four NUTS chains, and an ensemble of modes of the
 same posterior. The posterior is invariant under permutations of the hidden units; samples that aren't have missed
@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from benchmarks.harness import Results, parse, parser, print_table
 from pyro_symmetric.compare import independent_draws, invariance_tests
 from pyro_symmetric.ensembles import ensemble
-
-Weights = dict[str, Tensor]
 
 
 def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
@@ -79,8 +77,6 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
         progress=options.progress,
     )
     rows.append(test("ensemble of modes", members, group))
-    if options.out is not None:
-        figure(chains.get_samples(), members.get_samples(), f"{noise:g}_{seed}", options)
     shared = {
         "noise": noise,
         "seed": seed,
@@ -89,15 +85,6 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
         "independent": pooled,
     }
     return [{**shared, **row} for row in rows]
-
-
-def figure(chains: Weights, members: Weights, name: str, options: Any) -> None:
-    picture, axes = new_figure(1, 2, size=(8, 3))
-    for axis, (kind, weights) in zip(axes[0], (("four chains", chains), ("ensemble", members)), strict=True):
-        outputs = weights["2.weight"][:, 0]
-        axis.violinplot([column.numpy() for column in outputs.T], showextrema=False)
-        axis.set(title=kind, xlabel="hidden unit", ylabel="output weight")
-    save_figure(picture, options.out, f"hmc_or_ensemble_{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -32,7 +32,6 @@ widths or data. On one core a pair of perceptrons of width 512 takes five to ten
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from pathlib import Path
@@ -50,6 +49,7 @@ from tqdm import tqdm
 import pyro_symmetric as ps
 from benchmarks.harness import (
     Results,
+    Row,
     load_images,
     mini_batches,
     new_figure,
@@ -214,14 +214,7 @@ def compare(
     curves = {}
     for path, end in zip(PATHS, (fits[1], moved), strict=True):
         torch.manual_seed(seed)
-        curve = ps.loss_barrier(
-            fits[0],
-            end,
-            model,
-            shown,
-            num_points=options.points,
-            num_samples=options.draws,
-        )
+        curve = ps.loss_barrier(fits[0], end, model, shown, num_points=options.points, num_samples=options.draws)
         curves[path] = {**curve.to_dict(), "metrics": {name: v.tolist() for name, v in curve.metrics.items()}}
     return {
         "curves": curves,
@@ -264,17 +257,17 @@ def main(argv: list[str] | None = None) -> None:
         options.data, options.width, options.steps = ["digits"], [16], 30
         options.train, options.test, options.points, options.draws = 300, 200, 5, 4
     results = Results.of(options, *KEPT)
-    for name in options.data:
-        data = load_images(name, options)
-        for width, kind, seed in itertools.product(options.width, options.kinds, range(options.seeds)):
-            # Temperature and prior belong to the posterior: a plain network has none.
-            settings = itertools.product(options.temperature, options.prior_variance)
-            for temperature, prior in settings if kind == "posterior" else [(1.0, 0.0)]:
-                key = {"data": name, "kind": kind, "width": width, "temperature": temperature, "seed": seed}
-                key["prior_variance"] = prior
-                if not results.find(**key):
-                    found = compare(data, kind, width, temperature, prior, seed, options)
-                    results.add({**key, "title": data.name, **found})
+
+    def run(data: str, seed: int, width: int, kind: str, temperature: float, prior_variance: float) -> Row:
+        images = load_images(data, options)
+        return {"title": images.name, **compare(images, kind, width, temperature, prior_variance, seed, options)}
+
+    each = {"data": options.data, "seed": range(options.seeds), "width": options.width}
+    if "posterior" in options.kinds:
+        posterior = {"temperature": options.temperature, "prior_variance": options.prior_variance}
+        results.fill(run, **each, kind=["posterior"], **posterior)
+    if "plain" in options.kinds:  # temperature and prior belong to the posterior
+        results.fill(run, **each, kind=["plain"], temperature=[1.0], prior_variance=[0.0])
     report(results, options)
     if options.out is not None:
         plot(results, options)

@@ -1,6 +1,6 @@
 r"""Two Gaussians in the plane, each the mirror image of the other at y = x: which cost finds the exchange?
 
-    python -m benchmarks.experiments.rossi_2023.mirrored_gaussians --out plots
+    python -m benchmarks.experiments.rossi_2023.mirrored_gaussians
 
 The group exchanges both coordinates. The reference is N(m, diag(s)^2), the source its mirror image. First, for equal
 means, what each cost makes of the identity and of the exchange, and true divergences (by torch.distributions). Then,
@@ -37,27 +37,26 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, kl_divergence
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import Results, Row, parse, parser, print_table, spread
+from pyro_symmetric.alignment import GaussianWeights
 
 COSTS = ("wasserstein", "l2", "gaussian")
-COLOURS = {"wasserstein": "#4269d0", "l2": "#efb118", "gaussian, means only": "#ff725c", "gaussian": "#9c6b4e"}
+RULES = ("wasserstein", "l2", "gaussian, means only", "gaussian")
 SPREADS = (0.0, 0.25, 0.5)
 GROUP = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
 
 
-def pair(
-    separation: float, noise: float, elongation: float
-) -> tuple[ps.alignment.GaussianWeights, ps.alignment.GaussianWeights]:
+def pair(separation: float, noise: float, elongation: float) -> tuple[GaussianWeights, GaussianWeights]:
     """A reference and its mirror image, each with an error of its own in the means."""
     loc, scale = torch.tensor([-separation / 2, separation / 2]), torch.tensor([1.0, elongation])
     errors = noise * torch.randn(2, 2)
     return (
-        ps.alignment.GaussianWeights({"w": loc.flip(0) + errors[0]}, {"w": scale.flip(0)}),
-        ps.alignment.GaussianWeights({"w": loc + errors[1]}, {"w": scale}),
+        GaussianWeights({"w": loc.flip(0) + errors[0]}, {"w": scale.flip(0)}),
+        GaussianWeights({"w": loc + errors[1]}, {"w": scale}),
     )
 
 
-def is_exchange(source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights, cost: str) -> bool:
+def is_exchange(source: GaussianWeights, reference: GaussianWeights, cost: str) -> bool:
     """True if the exchange costs less than the identity."""
     if cost in COSTS:
         return ps.align(source, reference, GROUP, cost).element["k"].tolist() == [1, 0]
@@ -66,19 +65,17 @@ def is_exchange(source: ps.alignment.GaussianWeights, reference: ps.alignment.Ga
     return bool(left[1] < left[0])
 
 
-def distance_left(
-    source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights, exchange: bool
-) -> float:
+def distance_left(source: GaussianWeights, reference: GaussianWeights, exchange: bool) -> float:
     moved = {part: getattr(source, part)["w"] for part in ("loc", "scale")}
     moved = {part: value.flip(0) if exchange else value for part, value in moved.items()}
     squares: list[Tensor] = [(moved[part] - getattr(reference, part)["w"]).square().sum() for part in moved]
     return float(squares[0] + squares[1])
 
 
-def costs_of(source: ps.alignment.GaussianWeights, reference: ps.alignment.GaussianWeights) -> list[list[str]]:
+def costs_of(source: GaussianWeights, reference: GaussianWeights) -> list[list[str]]:
     """The costs of the identity and of the exchange, and which of the two ``align`` takes."""
 
-    def normal(q: ps.alignment.GaussianWeights, exchange: bool = False) -> Distribution:
+    def normal(q: GaussianWeights, exchange: bool = False) -> Distribution:
         loc, scale = (part["w"].flip(0) if exchange else part["w"] for part in (q.loc, q.scale))
         return Independent(Normal(loc, scale), 1)
 
@@ -86,7 +83,7 @@ def costs_of(source: ps.alignment.GaussianWeights, reference: ps.alignment.Gauss
     for cost in COSTS:
         found = ps.align(source, reference, GROUP, cost)
         exchanged = found.element["k"].tolist() == [1, 0]
-        moved = ps.alignment.GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
+        moved = GaussianWeights({"w": source.loc["w"].flip(0)}, {"w": source.scale["w"].flip(0)})
         other = ps.align(moved, reference, GROUP, cost).initial_cost
         numbers = [f"{value:.4f}" for value in (found.initial_cost, other)]
         lines.append([f"align, {cost}", *numbers, "exchange" if exchanged else "identity"])
@@ -171,57 +168,30 @@ def main(argv: list[str] | None = None) -> None:
     print_terms(options.elongation)
     print_disagreements(options)
     results = Results.of(options, "pairs", "noise", "elongation")
-    for seed in range(options.seeds):
-        for separation in options.separations:
-            if results.find(seed=seed, separation=separation):
-                continue
-            torch.manual_seed(seed)
-            pairs = [pair(separation, options.noise, options.elongation) for _ in range(options.pairs)]
-            for cost in COLOURS:
-                found = [is_exchange(*both, cost) for both in pairs]
-                left = [distance_left(*both, exchange) for both, exchange in zip(pairs, found, strict=True)]
-                row = {"found": sum(found) / len(found), "left": sum(left) / len(left)}
-                results.add({"seed": seed, "separation": separation, "cost": cost, **row})
+
+    def run(seed: int, separation: float, cost: str) -> Row:
+        torch.manual_seed(seed)
+        pairs = [pair(separation, options.noise, options.elongation) for _ in range(options.pairs)]
+        found = [is_exchange(*both, cost) for both in pairs]
+        left = [distance_left(*both, exchange) for both, exchange in zip(pairs, found, strict=True)]
+        return {"found": sum(found) / len(found), "left": sum(left) / len(left)}
+
+    results.fill(run, seed=range(options.seeds), separation=options.separations, cost=RULES)
     report(results, options)
-    if options.out is not None:
-        plot(results, options)
 
 
 def report(results: Results, options: Any) -> None:
     for column, title in (("found", "share of pairs in which the exchange is found"), ("left", "squared W2 left")):
         lines = []
         for separation in options.separations:
-            cells = [results.find(separation=separation, cost=cost) for cost in COLOURS]
+            cells = [results.find(separation=separation, cost=cost) for cost in RULES]
             kept = [[r[column] for r in rows if r["seed"] < options.seeds] for rows in cells]
             lines.append([f"{separation:g}", *(spread(values, 3) for values in kept)])
         print_table(
             f"{title}; deviations 1 and {options.elongation:g}, {options.pairs} pairs, seeds 0..{options.seeds - 1}",
-            ["means apart by", *COLOURS],
+            ["means apart by", *RULES],
             lines,
         )
-
-
-def plot(results: Results, options: Any) -> None:
-    figure, axes = new_figure(1, 2, size=(8, 3.2))
-    torch.manual_seed(0)
-    source, reference = pair(0.0, 0.0, options.elongation)
-    angle = torch.linspace(0, 2 * torch.pi, 200)
-    circle = torch.stack([angle.cos(), angle.sin()])
-    for name, q, style in (("reference", reference, "-"), ("source", source, "--")):
-        ellipse = q.loc["w"][:, None] + q.scale["w"][:, None] * circle
-        axes[0, 0].plot(*ellipse, style, label=name)
-    axes[0, 0].axline((0, 0), slope=1, color="#bbb", lw=0.8)
-    axes[0, 0].set(aspect="equal", title="mirror images")
-    axes[0, 0].legend()
-    for cost, colour in COLOURS.items():
-        heights = []
-        for separation in options.separations:
-            rows = results.find(separation=separation, cost=cost)
-            heights.append(sum(r["found"] for r in rows) / len(rows))
-        axes[0, 1].plot(options.separations, heights, "o-", ms=3, color=colour, label=cost)
-    axes[0, 1].set(xlabel="means apart by", ylabel="exchange found", ylim=(-0.05, 1.05))
-    axes[0, 1].legend()
-    save_figure(figure, options.out, "mirrored_gaussians.png")
 
 
 if __name__ == "__main__":
