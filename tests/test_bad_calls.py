@@ -141,7 +141,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "HMC": (lambda: ps.HMC(MODEL, trajectory_length=NAN), "trajectory_length"),
     "AdaptiveHMC": (lambda: ps.AdaptiveHMC(MODEL, target_accept=NAN), "target_accept"),
     "MCLMC": (lambda: ps.MCLMC(MODEL, energy_error=-1.0), "energy_error"),
-    "SGHMC": (lambda: ps.SGHMC(MODEL, step_size=0.1, noise_estimate=NAN), "noise_estimate"),
+    "SGHMC": (lambda: ps.SGHMC(MODEL, step_size=0.1, friction=NAN), "friction"),
     "SGLD": (lambda: ps.SGLD(MODEL, batch_size=0), "batch_size"),
     "pSGLD": (lambda: ps.pSGLD(MODEL, batch_size=1.5), "batch_size"),
     "MCMC": (lambda: ps.MCMC(ps.infer.NUTS(mixture), num_samples=0), "num_samples"),

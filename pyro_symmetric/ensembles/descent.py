@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pyro_symmetric.mcmc.kernels.randomness import Batches
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Mini-batches for several losses, each of which goes through the data in a random order of its own, pass after
+    pass; rows that don't fill a batch at a pass's end are left out of that pass.
+
+    :param order: rows in this pass's order, ``(M, N)``.
+    """
+
+    num_rows: int
+    batch_size: int
+    count: int
+    order: Tensor | None = None
+    position: int = 0
+
+    def next(self, generator: torch.Generator) -> tuple[Tensor, Batches]:
+        """The next rows ``(M, B)``, on the generator's device, and the batches after them."""
+        order, end = self.order, self.position + self.batch_size
+        if order is None or end > self.num_rows:
+            device, end = generator.device, self.batch_size
+            order = torch.rand(self.count, self.num_rows, generator=generator, device=device).argsort(-1)
+        return order[:, end - self.batch_size : end], replace(self, order=order, position=end)
 
 
 def descend(
@@ -31,8 +53,7 @@ def descend(
     for step in steps:
         rows = None
         if batches is not None:
-            found, batches = batches.next(generator)
-            rows = found["data"] if found else None
+            rows, batches = batches.next(generator)
         values = losses(rows)
         optimizer.zero_grad()
         values.sum().backward()  # the losses share nothing, so the gradient of their sum is each one's own
@@ -46,5 +67,5 @@ def descend(
 
 
 def batches_of(num_rows: int, batch_size: int, count: int) -> Batches | None:
-    """Mini-batches for so many losses, each in an order of its own; ``None`` if one holds all rows."""
-    return None if batch_size >= num_rows else Batches({"data": (num_rows, batch_size)}, count)
+    """Mini-batches for so many losses; ``None`` if one holds all rows."""
+    return None if batch_size >= num_rows else Batches(num_rows, batch_size, count)

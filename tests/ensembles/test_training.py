@@ -9,6 +9,7 @@ from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
+from pyro_symmetric.ensembles.descent import Batches
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
@@ -343,3 +344,14 @@ def test_targets_that_a_loss_would_pair_with_all_outputs_are_refused(loss):
         ensemble(perceptron(2), (x, x[:, 0]), 2, loss=loss, progress=False)
     for y in (x[:, 0].sigmoid(), x[:, :1].sigmoid()):
         assert ensemble(perceptron(1), (x, y), 2, loss=loss, epochs=1, progress=False).num_samples == 2
+
+
+def test_a_pass_visits_every_row_once_in_each_members_own_order(generator):
+    batches, seen = Batches(13, 3, 5), []
+    for _ in range(4):
+        rows, batches = batches.next(generator)
+        seen.append(rows)
+    order = torch.cat(seen, -1)
+    assert all(len(set(own)) == 12 for own in order.tolist())  # the thirteenth fills no batch
+    assert not torch.equal(order[0], order[1])
+    assert batches.next(generator)[0].shape == (5, 3)

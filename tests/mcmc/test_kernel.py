@@ -46,11 +46,9 @@ EVERY_KERNEL = [
     AdaptiveHMC(NETWORK, max_steps=4),
     MCLMC(NETWORK, max_steps=4),
     SGLD(NETWORK, **MINI),
-    SGLD(NETWORK, replacement=True, decay=0.5, **MINI),
-    pSGLD(NETWORK, running=True, **MINI),
-    SGHMC(NETWORK, resample_momentum=True, **MINI),
+    pSGLD(NETWORK, **MINI),
+    SGHMC(NETWORK, **MINI),
     SGHMC(NETWORK, step_size=10.0, **MINI),  # its chains explode and draw their momenta anew
-    SGHMC(NETWORK, noise_estimate="auto", replacement=True, **MINI),
 ]
 WARMUP = 24  # long enough for one window of the mass matrix
 

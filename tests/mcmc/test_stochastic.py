@@ -100,16 +100,14 @@ def langevin_covariance(step: float, batch: int | None, preconditioner: np.ndarr
     return stationary(np.eye(D) - step / 2 * g @ PRECISION, step / 2 * g, step * g, batch)
 
 
-def hamiltonian_covariance(
-    step: float, friction: float, batch: int | None, removed: np.ndarray | float = 0.0
-) -> np.ndarray:
+def hamiltonian_covariance(step: float, friction: float, batch: int | None) -> np.ndarray:
     """Of positions and momenta: kick, half a drift, friction and noise, half a drift."""
     one, none = np.eye(D), np.zeros((D, D))
     keep = math.exp(-step * friction)
     kick = np.block([[one, none], [-step * PRECISION, one]])
     drift = np.block([[one, step / 2 * one], [none, one]])
     rest = drift @ np.block([[one, none], [none, keep * one]]) @ drift
-    inject = drift @ np.block([[none, none], [none, np.diag(1 - keep**2 - removed * np.ones(D))]]) @ drift.T
+    inject = drift @ np.block([[none, none], [none, (1 - keep**2) * one]]) @ drift.T
     return stationary(rest @ kick, step * rest @ np.block([[none], [one]]), inject, batch)
 
 
@@ -128,7 +126,7 @@ def assert_law(z: Tensor, covariance: np.ndarray) -> None:
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_sgld_has_the_covariance_that_its_recursion_predicts(batch):
     step = 0.8 / STIFFEST
-    state = run(SGLD(regression(), step_size=step, batch_size=batch, replacement=True), 8)
+    state = run(SGLD(regression(), step_size=step, batch_size=batch), 8)
     predicted = langevin_covariance(step, batch)
     assert_law(state.z, predicted)
     assert whitened(state.z, EXACT).diagonal().min() > 1  # and not the posterior's own
@@ -136,6 +134,60 @@ def test_sgld_has_the_covariance_that_its_recursion_predicts(batch):
     virial = state.statistics["virial"]
     error = 4.5 * virial.std().item() / math.sqrt(CHAINS)
     assert virial.mean().item() == pytest.approx(np.trace(PRECISION @ predicted) / D, abs=error + 1e-3)
+
+
+def test_an_iteration_is_the_recursion_of_its_description():
+    density, z = potential_of(kernel := SGLD(regression(), step_size=1e-3, num_steps=4)), torch.randn(5, D).double()
+    twin = fresh_generator()
+    generator = torch.Generator(twin.device).manual_seed(twin.initial_seed())
+    after = kernel.step(density, state := kernel.init(density, z, 0, generator))
+    expected, virial = z.clone(), torch.zeros(5, dtype=torch.float64)
+    for _ in range(4):
+        gradient = density.energy_and_gradient(expected)[1]
+        virial += (expected * gradient).sum(-1) / D / 4
+        noise = torch.empty_like(z).normal_(generator=twin)
+        expected = expected - 0.5e-3 * gradient + math.sqrt(1e-3) * noise
+    assert torch.allclose(after.z, expected, rtol=1e-10)
+    assert torch.allclose(after.statistics["virial"], virial, rtol=1e-10)
+    assert torch.equal(state.z, z)  # a step moves copies
+    assert torch.equal(after.momentum, torch.zeros_like(z))
+
+
+@pytest.mark.parametrize("batch", [None, BATCH])
+@pytest.mark.parametrize("kind", [SGLD, SGHMC])
+def test_the_step_and_friction_that_are_found_keep_the_excesses_of_their_formulas_to_the_tolerance(kind, batch):
+    kernel = kind(regression(), batch_size=batch)
+    tuning = run(kernel, 0, chains=1000).tuning
+    step, noise, stiffest = tuning.step_size, tuning.curvature.noise, tuning.curvature.stiffest
+    assert batch is not None or stiffest.item() == pytest.approx(STIFFEST, rel=0.02)
+    # 6,000 squared differences, of a relative standard error of 0.03: at five of them, false alarms below 1e-5.
+    assert noise.numpy() == pytest.approx(gradient_noise(np.zeros((D, D)), batch).diagonal(), rel=0.15)
+    if kind is SGLD:
+        assert (step * (stiffest + noise.mean()) / 4).item() == pytest.approx(0.05)
+        return
+    assert (step.square() * torch.maximum(stiffest, 4 * noise.mean()) / 4).item() == pytest.approx(0.05)
+    keep = kernel.kept(tuning)
+    assert (step.square() * noise * (1 + keep) <= 4 * 0.05 * (1 - keep) + 1e-9)[keep > 0].all()
+
+
+@pytest.mark.stochastic
+def test_the_excess_at_any_friction_is_the_one_that_the_docstring_gives():
+    for keep in (0.9, 0.5, 0.01):
+        step, curvature, noise = 0.02, 0.5, 30.0  # moving slowly: step² curvature is far below 1 - keep
+        kick = np.array([[1.0, 0.0], [-step * curvature, 1.0]])
+        drift = np.array([[1.0, step / 2], [0.0, 1.0]])
+        rest = drift @ np.diag([1.0, keep]) @ drift
+        injected = drift @ np.diag([0.0, 1 - keep**2]) @ drift.T
+        from_batches = rest @ np.diag([0.0, step**2 * noise]) @ rest.T
+        found = solve_discrete_lyapunov(rest @ kick, injected + from_batches)[0, 0] * curvature - 1
+        assert found == pytest.approx(step**2 * noise / 4 * (1 + keep) / (1 - keep), rel=5e-3)
+
+
+def test_chains_draw_mini_batches_of_their_own():
+    kernel = SGHMC(regression(), batch_size=BATCH, step_size=0.02)
+    density = potential_of(kernel)
+    state = kernel.init(density, torch.tensor(MEAN).expand(3, D).clone(), 0, fresh_generator())
+    assert state.energy.unique().numel() == 3  # one place, three mini-batches
 
 
 @pytest.mark.stochastic
@@ -160,7 +212,7 @@ def test_the_bias_is_the_predicted_one_and_shrinks_with_the_step(kind):
             step = math.sqrt(share * largest)
             options = {"friction": 0.5 / math.sqrt(largest)}
             covariance = hamiltonian_covariance(step, options["friction"], BATCH)[:D, :D]
-        kernel = kind(regression(), step_size=step, batch_size=BATCH, replacement=True, **options)
+        kernel = kind(regression(), step_size=step, batch_size=BATCH, **options)
         state = run(kernel, round(8 / share) if kind is SGLD else round(12 / math.sqrt(share)))
         predicted.append(np.trace(PRECISION @ covariance) / D - 1)
         found.append(whitened(state.z, EXACT).trace() / D - 1)
@@ -172,45 +224,34 @@ def test_the_bias_is_the_predicted_one_and_shrinks_with_the_step(kind):
     assert found[1] > 0.05
 
 
-def test_a_decaying_step_takes_the_bias_with_it():
-    step = 0.8 / STIFFEST
-    kernel = SGLD(
-        regression(), step_size=step, batch_size=BATCH, replacement=True, decay=1.0, decay_offset=4.0, num_steps=5
-    )
-    state = run(kernel, 37)
-    assert state.statistics["step_size"][0].item() == pytest.approx(step / (1 + 36 / 4))
-    # The step changes slowly against the chains, so they follow the stationary law of the current one, a little above.
-    now = np.trace(PRECISION @ langevin_covariance(step / 10, BATCH)) / D
-    assert now - BOUND < whitened(state.z, EXACT).trace() / D < now + BOUND + 0.05
-
-
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_psgld_with_its_preconditioner_kept_has_the_predicted_covariance(batch):
     preconditioner = np.array([2.0, 1.0, 0.5]) / 30
     step = 0.6 / eigvalsh(np.diag(preconditioner**0.5) @ PRECISION @ np.diag(preconditioner**0.5))[-1]
-    kernel = pSGLD(regression(), step_size=step, batch_size=batch, replacement=True)
-    moment = torch.tensor((1 / preconditioner - kernel.damping) ** 2).expand(CHAINS, D)
-    state = run(kernel, 10, prepare=lambda state: replace(state, tuning=replace(state.tuning, second_moment=moment)))
-    assert torch.equal(state.tuning.second_moment, moment)
+    kernel = pSGLD(regression(), step_size=step, batch_size=batch)
+    kept = torch.tensor(preconditioner).expand(CHAINS, D)
+    state = run(kernel, 10, prepare=lambda state: replace(state, tuning=replace(state.tuning, preconditioner=kept)))
+    assert torch.equal(state.tuning.preconditioner, kept)
     assert_law(state.z, langevin_covariance(step, batch, preconditioner))
 
 
 def test_psgld_learns_the_root_mean_square_of_its_gradients_in_warm_up():
-    kernel = pSGLD(regression(), step_size=0.002, batch_size=BATCH, replacement=True, smoothing=0.98)
-    state = run(kernel, 0, num_warmup=15)
-    root = torch.sqrt(state.tuning.second_moment.mean(0)).numpy()  # preconditioners of up to 1 / root
+    kernel = pSGLD(regression(), step_size=0.002, batch_size=BATCH, smoothing=0.8, num_steps=5)
+    state = run(kernel, 0, num_warmup=30)
+    moment = (1 / state.tuning.preconditioner - kernel.damping).square().mean(0)
     covariance = np.cov(state.z.numpy().T)
     expected = gradient_noise(covariance, BATCH).diagonal() + (PRECISION @ covariance @ PRECISION).diagonal()
-    assert root == pytest.approx(np.sqrt(expected) / N, rel=0.1)
+    assert moment.sqrt().numpy() == pytest.approx(np.sqrt(expected) / N, rel=0.1)
     first = run(kernel, 0)
-    assert first.tuning.second_moment.unique().item() == pytest.approx((first.gradient / N).square().mean().item())
+    root = first.gradient.square().mean().sqrt() / N
+    assert first.tuning.preconditioner.unique().item() == pytest.approx(1 / (root.item() + kernel.damping))
 
 
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_sghmc_has_the_covariance_and_temperature_that_its_recursion_predicts(batch):
     step = 0.5 / math.sqrt(STIFFEST)
     friction = 0.3 / step
-    kernel = SGHMC(regression(), step_size=step, friction=friction, batch_size=batch, replacement=True)
+    kernel = SGHMC(regression(), step_size=step, friction=friction, batch_size=batch)
     state = run(kernel, 12)
     predicted = hamiltonian_covariance(step, friction, batch)
     assert_law(state.z, predicted[:D, :D])
@@ -225,30 +266,10 @@ def test_sghmc_has_the_covariance_and_temperature_that_its_recursion_predicts(ba
 
 
 @pytest.mark.stochastic
-def test_sghmc_takes_away_the_noise_that_it_has_measured():
-    step = 0.25 / math.sqrt(STIFFEST)
-    friction = 0.8 / step
-    kernel = SGHMC(
-        regression(), step_size=step, friction=friction, batch_size=BATCH, replacement=True, noise_estimate="auto"
-    )
-    state = run(kernel, 6, num_warmup=8)
-    found = state.tuning.curvature.noise.numpy()
-    predicted = hamiltonian_covariance(
-        step, friction, BATCH, removed=step**2 * found * (0.5 * (1 + math.exp(-0.8))) ** 2
-    )[:D, :D]
-    assert found == pytest.approx(gradient_noise(predicted, BATCH).diagonal(), rel=0.05)
-    assert_law(state.z, predicted)
-    plain = np.trace(PRECISION @ hamiltonian_covariance(step, friction, BATCH)[:D, :D]) / D - 1
-    left = np.trace(PRECISION @ predicted) / D - 1
-    assert plain > 0.1
-    assert abs(left) < plain / 4
-
-
-@pytest.mark.stochastic
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_the_step_that_warm_up_finds_keeps_the_excess_to_the_tolerance(kind, batch):
-    kernel = kind(regression(), batch_size=batch, replacement=True, tolerance=0.1)
+    kernel = kind(regression(), batch_size=batch, tolerance=0.1)
     state = run(kernel, 25, num_warmup=25, chains=800)
     assert not state.statistics["diverging"].any()
     # The trace over D of 800 chains' covariance has a standard error of at most sqrt(2 / 800) = 0.05; at 4.5
@@ -270,8 +291,6 @@ def test_a_chain_that_explodes_goes_back_and_is_counted(kind):
     assert after.statistics["virial"].isnan().all()
     assert torch.equal(after.z, state.z)
     assert torch.isfinite(after.momentum).all()
-    if kind is pSGLD:
-        assert torch.isfinite(after.tuning.second_moment).all()
 
 
 @pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
@@ -311,18 +330,6 @@ def test_energies_that_blow_up_count_as_divergences_and_are_told(kind, step):
     assert any("diverg" in str(one.message) for one in told)
     assert posterior.statistics["diverging"].float().mean() > 0.2
     assert posterior.samples["z"].abs().max() < 1e3
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("kind", [SGHMC, SGLD, pSGLD])
-def test_stochastic_gradients_do_not_explode_on_a_linear_regression(kind):
-    """Deviations are those of the posterior, within a factor of 2, whatever the seed (of 20, they were within 1.4)."""
-    x, y = torch.tensor(X).float(), torch.tensor(Y).float()
-    posterior = sample(kind(regression().float(), batch_size=BATCH), x, y, num_samples=500, progress=False)
-    assert not posterior.statistics["diverging"].any()
-    spread = posterior.get_samples()["weight"].flatten(1).std(0).numpy() / np.sqrt(EXACT.diagonal())
-    assert (spread < 2).all()
-    assert (spread > 0.5).all()
 
 
 class Looks(TorchDispatchMode):
@@ -367,6 +374,7 @@ def scaled(y: Tensor) -> None:
 SHIFTS = torch.tensor([0.3, -0.2, 0.4, 0.1, -0.3])
 
 
+@pytest.mark.slow
 @pytest.mark.stochastic
 def test_a_scale_to_infer_loses_no_chain():
     """Steps too large fling chains to where a scale is 0 or infinite, from where none returns. The scale's mean by

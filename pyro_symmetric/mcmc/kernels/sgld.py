@@ -8,24 +8,23 @@ the recursion is an AR(1) process, so its stationary variance is known,
 .. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4} ,
 
 too large by about :math:`\varepsilon (\lambda + V) / 4` of it: the bias that a constant step leaves, stable for
-:math:`\varepsilon < 4 / \lambda`. (Batches without replacement leave less of the second part.) A step that decays
-lets it vanish, at the price of chains that move less and less.
+:math:`\varepsilon < 4 / \lambda`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
-from pyro_symmetric.mcmc.kernels.randomness import normals
-from pyro_symmetric.mcmc.kernels.stochastic import Gradients, StochasticGradientKernel, StochasticTuning
+from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, StochasticTuning
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGLD(StochasticGradientKernel):
-    """Stochastic-gradient Langevin dynamics, with constant or polynomially decaying steps.
+    """Stochastic-gradient Langevin dynamics, with a constant step.
 
     >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -34,17 +33,27 @@ class SGLD(StochasticGradientKernel):
     >>> posterior.samples["weight"].shape
     torch.Size([4, 20, 1, 3])
 
-    ``step_size``, Welling & Teh's ``ε``, is ``4 tolerance / (λ + mean V)`` if not given. ``λ`` is the largest curvature
-    of the potential energy (eigenvalue of its Hessian), ``V`` the variance of the mini-batches' gradients, coordinate
-    by coordinate; warm-up measures both.
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: Welling & Teh's ``ε``. ``None``: ``4 tolerance / (λ + mean V)``, where ``λ`` is the largest
+        curvature of the potential energy (eigenvalue of its Hessian) and ``V`` the variance of the mini-batches'
+        gradients, coordinate by coordinate; warm-up measures both.
+    :param batch_size: rows of a mini-batch, cut from the model's tensor arguments; each chain draws its own,
+        independently. ``None``: all data, or what the model's plates with ``subsample_size`` draw. The model's
+        likelihood must count a mini-batch ``N / B`` times, as a plate with its full ``size`` does; a warning says if it
+        doesn't.
+    :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
+        discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
+    :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
     """
 
     def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         return 4 * self.tolerance / (estimate.stiffest + estimate.noise.mean())
 
-    def move(self, z: Tensor, momentum: Tensor, gradient: Gradients, tuning: StochasticTuning) -> StochasticTuning:
-        step = tuning.step_size * self.preconditioner(tuning)
+    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        step = tuning.step_size * tuning.preconditioner
         spread = step.sqrt()
-        for noise in normals(z, self.num_steps, gradient.state.generator):
-            z.addcmul_(gradient(z), step, value=-0.5).addcmul_(noise, spread)
-        return tuning
+
+        def move(z: Tensor, momentum: Tensor, gradient: Tensor, noise: Tensor) -> None:
+            z.addcmul_(gradient, step, value=-0.5).addcmul_(noise, spread)
+
+        return move
