@@ -17,9 +17,9 @@ from typing import Any
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric.mcmc import Kernel
-from pyro_symmetric.posterior.diagnostics import chains_diagnostics
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import also_of_one
+from pyro_symmetric.posterior.statistics import chain_statistics
+from pyro_symmetric.posterior.tables import chains_diagnostics
 from pyro_symmetric.weights import Weights
 
 __all__ = ["HMC", "MCMC", "NUTS"]
@@ -137,7 +137,7 @@ class MCMC:
             rank-normalised split R-hat; of one chain, between its halves); ``"divergences"`` and
             ``"acceptance rate"``: ``"chain 0"`` -> numbers.
         """
-        found = {site: also_of_one(draws) for site, draws in self.posterior.samples.items()}
+        found = {site: chain_statistics(draws) for site, draws in self.posterior.samples.items()}
         table: dict[str, dict[str, Any]] = {s: {"n_eff": f.ess_bulk, "r_hat": f.r_hat} for s, f in found.items()}
         return table | chains_diagnostics(self.posterior.statistics, self.num_chains)
 

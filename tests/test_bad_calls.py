@@ -147,10 +147,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "MCMC": (lambda: ps.MCMC(ps.infer.NUTS(mixture), num_samples=0), "num_samples"),
     "Posterior": (lambda: ps.Posterior({"w": torch.zeros(2, 3), "v": torch.zeros(3, 2)}, kind="chains"), "v"),
     "Posterior, of a kind": (lambda: ps.Posterior({"w": torch.zeros(2, 3)}, kind="chain"), "kind"),
-    "Posterior.from_samples": (
-        lambda: ps.Posterior.from_samples({"w": torch.zeros(6, 4)}, kind="chains", num_chains=4),
-        "num_chains",
-    ),
+    "Posterior.from_samples": (lambda: ps.Posterior.from_samples({"w": [1.0]}, kind="chains"), "weights"),
     "Posterior.concat": (lambda: ps.Posterior.concat([posterior(), posterior().thin(2)]), "num_samples"),
     "Posterior.map": (lambda: posterior().map(lambda own: {site: v[:1] for site, v in own.items()}), "function"),
     "Posterior.to_dataframe": (lambda: posterior().to_dataframe(names=["banana"]), "names"),

@@ -46,8 +46,8 @@ FLOORS = [
 # Floors inside a room, likewise.
 INSIDE = {
     "posterior": [
-        ["draws", "statistics"],
-        ["diagnostics", "predictors"],
+        ["statistics"],
+        ["diagnostics", "predictors", "tables"],
         ["predict"],
         ["arviz"],
         ["posterior"],

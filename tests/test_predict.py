@@ -1,17 +1,17 @@
-"""Predictions: chunked and mapped over draws, against one draw at a time and against Pyro's Predictive."""
+"""Predictions: chunked and mapped over draws, against one draw at a time."""
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import Predictive
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior import predict as module
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.predict import pointwise_log_likelihood, predict
+from pyro_symmetric.posterior.predict import predict
 
 
 @pytest.fixture
@@ -44,11 +44,30 @@ def regression(x, y=None):
     return mean
 
 
-@pytest.mark.parametrize("chunks", [{}, {"draw_chunk": 5}, {"row_chunk": 4}, {"draw_chunk": 1, "row_chunk": 2}])
-def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x, chunks):
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """A few draws and a few rows at a time."""
+    monkeypatch.setattr(module, "LEAST_DRAWS", 1)
+    monkeypatch.setattr(module, "MOST_DRAWS", 5)
+    monkeypatch.setattr(module, "CPU_ENTRIES", 100)
+    monkeypatch.setattr(module, "DEVICE_ENTRIES", 100)
+
+
+def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x):
     expected = one_by_one(model, posterior.get_samples(), x)
-    assert torch.allclose(predict(posterior, model, x, **chunks), expected, atol=1e-6)
-    assert torch.allclose(predict(posterior, model.net, x, **chunks), expected, atol=1e-6)
+    assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
+    assert torch.allclose(predict(posterior, model.net, x), expected, atol=1e-6)
+
+
+def test_chunks_change_nothing(model, posterior, x, draws, small_chunks):
+    expected = one_by_one(model, posterior.get_samples(), x)
+    assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
+    average = predict(posterior, model, x, kind="mean", average=True)
+    assert torch.allclose(average, expected.softmax(-1).double().mean(0), atol=1e-6)
+    labels = torch.randint(3, (9,))
+    chunked = predict(posterior.samples, model, x, labels, kind="log_likelihood")["y"]
+    assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
+    assert torch.allclose(predict(draws, regression, x), draws["w"] @ x.T, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -61,7 +80,7 @@ def test_draws_are_predicted_with_their_own_running_statistics(x, wrapped):
     )
     model = BayesianModel(net) if wrapped else net
     assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
-    assert torch.allclose(predict(draws, model, x, draw_chunk=1, row_chunk=4), expected, atol=1e-5)
+    assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
 
     parameters = {name: value for name, value in draws.items() if "running" not in name}
     own = {name: value.expand(4, *value.shape) for name, value in net.named_buffers() if value.is_floating_point()}
@@ -77,16 +96,10 @@ def test_weights_keep_their_batch_shape(model, posterior, x):
     assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
 
 
-def test_outputs_are_what_predictive_returns(model, posterior, x):
-    weights = posterior.get_samples()
-    expected = Predictive(model, weights, return_sites=("_RETURN",))(x)["_RETURN"]
-    assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
-
-
 def test_means_are_probabilities_and_their_average_is_streamed(model, posterior, x):
     probabilities = predict(posterior, model, x, kind="mean")
     assert torch.allclose(probabilities, predict(posterior, model, x).softmax(-1))
-    average = predict(posterior, model, x, kind="mean", average=True, draw_chunk=5, row_chunk=4)
+    average = predict(posterior, model, x, kind="mean", average=True)
     assert torch.allclose(average, probabilities.double().mean(0), atol=1e-6)
 
 
@@ -124,7 +137,7 @@ def test_weights_in_another_precision_are_converted_for_the_network(model, poste
 def test_a_network_is_evaluated_in_eval_mode_and_left_alone(x):
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
     weights = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
-    first, again = predict(weights, net, x), predict(weights, net, x, row_chunk=2)
+    first, again = predict(weights, net, x), predict(weights, net, x)
     assert torch.allclose(first, again, atol=1e-6)
     assert net.training
     assert net[1].num_batches_tracked == 0
@@ -145,7 +158,7 @@ def test_convolutions_and_several_inputs():
     expected = [
         torch.func.functional_call(net, {k: v[s] for k, v in weights.items()}, (image, shift)) for s in range(5)
     ]
-    assert torch.allclose(predict(weights, net, image, shift, row_chunk=3), torch.stack(expected), atol=1e-5)
+    assert torch.allclose(predict(weights, net, image, shift), torch.stack(expected), atol=1e-5)
 
 
 # any Pyro model -----------------------------------------------------------------------------------------------------
@@ -158,7 +171,7 @@ def draws() -> dict[str, torch.Tensor]:
 
 def test_a_pyro_model_gives_what_it_returns_and_its_means(draws, x):
     expected = draws["w"] @ x.T
-    assert torch.allclose(predict(draws, regression, x, draw_chunk=7), expected, atol=1e-6)
+    assert torch.allclose(predict(draws, regression, x), expected, atol=1e-6)
     assert torch.allclose(predict(draws, regression, x, kind="mean")["y"], expected, atol=1e-6)
     assert torch.allclose(
         predict(draws, regression, x, kind="mean", average=True)["y"], expected.double().mean(0), atol=1e-6
@@ -208,10 +221,10 @@ def test_a_model_that_cannot_be_mapped_is_run_draw_by_draw_with_a_warning(x):
 
 def test_log_likelihood_of_every_row(draws, model, posterior, x):
     y = torch.randn(9)
-    found = pointwise_log_likelihood(draws, regression, x, y)
+    found = predict(draws, regression, x, y, kind="log_likelihood")
     assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y), atol=1e-4)
     labels = torch.randint(3, (9,))
-    chunked = pointwise_log_likelihood(posterior.samples, model, x, labels, draw_chunk=5, row_chunk=4)["y"]
+    chunked = predict(posterior.samples, model, x, labels, kind="log_likelihood")["y"]
     assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
 
 
@@ -244,7 +257,7 @@ def test_draws_on_the_cpu_meet_data_on_the_device(device):
             pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
     x, y, w = torch.randn(5, device=device), torch.randn(5, device=device), torch.randn(3, device="cpu")
-    found = pointwise_log_likelihood({"w": w}, line, x, y)["y"]
+    found = predict({"w": w}, line, x, y, kind="log_likelihood")["y"]
     expected = dist.Normal(w[:, None] * x.cpu(), 1.0).log_prob(y.cpu())
     torch.testing.assert_close(found.cpu(), expected)
 
@@ -284,7 +297,7 @@ def test_predictions_of_rows_that_a_plate_draws_anew_are_refused(draws, x):
         with pytest.raises(ValueError, match=r"'data', which draws 2 of 9 rows anew.*without subsample_size"):
             predict(draws, in_random_parts, x, kind=kind)
     with pytest.raises(ValueError, match="rows anew"):
-        pointwise_log_likelihood(draws, in_random_parts, x, torch.randn(9))
+        predict(draws, in_random_parts, x, torch.randn(9), kind="log_likelihood")
     assert predict(draws, in_random_parts, x, kind="mean", rows=9)["y"].shape == (40, 9)
 
 
@@ -297,7 +310,7 @@ def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
         pyro.deterministic("error", mean - (0 if y is None else y))
 
     y = torch.randn(9)
-    found = pointwise_log_likelihood(draws, model, x, y)
+    found = predict(draws, model, x, y, kind="log_likelihood")
     assert list(found) == ["y"]
     assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, 1.0).log_prob(y), atol=1e-5)
     stale = {**draws, "mean": torch.zeros(len(draws["w"]), 4), "error": torch.zeros(len(draws["w"]))}
@@ -307,11 +320,6 @@ def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
         for site in ("mean", "error"):  # without targets, the error is the mean
             assert torch.allclose(predicted[site], draws["w"] @ x.T, atol=1e-5)
     assert torch.allclose(predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5)
-
-
-def test_a_mean_that_is_undefined_is_an_error_that_names_the_site():
-    with pytest.raises(ValueError, match=r"site 'y' .*kind='samples'"):
-        predict({"w": torch.randn(5)}, heavy, torch.randn(4), 1.0, kind="mean")
 
 
 def test_missing_weights_are_named(model, posterior, x):
@@ -334,7 +342,7 @@ def test_masked_observations_have_no_density() -> None:
         with pyro.plate("rows", len(y)), poutine.mask(mask=kept):
             pyro.sample("y", dist.Normal(mu, 1.0, validate_args=False), obs=y)
 
-    found = pointwise_log_likelihood({"mu": torch.tensor([0.0, 1.0])}, masked, y)["y"]
+    found = predict({"mu": torch.tensor([0.0, 1.0])}, masked, y, kind="log_likelihood")["y"]
     torch.testing.assert_close(found[:, 0], dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y[0]))
     assert torch.equal(found[:, 1:], torch.zeros(2, 2))
 

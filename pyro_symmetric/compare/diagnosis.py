@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
-from pyro_symmetric.compare.results import plain, table
+from pyro_symmetric.compare.results import plain
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
@@ -36,7 +36,8 @@ from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, 
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.samples import Draws, chains_of
-from pyro_symmetric.posterior.statistics import ChainStatistics, also_of_one, evenly_spaced, exceeded_by_few
+from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced, exceeded_by_few
+from pyro_symmetric.posterior.tables import HEAD, site_row, table
 
 MOST_ROWS = 256
 MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
@@ -44,7 +45,6 @@ LEAST_DRAWS = 8  # of a chain: halves of four
 STANDS_OUT = 1.1  # the R-hat of a single entry that isn't left out as one of the few that exceed a limit by chance
 CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = "weights", "modulo symmetry", "predictions", "log density"
-HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
 
 Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> numbers of every entry
 
@@ -96,7 +96,7 @@ class Diagnosis:
         """All checks, and a table of each space by site."""
         parts = [self._text(self.checks)]
         for space, by_site in self.statistics.items():
-            rows = [(site, *_numbers(numbers)) for site, numbers in by_site.items()]
+            rows = [site_row(site, numbers) for site, numbers in by_site.items()]
             parts.append(f"{space}\n{table([HEAD, *rows])}")
         return "\n\n".join(parts)
 
@@ -155,11 +155,12 @@ def diagnose(
             checks, spaces = [sound], {}
     if spaces:
         if posterior.num_samples >= LEAST_DRAWS:
-            statistics = {k: {s: also_of_one(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
+            statistics = {k: {s: chain_statistics(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
         agreed = _agreement(statistics, _is_network(posterior))
         arrived = all(check.status != "fail" for check in agreed)
         guess = "acceptance_rate" not in posterior.statistics
-        subsampled = getattr(posterior.kernel, "subsampled", guess) if posterior.is_attached else guess
+        known = posterior.source and posterior.source.subsampled
+        subsampled = guess if known is None else known
         checks += [
             diagnostics.moving(posterior.samples),
             *agreed,
@@ -284,14 +285,6 @@ def _known(statistics: Iterable[ChainStatistics], name: str) -> Tensor:
     return values[~values.isnan()]
 
 
-def _numbers(statistics: ChainStatistics) -> tuple[str, ...]:
-    """The row of a site in a table."""
-    numbers = statistics.summary()
-    r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
-    sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
-    return (f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
-
-
 # the energy ---------------------------------------------------------------------------------------------------------
 
 
@@ -312,10 +305,10 @@ def _temperature(
 
 def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
     """The temperature of the draws; nothing if the posterior doesn't know its model."""
-    if not posterior.is_attached:
+    if posterior.source is None:
         return
-    origin = posterior.model, posterior._args, posterior._kwargs
-    options: dict[str, Any] = {"device": posterior.source_device, "chain_chunk": CHUNK, "subsampled": True}
+    origin, device = posterior.source[:3], posterior.source.device
+    options: dict[str, Any] = {"device": device, "chain_chunk": CHUNK, "subsampled": True}
     with without_warnings(UserWarning):  # of a mini-batch's scale, of which the run told
         full = Density(*origin, dtype=next(iter(posterior.samples.values())).dtype, **options)
     if full.row_counts:
@@ -353,9 +346,10 @@ def _to_predict(
     """The network's model and inputs: those that are given, else those that the posterior was drawn from."""
     what = "a BayesianModel; of another model, pass predictions=predict(posterior.samples, model, x, kind='mean')"
     arguments.instance("model", model, (BayesianModel, type(None)), what)
-    if model is None and posterior.is_attached and isinstance(posterior.model, BayesianModel):
-        model = posterior.model
-        x = posterior._kwargs.get("x", next(iter(posterior._args), None)) if x is None else x
+    source = posterior.source
+    if model is None and source is not None and isinstance(source.model, BayesianModel):
+        model = source.model
+        x = source.kwargs.get("x", next(iter(source.args), None)) if x is None else x
     elif model is None and x is not None:
         raise ValueError("x is given, but no model; pass model=, or predictions=")
     return model, x
@@ -363,6 +357,6 @@ def _to_predict(
 
 def _is_network(posterior: Posterior) -> bool:
     """True if the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
-    if posterior.is_attached:
-        return isinstance(posterior.model, nn.Module)
+    if posterior.source is not None:
+        return isinstance(posterior.source.model, nn.Module)
     return any("." in site for site in posterior.samples)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.results import plain, table
+from pyro_symmetric.compare.results import plain
+from pyro_symmetric.posterior.tables import table
 
 _CHUNK_ENTRIES = 2**22
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.posterior.tables import table
 
 MOST_LINES = 60  # of a table
 
@@ -160,13 +161,6 @@ def _numbers_of(scores: Mapping[Any, Any], prefix: str = "") -> Any:
             yield f"{prefix}{name}", f"{value:.4g}"
         elif isinstance(value, dict):
             yield from _numbers_of(value, f"{prefix}{name} ")
-
-
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows)
-    return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def plain(value: Any) -> Any:

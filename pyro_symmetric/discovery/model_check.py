@@ -129,12 +129,11 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
 
     :raises ValueError: if the density changes when draws are moved.
     """
-    known = isinstance(symmetry, Group) and isinstance(posterior, Posterior) and posterior.is_attached
-    if not known or posterior.num_chains * posterior.num_samples == 0:
+    known = isinstance(symmetry, Group) and isinstance(posterior, Posterior)
+    if not known or posterior.source is None or posterior.num_chains * posterior.num_samples == 0:
         return
     dtype = next(iter(posterior.samples.values())).dtype
-    origin = posterior.model, posterior._args, posterior._kwargs
-    density = Density(*origin, device=posterior.source_device, dtype=dtype, subsampled=True)
+    density = Density(*posterior.source[:3], device=posterior.source.device, dtype=dtype, subsampled=True)
     sites, draws = density.layout.site_shapes, posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # rows of its own at every call, or draws that were cut

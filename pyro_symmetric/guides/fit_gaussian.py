@@ -39,12 +39,12 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     :raises ValueError: if the posterior doesn't remember its model; ``posterior.attach(model, *args)`` tells it.
     """
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
-    if not posterior.is_attached:
+    if posterior.source is None:
         raise ValueError("posterior doesn't know its model; say it by posterior.attach(model, *args)")
     # At a draw of the posterior: priors may be improper.
     first = init_to_value(values={site: draws[0, 0] for site, draws in posterior.samples.items()})
-    args, kwargs = posterior._args, posterior._kwargs
-    sketch = AutoDiagonalNormal(posterior.model, init_loc_fn=first)
+    model, args, kwargs = posterior.source[:3]
+    sketch = AutoDiagonalNormal(model, init_loc_fn=first)
     sketch._setup_prototype(*args, **kwargs)
     layout, aligned = layout_of(sketch), align_many(posterior, group, progress=False).posterior
     vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
@@ -54,4 +54,4 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     tril = torch.linalg.cholesky(shrunk).to(vectors.dtype)
     gaussian = AutoGaussian(layout, vectors.mean(0), scale_tril=tril)
     estimator = usual_estimator(sketch.get_posterior(), layout.action(group))
-    return AutoSymmetrized(posterior.model, group, gaussian, estimator).setup(*args, **kwargs)
+    return AutoSymmetrized(model, group, gaussian, estimator).setup(*args, **kwargs)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.posterior.diagnostics import R_HAT
-from pyro_symmetric.posterior.statistics import also_of_one
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 LIMIT = R_HAT[1]
 MAY_DIFFER = 32  # of so many chains one may sit in a lower mode, which no warm-up helps, and hold up no others
@@ -102,9 +102,9 @@ class Agreement(Thinned):
             return LARGEST
         deviation, mean = torch.std_mean(draws[..., :-2].double(), 1, keepdim=True)
         places = (draws[..., :-2] - mean) / deviation.clamp(min=1e-300)
-        halves = (1 + 2 * (also_of_one(places).r_hat.square() - 1).clamp(min=0)).sqrt()
+        halves = (1 + 2 * (chain_statistics(places).r_hat.square() - 1).clamp(min=0)).sqrt()
         levels = draws[..., -2].mean(1)
         nearest = (levels - levels.median()).abs().argsort()[: len(levels) - len(levels) // MAY_DIFFER]
-        found = torch.cat([halves, also_of_one(draws[nearest][..., -2:]).r_hat])
+        found = torch.cat([halves, chain_statistics(draws[nearest][..., -2:]).r_hat])
         found = found[~found.isnan()]  # coordinates that have one value everywhere
         return min(float(found.max()), LARGEST) if len(found) else LARGEST

@@ -152,7 +152,7 @@ def sample(
         settings = chosen(settings, num_chains)
         if progress:
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
-    source = Source(settings.kernel, args, kwargs, device)
+    source = Source(settings.kernel.model, args, kwargs, device, settings.kernel.subsampled)
     if executor is None and chains_per_task is None:
         posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", source=source)
     else:

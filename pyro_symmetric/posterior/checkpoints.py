@@ -41,23 +41,18 @@ def read_checkpoints(
     >>> pathlib.Path("checkpoints").mkdir()
     >>> for number in range(3):
     ...     torch.save(nn.Linear(2, 3).state_dict(), f"checkpoints/net-{number}.pt")
-    >>> posterior = ps.checkpoints.read_checkpoints("checkpoints")
-    >>> posterior.get_samples()["weight"].shape
-    torch.Size([3, 3, 2])
-
-    Files are read one after the other into one tensor for each site, so that memory holds the result and one network.
+    >>> ps.checkpoints.read_checkpoints("checkpoints").samples["weight"].shape
+    torch.Size([1, 3, 3, 2])
 
     :param source: a folder, or the files themselves in the order that the draws shall have.
-    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those that end in
-        ``.safetensors``, ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` are read, in natural order (``net-2`` before
-        ``net-10``).
-    :param rename: name in the file -> name of the site, or ``None`` to leave it out; ``lambda name:
-        name.removeprefix("module.")`` undoes ``DataParallel``. Running statistics of batch normalisation are sites,
-        too, since moving and removing symmetries needs them; tensors that aren't floating-point are left out.
+    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those of a known ending are read,
+        in natural order (``net-2`` before ``net-10``).
+    :param rename: name in the file -> name of the site, or ``None`` to leave it out. Running statistics of batch
+        normalisation are sites, too; tensors that aren't floating-point are left out.
     :param key: where in a ``.pt`` file the state dict lies. Default: the file itself, or its entry ``state_dict``,
         ``model_state_dict`` or ``model``.
     :param dtype: to convert to; by default that of the first file.
-    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files`` and ``not_finite``, the files with a NaN or an
+    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files`` and ``not_finite``, those with a NaN or an
         infinity in them, of which it warns.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
     :raises ValueError: naming the file that can't be read, or differs from the first one in its sites.
@@ -71,18 +66,10 @@ def read_checkpoints(
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
         sites = _sites(_state(file, key), rename, file)
         if i == 0:
-            samples = {
-                site: torch.empty(len(files), *value.shape, dtype=dtype or value.dtype, device="cpu")
-                for site, value in sites.items()
-            }
-        shapes, found = ({site: value.shape for site, value in own.items()} for own in (samples, sites))
-        if apart := sorted(
-            s for s in {**shapes, **found} if s not in found or shapes.get(s) != (len(files), *found[s])
-        ):
-            raise ValueError(
-                f"{file} differs from {files[0]} in the sites {apart}; all checkpoints must be of one network "
-                "(rename= can take a prefix such as 'module.' away)"
-            )
+            like = {site: (len(files), *value.shape) for site, value in sites.items()}
+            samples = {s: torch.empty(like[s], dtype=dtype or v.dtype, device="cpu") for s, v in sites.items()}
+        if {site: (len(files), *value.shape) for site, value in sites.items()} != like:
+            raise ValueError(f"{file} and {files[0]} have other sites or shapes; they must be of one network (rename=)")
         for site, value in sites.items():
             samples[site][i] = value
         if not all(bool(torch.isfinite(value[i]).all()) for value in samples.values()):
@@ -94,20 +81,12 @@ def read_checkpoints(
     return Posterior({site: value[None] for site, value in samples.items()}, {}, metadata, kind="independent")
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
 def _files(source: PathLike | Sequence[PathLike], pattern: str) -> list[Path]:
     if not isinstance(source, str | os.PathLike):
         return [Path(file) for file in source]
-    folder = Path(source)
-    found = [file for file in folder.glob(pattern) if file.is_file() and file.suffix in SUFFIXES]
-    return sorted(found, key=lambda file: _natural(str(file.relative_to(folder))))
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Numbers in a name count as numbers."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+    found = [file for file in Path(source).glob(pattern) if file.is_file() and file.suffix in SUFFIXES]
+    # Numbers in a name count as numbers: between them stands text, so that like meets like.
+    return sorted(found, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
 
 
 def _state(file: Path, key: str | None) -> dict[str, Tensor]:
@@ -124,12 +103,11 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
             "another kind of file (pattern= says which are read), or holds more than tensors: save net.state_dict()"
         ) from error
     held = content if isinstance(content, Mapping) else {}
-    nested = [name for name in _NESTED if isinstance(held.get(name), Mapping)]
-    state: Any = held.get(key) if key is not None else held[nested[0]] if nested else held
+    nested = next((held[name] for name in _NESTED if isinstance(held.get(name), Mapping)), held)
+    state: Any = nested if key is None else held.get(key)
     tensors = {str(name): value for name, value in (state or {}).items() if isinstance(value, Tensor)}
     if not tensors:
-        at = f" at {key!r}" if key else ""
-        raise ValueError(f"{file} holds no state dict{at}: entries {sorted(map(str, held))[:10]}; name one by key=")
+        raise ValueError(f"{file} holds no state dict, but {sorted(map(str, held))[:10]}: name an entry by key=")
     return tensors
 
 
@@ -143,6 +121,4 @@ def _sites(state: Mapping[str, Tensor], rename: Callable[[str], str | None] | No
         if site in sites:
             raise ValueError(f"{file}: rename gives {site!r} to two tensors, the second is {name!r}")
         sites[site] = value
-    if not sites:
-        raise ValueError(f"{file} holds no floating-point tensor to keep; found {sorted(state)}")
     return sites

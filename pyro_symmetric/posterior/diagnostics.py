@@ -2,10 +2,6 @@
 
 :func:`~pyro_symmetric.mcmc.sample` warns of checks that fail, and :func:`~pyro_symmetric.compare.diagnose` reports all
 of them, so that both judge by the same limits.
-
-Tables of convergence stand at the end. Numbers that can't be told are NaN: of sites without entries, of fewer than 4
-draws, of weights that are constant or not finite. R-hat of one chain compares its halves, and so says nothing of other
-modes.
 """
 
 from __future__ import annotations
@@ -15,13 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_symmetric.posterior.draws import entry_names
 from pyro_symmetric.posterior.statistics import (
-    also_of_one,
     chain_statistics,
     copied_chains,
     missing_energy,
@@ -43,7 +36,6 @@ ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 
-MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
 SURE = 3.0  # standard errors that a temperature must be off
 SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
@@ -92,17 +84,14 @@ def checked(name: str, value: float, limits: tuple[float, float], found: str, ad
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
     """Check that all draws ``(chains, draws, ...)`` are finite; what they are called in the sentence -> the draws."""
-    counts = {name: count for name, value in draws.items() if bool((count := non_finite(value)).any())}
-    if not counts:
+    bad = {name: count for name, value in draws.items() if bool((count := non_finite(value)).any())}
+    if not bad:
         return Check("finite", "pass", "all draws are finite")
-    length = next(iter(draws.values())).shape[1]
-    found = [
-        f"{name} in {int(count.sum()):,} of {len(count) * length:,} draws ({named(count.nonzero().flatten().tolist())})"
-        for name, count in list(counts.items())[:3]
-    ]
-    more = f" and of {len(counts) - 3} more" if len(counts) > 3 else ""
+    name, count = next(iter(bad.items()))
+    found = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({named(count.nonzero().flatten().tolist())})"
+    more = f", and so are {len(bad) - 1} more" if len(bad) > 1 else ""
     advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
-    return Check("finite", "fail", f"NaN or infinite values of {', of '.join(found)}{more}: {advice}")
+    return Check("finite", "fail", f"{found}{more}: {advice}")
 
 
 def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
@@ -113,35 +102,23 @@ def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
 
 
 def moving(samples: Mapping[str, Tensor]) -> Check:
-    """Judge how often chains change place, and whether any spreads far less than the others.
+    """Judge at which share of the draws each chain changes place, or how far it spreads in units of the median chain.
 
     An accepted move changes all entries, so that the first ones of each site tell; entries that never change in any
     chain, such as the zeros of a triangle, are left out.
     """
-    chains, draws = next(iter(samples.values())).shape[:2]
-    if draws < 2:
-        return Check("moving", "unknown", "one draw of each chain says nothing of its moves")
     heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
-    changing = ~standing_still(heads).all(0)
-    if not bool(changing.any()):
+    if heads.shape[1] < 2:
+        return Check("moving", "unknown", "one draw of each chain says nothing of its moves")
+    heads = heads[..., ~standing_still(heads).all(0)]
+    if not heads.shape[2]:
         return Check("moving", "fail", f"no chain moves: {TOO_LARGE}", 0.0)
-    heads = heads[..., changing]
-    moves = (heads.diff(dim=1) != 0).any(2).double().mean(1)
-    spread = heads.std(1)
-    relative = (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
-    slowest, least = float(moves.min()), float(relative.min())
-    slow, stuck = (((moves < limit) | (relative < limit)).nonzero().flatten().tolist() for limit in MOVING)
-    if len(stuck) == chains:
-        return Check("moving", "fail", f"no chain moves: {TOO_LARGE}", slowest)
-    if stuck:
-        words = (
-            f"{named(stuck)} stuck: start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
-        )
-        return Check("moving", "fail", words, slowest)
-    if slow:
-        found = f"moves in {slowest:.0%} of the draws, spread {least:.0%} of the median chain's"
-        return Check("moving", "warn", f"{named(slow)} slow: {found}", slowest)
-    return Check("moving", "pass", f"every chain moves in at least {slowest:.0%} of its draws", slowest)
+    moves, spread = (heads.diff(dim=1) != 0).any(2).double().mean(1), heads.std(1)
+    shares = torch.minimum(moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values)
+    slow = (shares < MOVING[0]).nonzero().flatten().tolist()
+    advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
+    found = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
+    return checked("moving", float(shares.min()), MOVING, found if slow else "every chain moves", advice)
 
 
 def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
@@ -162,11 +139,8 @@ def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
 def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:
     """Tell that the chains of a run all started at one point, of which their agreement says nothing."""
     if metadata.get("one_start"):
-        words = (
-            "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart "
-            "(initial='prior', 'uniform', or a guide)"
-        )
-        yield Check("starts", "warn", words)
+        words = "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart"
+        yield Check("starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)")
 
 
 def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
@@ -175,17 +149,12 @@ def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
     parts = [own for own in (metadata, *metadata.get("parts", ())) if own.get("warmup_r_hat") is not None]
     if parts:
         worst = max(parts, key=lambda own: float(own["warmup_r_hat"]))
-        length = worst.get("num_warmup", metadata.get("num_warmup"))
+        length, r_hat = worst.get("num_warmup", metadata.get("num_warmup")), float(worst["warmup_r_hat"])
         found = (
-            f"the chains didn't agree when warm-up ended: R-hat {float(worst['warmup_r_hat']):.3g} over the second "
-            f"half of {length} iterations"
+            f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over the second half of {length} iterations"
         )
-        dense = "" if metadata.get("settings", {}).get("mass") == "dense" else "mass='dense' or "
-        advice = (
-            f"{RELABELLED}. If not, pass {dense}a larger num_warmup, or reparametrise the model; modes that lie far "
-            "apart keep chains apart however long they run"
-        )
-        yield checked("warm-up", float(worst["warmup_r_hat"]), (R_HAT[1], math.inf), found, advice)
+        advice = f"{RELABELLED}. If not, pass mass='dense' or a larger num_warmup, or reparametrise the model"
+        yield checked("warm-up", r_hat, (R_HAT[1], math.inf), found, advice)
 
 
 # the sampler's own numbers ------------------------------------------------------------------------------------------
@@ -203,10 +172,7 @@ def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: 
         share = float(statistics["diverging"].double().mean())
         size = "tolerance" if subsampled else "energy_error" if "energy_error" in statistics else ""
         smaller = f"a smaller step_size or {size}" if size else "a smaller step_size or a larger target_accept"
-        advice = (
-            f"parts of the posterior are missed. Use {smaller}, a longer warm-up, dtype=torch.float64, or "
-            "reparametrise the model"
-        )
+        advice = f"parts of the posterior are missed. Use {smaller}, a longer warm-up, or reparametrise the model"
         yield checked("divergences", share, DIVERGING, f"{share:.2%} of the draws diverged", advice)
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
@@ -228,17 +194,14 @@ def acceptance(rates: Tensor) -> Check:
     by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
     stuck = (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist()
     found = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
-    advice, limits = "use a smaller step_size, or a longer warm-up", ACCEPTANCE
-    if rates.shape[1] < LEAST_DRAWS:
-        limits = (ACCEPTANCE[0], -math.inf)  # so few draws are no failure
+    limits = ACCEPTANCE if rates.shape[1] >= LEAST_DRAWS else (ACCEPTANCE[0], -math.inf)  # so few are no failure
+    advice = "use a smaller step_size, a longer warm-up or dtype=torch.float64"
+    if len(stuck) == len(by_chain):
+        advice = f"{TOO_LARGE}; {advice}"
     elif stuck:
+        advice = f"start them elsewhere (initial=), or leave them out by posterior.select; {advice}"
+    if stuck:
         found = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {found}"
-        advice = (
-            f"{TOO_LARGE}; use a smaller step_size, a longer warm-up or dtype=torch.float64"
-            if len(stuck) == len(by_chain)
-            else "give them a longer warm-up (num_warmup=), start them elsewhere (initial=), use a smaller step_size, "
-            "or reparametrise the model; posterior.select leaves them out"
-        )
     return checked("acceptance", float(by_chain.min()), limits, found, advice)
 
 
@@ -259,27 +222,22 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
 
     :param site: whose temperature it is, if not that of all.
     """
-    sure = SURE_OF_ONE if site else SURE
     known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
     if known.numel() < 2:
         return Check(name, "unknown", "no chain has values throughout")
     mean, error = float(known.mean()), _standard_error(known)
-    off = abs(mean - 1)
-    status: Status = graded(off, TEMPERATURE) if off > sure * error else "pass"
-    of = f" of site {site!r}" if site else ""
-    found = f"{name}{of} {mean:.3g} ± {error:.2g}"
-    if status == "pass" and sure * error > TEMPERATURE[1]:
-        advice = "more draws would tell" if arrived else "a longer warm-up comes first, as the chains don't agree yet"
-        return Check(name, "unknown", f"{found}, should be 1, and is too uncertain: {advice}", mean)
-    if status == "pass":
+    margin = error * (SURE_OF_ONE if site else SURE)
+    status: Status = graded(abs(mean - 1), TEMPERATURE) if abs(mean - 1) > margin else "pass"
+    found = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
+    if status == "pass" and margin <= TEMPERATURE[1]:
         return Check(name, status, found, mean)
-    if not arrived:
-        advice = "the chains don't agree yet: first a longer warm-up"
-    elif mean < 1:
-        advice = "the draws spread too little; run longer"
-    else:
-        smaller = "smaller steps, larger batches, or a longer warm-up" if subsampled else "a longer warm-up"
-        advice = f"the draws spread too widely; take {smaller}"
+    smaller = "smaller steps, larger batches, or " if subsampled else ""
+    spread = (
+        "the draws spread too little; run longer" if mean < 1 else f"they spread too widely; {smaller}a longer warm-up"
+    )
+    if status == "pass":
+        status, spread = "unknown", "and is too uncertain: more draws would tell"
+    advice = spread if arrived else "the chains don't agree yet: first a longer warm-up"
     return Check(name, status, f"{found}, should be 1: {advice}", mean)
 
 
@@ -295,110 +253,3 @@ def named(chains: Sequence[int]) -> str:
     """Chains, the first eight by number."""
     shown = ", ".join(map(str, chains[:8])) + (", ..." if len(chains) > 8 else "")
     return f"{'chain' if len(chains) == 1 else 'chains'} {shown}"
-
-
-# tables -------------------------------------------------------------------------------------------------------------
-
-
-def diagnostics(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Convergence, summarised for every site over its weights.
-
-    Rank-normalised split R-hat and bulk and tail effective sample size (Vehtari et al. 2021), each as the worst and the
-    median over the site's weights. Draws mapped from a file are read block by block.
-
-    :param samples: site -> ``(chains, draws, *site_shape)``.
-    :param statistics: name -> ``(chains, draws)``.
-    :return: site -> ``r_hat``, ``r_hat_median``, ``ess_bulk``, ``ess_bulk_median``, ``ess_tail``, ``ess_tail_median``
-        (without suffix: the worst) and ``n_eff``, Pyro's name for ``ess_bulk``; and, as in Pyro, ``"divergences"`` ->
-        ``{"chain 0": [draws], ...}``, with empty lists if the sampler knows no divergence, and ``"acceptance rate"`` ->
-        ``{"chain 0": mean, ...}`` if it knows one.
-    """
-    table: dict[str, dict[str, Any]] = {site: also_of_one(value).summary() for site, value in samples.items()}
-    for found in table.values():
-        found["n_eff"] = found["ess_bulk"]
-    return table | chains_diagnostics(statistics, len(next(iter(samples.values()))))
-
-
-def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dict[str, dict[str, Any]]:
-    """The part of :func:`diagnostics` that speaks of chains rather than of sites."""
-    flags = statistics.get("diverging", torch.zeros(num_chains, 0, device="cpu"))
-    table: dict[str, dict[str, Any]] = {}
-    table["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
-    if (rates := statistics.get("acceptance_rate")) is not None:
-        table["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
-    return table
-
-
-def sites_table(samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], counts: str) -> str:
-    """One line for each site: worst and median R-hat and effective sample sizes; then divergences and acceptance.
-
-    :param counts: how many draws there are, in words.
-    """
-    found = diagnostics(samples, statistics)
-    columns = ["r_hat", "r_hat_median", "ess_bulk", "ess_bulk_median", "ess_tail", "ess_tail_median"]
-    width = max(len("site"), *(len(site) for site in samples))
-    lines = [f"{'site':<{width}}  entries  R-hat worst  median  ESS bulk worst    median  ESS tail worst    median"]
-    for site, draws in samples.items():
-        r, r_median, bulk, bulk_median, tail, tail_median = (found[site][column] for column in columns)
-        lines.append(
-            f"{site:<{width}}  {draws.shape[2:].numel():>7}  {r:>11.3f}  {r_median:>6.3f}  {bulk:>14.0f}  "
-            f"{bulk_median:>8.0f}  {tail:>14.0f}  {tail_median:>8.0f}"
-        )
-    lines.append(counts)
-    if (diverging := statistics.get("diverging")) is not None:
-        lines[-1] += f"; {int(diverging.sum())} of {diverging.numel()} diverged"
-    if (rates := statistics.get("acceptance_rate")) is not None:
-        lines[-1] += f"; mean acceptance {float(rates.double().mean()):.2f}"
-    parts = [found[site] for site in samples]
-    if any(math.isnan(part["ess_bulk"]) and not math.isnan(part["ess_bulk_median"]) for part in parts):
-        lines.append("nan: entries that never change, such as the zeros of a triangle, or aren't finite")
-    if any(math.isinf(part["r_hat"]) for part in parts):
-        lines.append("inf: entries that differ between chains and never change in one")
-    return "\n".join(lines)
-
-
-def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
-    """A line for every entry of the sites that have few of them, as Pyro's summary; empty if no site has, or no draws.
-
-    :param prob: how much of an entry's draws its interval holds, between quantiles.
-    """
-    low, high = (1 - prob) / 2, (1 + prob) / 2
-    rows: list[tuple[Any, ...]] = []
-    for site, draws in samples.items():
-        shape = draws.shape[2:]
-        if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN or draws.numel() == 0:
-            continue
-        statistics, flat = also_of_one(draws), draws.double().cpu().reshape(-1, shape.numel())
-        numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
-        numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-        rows += zip(entry_names(site, shape), *(number.tolist() for number in numbers), strict=True)
-    if not rows:
-        return ""
-    width = max(len(row[0]) for row in rows)
-    heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
-    lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
-    return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
-
-
-def counts(kind: str, num_chains: int, num_samples: int) -> str:
-    """The number of draws in words, such as ``4 chains of 100 draws``.
-
-    :param kind: ``"chains"`` or ``"independent"``.
-    """
-    unit, of = ("row", "independent draws") if kind == "independent" else ("chain", "draws")
-    return f"{num_chains} {unit}{'s' * (num_chains != 1)} of {num_samples} {of}"
-
-
-def description(
-    samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor], metadata: Mapping[str, Any], kind: str
-) -> str:
-    """The draws in words: their number, their sites with shapes, how they were made, their statistics."""
-    num_chains, num_samples = next(iter(samples.values())).shape[:2]
-    weights, width = sum(v.shape[2:].numel() for v in samples.values()), max(map(len, samples))
-    alone = kind == "independent" and num_chains == 1
-    held = f"{num_samples} independent draws" if alone else counts(kind, num_chains, num_samples)
-    maker = f", by {metadata['kernel']}" if "kernel" in metadata else ""
-    lines = [f"Posterior({held}, {weights} weight{'' if weights == 1 else 's'}{maker})"]
-    lines += [f"  {site:<{width}}  {tuple(value.shape[2:])}" for site, value in samples.items()]
-    more = {"chosen": metadata.get("chosen"), "statistics": ", ".join(statistics)}
-    return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])

@@ -2,9 +2,7 @@
 
 A :class:`Posterior` holds draws of every site with shape ``(chains, draws, *site_shape)``, statistics of every draw,
 and JSON metadata. Its :meth:`~Posterior.get_samples`, ``num_chains``, ``num_samples``, :meth:`~Posterior.diagnostics`
-and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`, so it stands where an ``MCMC`` stands: in
-``Predictive(model, posterior.get_samples())`` and, while it remembers the model that it was drawn from
-(:meth:`~Posterior.attach`), in ArviZ's ``from_pyro``.
+and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`.
 
 On disk it is a Zarr group, see :mod:`~pyro_symmetric.store`.
 """
@@ -14,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.calls import described
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.arviz import to_arviz
-from pyro_symmetric.posterior.diagnostics import counts, description, diagnostics, entries_table, sites_table
-from pyro_symmetric.posterior.draws import Metadata, beside, in_chains, long_frame, redrawn, require_draws, wide_frame
+from pyro_symmetric.posterior.statistics import chain_statistics
+from pyro_symmetric.posterior.tables import chains_diagnostics, data_frame, entries_table, sites_table
 from pyro_symmetric.storage import PathLike, StoreError
 from pyro_symmetric.store import CHECKPOINT, Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
@@ -35,22 +34,20 @@ if TYPE_CHECKING:
 
 Kind = Literal["chains", "independent"]
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-FORMS = {"wide": wide_frame, "long": long_frame}
-
 
 class Source(NamedTuple):
     """The source of draws, kept in memory only.
 
-    :param kernel: the sampler; ``kernel.model`` is the model.
-    :param args: what the model was called with; ``kwargs`` likewise.
+    :param args: what the model was called with, data included; ``kwargs`` likewise.
     :param device: where it was asked to compute; ``None`` if that isn't known or was left to the model.
+    :param subsampled: whether the sampler took mini-batches, if that is known.
     """
 
-    kernel: Any
+    model: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})
     device: torch.device | str | None = None
+    subsampled: bool | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -78,16 +75,17 @@ class Posterior:
     source: Source | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("samples", "statistics"):
+        for name in ("samples", "statistics", "metadata"):
             object.__setattr__(self, name, dict(getattr(self, name)))
-        object.__setattr__(self, "metadata", Metadata(self.metadata))
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"kind is {self.kind!r}; it must be 'chains' (successive states of Markov chains) or 'independent'"
-            )
-        if not self.samples:
-            raise ValueError("samples is empty; a posterior needs the draws of at least one site")
-        require_draws(self.samples, self.statistics)
+        arguments.one_of("kind", self.kind, get_args(Kind))
+        arguments.weights("samples", self.samples)
+        first, shape = next((site, value.shape[:2]) for site, value in self.samples.items())
+        for held, entries, dims in (("samples", self.samples, 2), ("statistics", self.statistics, 0)):
+            for name, value in entries.items():
+                fits = isinstance(value, Tensor) and value.shape[:2] == shape and len(shape) == 2
+                if not fits or value.is_complex() or (not dims and value.dim() != 2):
+                    wanted = f"real, (chains, draws{', ...' * bool(dims)}), and samples[{first!r}] has {tuple(shape)}"
+                    raise ValueError(f"{held}[{name!r}] is {described(value)}; it must be {wanted}")
 
     @classmethod
     def from_samples(
@@ -109,10 +107,11 @@ class Posterior:
         :param statistics: name -> ``(S,)``.
         """
         arguments.weights("weights", weights)
-        arguments.whole("num_chains", num_chains, 1)
-        kinds = ("weights", weights), ("statistics", statistics or {})
-        samples, numbers = (in_chains(kind, entries, num_chains) for kind, entries in kinds)
-        return cls(samples, numbers, {} if metadata is None else metadata, kind=kind)
+        samples, numbers = (
+            {name: value.unflatten(0, (num_chains, len(value) // num_chains)) for name, value in entries.items()}
+            for entries in (weights, statistics or {})
+        )
+        return cls(samples, numbers, metadata or {}, kind=kind)
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
@@ -126,70 +125,26 @@ class Posterior:
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
         if not parts:
             raise ValueError("parts is empty; it must hold at least one posterior")
-        told = [(p.kind, dict(p.site_shapes), list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
+        told = [(p.kind, p.site_shapes, list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
         for number, found in enumerate(told):
             if found != told[0]:
                 raise ValueError(f"parts[{number}] has {found}, but parts[0] has {told[0]}; they must agree")
-        samples, statistics = (beside([getattr(part, kind) for part in parts]) for kind in ("samples", "statistics"))
+        samples, statistics = (
+            {name: torch.cat([getattr(part, held)[name] for part in parts]) for name in getattr(parts[0], held)}
+            for held in ("samples", "statistics")
+        )
         metadata = _joint([part.metadata for part in parts], [part.num_chains for part in parts])
         return cls(samples, statistics, metadata, kind=parts[0].kind, source=parts[0].source)
 
-    # where it comes from --------------------------------------------------------------------------------------------
-
-    def attach(self, kernel_or_model: Any, *args: Any, **kwargs: Any) -> Posterior:
-        """This posterior, remembering what it was drawn from.
+    def attach(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Posterior:
+        """This posterior, remembering its model and what that was called with, data included, as :attr:`source`.
 
         :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
-        model. Its method :meth:`to_arviz` with ``log_likelihood=True`` needs it.
+        model. ``diagnose`` looks at the energy then, and ``to_arviz(log_likelihood=True)`` needs it.
 
         >>> posterior = Posterior.load(path).attach(model, x, y)
-
-        :param kernel_or_model: a sampler that holds its model as ``kernel.model``, or the model itself.
-        :param args: what the model was called with, data included; ``kwargs`` likewise.
         """
-        is_kernel = callable(getattr(kernel_or_model, "model", None)) and not callable(kernel_or_model)
-        kernel = kernel_or_model if is_kernel else SimpleNamespace(model=kernel_or_model)
-        return replace(self, source=Source(kernel, args, kwargs))
-
-    @property
-    def source_device(self) -> torch.device | str | None:
-        """The device on which its model was asked to compute; ``None`` if that isn't known or was left to the model."""
-        return None if self.source is None else self.source.device
-
-    @property
-    def kernel(self) -> Any:
-        """The sampler; ``kernel.model`` is the model.
-
-        :raises AttributeError: if this posterior remembers none; see :meth:`attach`.
-        """
-        return self._drawn_from.kernel
-
-    @property
-    def model(self) -> Callable[..., Any]:
-        """The model, as :attr:`kernel`."""
-        return self._drawn_from.kernel.model
-
-    @property
-    def is_attached(self) -> bool:
-        """True if :attr:`model` and its arguments are known."""
-        return self.source is not None
-
-    @property
-    def _args(self) -> tuple[Any, ...]:  # the names that Pyro's MCMC has and ArviZ reads
-        return self._drawn_from.args
-
-    @property
-    def _kwargs(self) -> Mapping[str, Any]:
-        return self._drawn_from.kwargs
-
-    @property
-    def _drawn_from(self) -> Source:
-        if self.source is None:
-            raise AttributeError(
-                "this posterior doesn't know the model that it was drawn from (files hold none); say it by "
-                "posterior.attach(model, *args)"
-            )
-        return self.source
+        return replace(self, source=Source(model, args, kwargs))
 
     # what it holds --------------------------------------------------------------------------------------------------
 
@@ -211,12 +166,8 @@ class Posterior:
     @property
     def divergences(self) -> Tensor:
         """Number of divergent draws of each chain, ``(chains,)``; zeros if the sampler knows no divergence."""
-        diverging = self.statistics.get("diverging")
-        return (
-            torch.zeros(self.num_chains, dtype=torch.long, device="cpu")
-            if diverging is None
-            else diverging.long().sum(1)
-        )
+        none = torch.zeros(self.num_chains, 0, dtype=torch.long, device="cpu")
+        return self.statistics.get("diverging", none).long().sum(1)
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
         """The draws as weights, as Pyro's ``MCMC.get_samples`` gives them: without deterministic sites, which
@@ -226,8 +177,13 @@ class Posterior:
         :param group_by_chain: keep the chains apart: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
-        found = {site: value if group_by_chain else value.flatten(0, 1) for site, value in self._free().items()}
-        return found if num_samples is None or not found else redrawn(found, num_samples, int(group_by_chain))
+        found, axis = self._free(), int(group_by_chain)
+        found = found if group_by_chain else {site: value.flatten(0, 1) for site, value in found.items()}
+        if num_samples is None:
+            return found
+        count = self.num_samples if group_by_chain else self.num_chains * self.num_samples
+        index = torch.randint(count, (num_samples,), device="cpu")
+        return {site: value.index_select(axis, index.to(value.device)) for site, value in found.items()}
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Some chains and some draws, in a posterior of their own.
@@ -238,23 +194,16 @@ class Posterior:
         :param draws: likewise.
         """
         chains, draws = (i if isinstance(i, slice) else as_tensor(i).reshape(-1) for i in (chains, draws))
-
-        def cut(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: value[chains][:, draws] for name, value in entries.items()}
-
-        return replace(self, samples=cut(self.samples), statistics=cut(self.statistics), metadata=dict(self.metadata))
+        samples, statistics = (
+            {name: value[chains][:, draws] for name, value in entries.items()}
+            for entries in (self.samples, self.statistics)
+        )
+        return replace(self, samples=samples, statistics=statistics)
 
     def thin(self, every: int) -> Posterior:
         """Every ``every``-th draw of each chain, as a view; the last draw is kept."""
         arguments.whole("every", every, 1)
         return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
-
-    def __repr__(self) -> str:
-        return description(self.samples, self.statistics, self.metadata, self.kind)
-
-    def _free(self) -> dict[str, Tensor]:
-        """The draws without deterministic sites."""
-        return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
 
     def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
         """The same posterior with a function of weights applied to its draws; statistics and metadata are kept.
@@ -266,48 +215,32 @@ class Posterior:
 
         :param function: takes weights of batch shape ``(chains, draws)`` and returns weights of that batch shape.
         :param args: what it is called with after the weights; ``kwargs`` likewise.
-        :raises TypeError: if it isn't callable, or returns no weights.
-        :raises ValueError: if it returns another number of chains or draws.
         """
-        found = function(self._free(), *args, **kwargs)
-        name, batch = "what function returned", (self.num_chains, self.num_samples)
-        for site, value in arguments.weights(name, found).items():
-            if value.shape[:2] != batch:
-                raise ValueError(
-                    f"function returned {site!r} of shape {tuple(value.shape)}; it must begin with the {batch[0]} "
-                    f"chains and {batch[1]} draws that it is given"
-                )
+        found = arguments.weights("what function returned", function(self._free(), *args, **kwargs))
+        batch = torch.Size([self.num_chains, self.num_samples])
+        if other := {site: tuple(value.shape) for site, value in found.items() if value.shape[:2] != batch}:
+            raise ValueError(f"function returned {other}; they must begin with the chains and draws, {tuple(batch)}")
         return replace(self, samples=dict(found))
 
-    def to_dataframe(
-        self, names: Iterable[str] | None = None, *, form: Literal["wide", "long"] = "wide"
-    ) -> pandas.DataFrame:
-        """The draws as a pandas data frame, for tables and plots of one's own.
+    def _free(self) -> dict[str, Tensor]:
+        """The draws without deterministic sites."""
+        return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
+
+    # as tables and trees --------------------------------------------------------------------------------------------
+
+    def to_dataframe(self, names: Iterable[str] | None = None) -> pandas.DataFrame:
+        """The draws as a pandas data frame: a row for each, indexed by ``(chain, draw)``, a column for each entry.
 
         >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 2), "s": torch.rand(4, 100)}, kind="chains")
         >>> wide = posterior.to_dataframe()
         >>> wide.shape, list(wide.columns), wide.index.names
         ((400, 3), ['w[0]', 'w[1]', 's'], FrozenList(['chain', 'draw']))
-        >>> posterior.to_dataframe(form="long").columns.tolist()
-        ['chain', 'draw', 'site', 'entry', 'value']
-
-        Entries are named as in :meth:`summary`: ``w[0]``, ``w[0,1]``, and ``s`` for a site that is one number; they
-        stand in the order in which a tensor is flattened. Chains and draws are counted from 0.
 
         :param names: sites to take, or names of statistics, such as ``["w", "diverging"]``; by default all sites.
-        :param form: ``"wide"``: a row for each draw, ``chains * draws`` of them, indexed by ``(chain, draw)``, and a
-            column for each entry, in the site's own dtype. ``"long"``: a row for each number, ``chains * draws *
-            entries`` of them, with the columns ``chain``, ``draw``, ``site``, ``entry`` and ``value``; ``site`` and
-            ``entry`` are categories.
-        :raises ValueError: if there is no such site or statistic.
         """
-        arguments.one_of("form", form, FORMS)
         known = {**self.statistics, **self.samples}
-        chosen = list(self.samples) if names is None else arguments.listed("names", names, str, "names of sites")
-        if not chosen:
-            raise ValueError("names is empty; name one site at least, or leave it out for all")
-        frame = FORMS[form]
-        return frame({name: known[arguments.one_of("names", name, known)] for name in dict.fromkeys(chosen)})
+        chosen = self.samples if names is None else arguments.listed("names", names, str, "names of sites")
+        return data_frame({name: known[arguments.one_of("names", name, known)] for name in chosen})
 
     def to_arviz(
         self,
@@ -320,16 +253,14 @@ class Posterior:
         """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
 
         Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
-
-        * ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``, and
-        * ``posterior_predictive``, draws of the targets.
+        ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``; and
+        ``posterior_predictive``, draws of the targets.
 
         >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
         >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
-        >>> posterior = ps.Posterior(draws, kind="chains")
-        >>> tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
+        >>> tree = ps.Posterior(draws, kind="chains").to_arviz(log_likelihood=(model, x, y))
         >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
-        (['log_likelihood', 'observed_data', 'posterior', 'posterior_predictive'], {'chain': 4, 'draw': 50, 'row': 5})
+        (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
 
         The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
         ``<site>_dim_<k>``.
@@ -339,27 +270,22 @@ class Posterior:
         :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
         :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
         """
-        asked = {"log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
-        return to_arviz(self, dims, coords, **asked)
-
-    # how good it is -------------------------------------------------------------------------------------------------
+        return to_arviz(self, dims, coords, log_likelihood, posterior_predictive)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, for every site over its weights; see :func:`~pyro_symmetric.posterior.diagnostics.diagnostics`.
-
-        Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
+        """Convergence, for every site over its weights (rank-normalised split R-hat, and bulk and tail effective sample
+        size). Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
 
         :return: site -> ``r_hat``, ``ess_bulk``, ``ess_tail`` of the worst weight, each also as ``_median``, and
             ``n_eff``, Pyro's name for ``ess_bulk``; and, as in Pyro, ``"divergences"`` and ``"acceptance rate"``.
         """
-        return diagnostics(self.samples, self.statistics)
-
-    def summary_table(self) -> str:
-        """One line for each site: worst and median R-hat and effective sample sizes; then divergences, acceptance."""
-        return sites_table(self.samples, self.statistics, counts(self.kind, self.num_chains, self.num_samples))
+        found = {site: chain_statistics(value).summary() for site, value in self.samples.items()}
+        by_site = {site: {**numbers, "n_eff": numbers["ess_bulk"]} for site, numbers in found.items()}
+        return by_site | chains_diagnostics(self.statistics, self.num_chains)
 
     def summary(self, prob: float = 0.9) -> None:
-        """Print :meth:`summary_table`, and before it, as Pyro does, a line for every entry of sites with few of them.
+        """Print a line for every entry of sites with few of them, as Pyro does, and one for each site: worst and median
+        R-hat and effective sample sizes.
 
         If the model has a symmetry, draws may come from different copies of a mode. Then
         :func:`~pyro_symmetric.compare.summary` aligns them first: ``ps.summary(posterior, symmetry)``.
@@ -367,7 +293,28 @@ class Posterior:
         :param prob: how much of an entry's draws its interval holds, between quantiles.
         """
         arguments.fraction("prob", prob)
-        print("\n\n".join(filter(None, (entries_table(self.samples, prob), self.summary_table()))))
+        told = self._counted()
+        if "diverging" in self.statistics:
+            told += f"; {int(self.divergences.sum())} of {self.num_chains * self.num_samples} diverged"
+        if "acceptance_rate" in self.statistics:
+            told += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
+        parts = entries_table(self.samples, prob), f"{sites_table(self.samples)}\n{told}"
+        print("\n\n".join(filter(None, parts)))
+
+    def __repr__(self) -> str:
+        weights, width = sum(shape.numel() for shape in self.site_shapes.values()), max(map(len, self.samples))
+        maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
+        lines = [f"Posterior({self._counted()}, {weights} weight{'s' * (weights != 1)}{maker})"]
+        lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
+        more = {"chosen": self.metadata.get("chosen"), "statistics": ", ".join(self.statistics)}
+        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])
+
+    def _counted(self) -> str:
+        """The number of draws in words, such as ``4 chains of 100 draws``."""
+        chains = self.kind == "chains"
+        unit = f"{self.num_chains} {'chain' if chains else 'row'}{'s' * (self.num_chains != 1)} of "
+        alone = self.num_chains == 1 and not chains
+        return f"{unit * (not alone)}{self.num_samples} {'' if chains else 'independent '}draws"
 
     # the store ------------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ For draws :math:`w_s` of a posterior, the outputs :math:`f_{w_s}(x)`, the expect
 
 :class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here the network, or the model's
 trace, is mapped over draws by :func:`torch.func.vmap`, in chunks whose activations stay small, and only what is asked
-for is kept. Targets are drawn after the map, chunk by chunk.
+for is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -21,11 +21,10 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predictors import NetworkPredictor, TracedPredictor
-from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.posterior.statistics import evenly_spaced, slices
+from pyro_symmetric.weights import batch_shape, require_sites
 
-Predictor = NetworkPredictor | TracedPredictor
-Kind = Literal["outputs", "mean", "samples", "discrete"]
+Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
 CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
@@ -41,8 +40,6 @@ def predict(
     kind: Kind = "outputs",
     num_samples: int | None = None,
     average: bool = False,
-    draw_chunk: int | None = None,
-    row_chunk: int | None = None,
     progress: bool = True,
     **kwargs: Any,
 ) -> Any:
@@ -50,163 +47,87 @@ def predict(
 
     >>> model, x = ps.BayesianModel(nn.Linear(2, 3)), torch.randn(7, 2)
     >>> weights = {name: prior.sample((400,)) for name, prior in model.priors().items()}
-    >>> ps.predict(weights, model, x).shape  # logits
+    >>> ps.predict(weights, model, x, kind="mean").shape  # class probabilities
     torch.Size([400, 7, 3])
-    >>> ps.predict(weights, model, x, kind="mean", average=True).shape  # class probabilities
-    torch.Size([7, 3])
-    >>> ps.predict(weights, model, x, kind="samples", num_samples=50).shape
-    torch.Size([50, 7])
 
-    :param posterior: a ``Posterior``, whose draws count chain after chain; weights of any batch shape, which the result
-        keeps (``posterior.samples`` keeps chains apart); or a guide of this library, which is asked for ``num_samples``
-        draws (of a stock guide pass the draws: ``sample_posterior(guide, (100,))``). Running statistics that the draws
-        hold (those of an ``ensemble``) take the place of the network's own.
-    :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites (evaluated in eval mode);
-        or any Pyro model.
-    :param args: what it is called with: inputs, first axis rows. A Pyro model that takes targets is called without
-        them, or with ``None``; observed sites are drawn anew even if it was given data. For ``"discrete"``: with them.
-    :param kind: ``"outputs"`` of the network (logits, means), or what the Pyro model returns; ``"mean"``, the expected
-        target given the draw (class probabilities, the regression function); ``"samples"``, a target for each draw.
-        A discrete site that a sampler summed out is then drawn given the draw, not given data. ``"discrete"`` draws
-        these sites, such as the component of each row of a mixture, from their joint posterior given the draw and the
-        data that the model is called with, as :func:`pyro.infer.infer_discrete` does for one draw; scales don't count.
-    :param num_samples: how many draws: evenly spaced ones of a posterior or of weights with one batch axis, by default
-        all; of a guide, 100 by default.
-    :param average: average over draws as they are made, so that memory holds one prediction: the posterior
-        predictive mean.
-    :param draw_chunk: draws evaluated at once; ``None``: as many as the cache holds, about.
-    :param row_chunk: rows of the inputs evaluated at once, likewise; a Pyro model always gets all its data.
-    :param progress: show a progress bar, if it takes longer than a second.
-    :return: ``batch_shape + (N, ...)``, or if averaged ``(N, ...)`` in float64, where the draws are. Of a
-        ``BayesianModel`` means and samples end with the axis of outputs or classes, also of a single output, as
-        ``scores`` and ``total_variation`` take them; sampled labels have none. Of a Pyro model, for all but
-        ``"outputs"``: site -> such a tensor, for each site that ``posterior`` doesn't give, and for each deterministic
-        site, computed anew; for ``"outputs"``: as the model returns them.
+    :param posterior: a ``Posterior``, whose draws count chain after chain; weights, whose batch shape the result keeps;
+        or a guide of this library (of another, pass ``sample_posterior(guide, (100,))``). Running statistics among them
+        take the place of the network's own.
+    :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites; or any Pyro model.
+    :param args: what it is called with: inputs, first axis rows. Targets are left out, or drawn anew where given.
+    :param kind: ``"outputs"`` of the network, or what the Pyro model returns; ``"mean"``, the expected target given the
+        draw (class probabilities, the regression function); ``"samples"``, a target for each draw; ``"discrete"``, the
+        sites that a sampler summed out, jointly given the draw and the data, as :func:`pyro.infer.infer_discrete`;
+        ``"log_likelihood"`` of each observation, untempered: observed site -> ``batch_shape + observations``.
+    :param num_samples: how many draws, evenly spaced along one batch axis; by default all, of a guide 100.
+    :param average: of means over draws as they are made, in float64, so that memory holds one prediction.
+    :return: ``batch_shape + (N, ...)`` where the draws are. Of a ``BayesianModel`` means and samples end with the axis
+        of outputs or classes, sampled labels don't. Of a Pyro model, for all but ``"outputs"``: site -> such a tensor,
+        for each site that ``posterior`` doesn't give and each deterministic one.
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if average and kind != "mean":
         raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
-    return _predicted(posterior, model, args, kwargs, kind, num_samples, average, draw_chunk, row_chunk, progress)
-
-
-@torch.no_grad()
-def pointwise_log_likelihood(
-    posterior: Any,
-    model: nn.Module | Callable[..., Any],
-    *args: Any,
-    num_samples: int | None = None,
-    draw_chunk: int | None = None,
-    row_chunk: int | None = None,
-    progress: bool = True,
-    **kwargs: Any,
-) -> dict[str, Tensor]:
-    """Log-likelihood of every observation under every draw: observed site -> ``batch_shape + observations``.
-
-    Untempered, and not scaled up for mini-batches; 0 for observations that ``poutine.mask`` or ``obs_mask`` take out.
-    Arguments as :func:`predict`'s, with the targets.
-
-    :raises ValueError: if the posterior lacks a site, as discrete ones that were summed out.
-    """
-    result = _predicted(
-        posterior, model, args, kwargs, "log_likelihood", num_samples, False, draw_chunk, row_chunk, progress
-    )
-    if not result:
-        raise ValueError("the model has no observed site; pass the targets")
-    return result
-
-
-def _predicted(
-    posterior: Any,
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    kind: str,
-    num_samples: int | None,
-    average: bool,
-    draw_chunk: int | None,
-    row_chunk: int | None,
-    progress: bool,
-) -> Any:
-    """Evaluate a predictor in chunks of draws and rows."""
-    for name, number in (("num_samples", num_samples), ("draw_chunk", draw_chunk), ("row_chunk", row_chunk)):
-        arguments.whole(name, number, 1, none="a number that suits")
-    weights, keeps, device = posterior, True, None
-    if hasattr(posterior, "source_device"):  # a Posterior
-        weights, keeps, device = posterior.samples, False, posterior.source_device
-    elif hasattr(posterior, "sample_posterior"):
+    arguments.whole("num_samples", num_samples, 1, none="all")
+    weights = posterior
+    if hasattr(posterior, "sample_posterior"):
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
-    else:
-        hint = "a Posterior, a guide of this library, or sample_posterior(guide) of another"
-        arguments.weights("posterior", posterior, hint)
-    if not callable(model):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a BayesianModel, a network or a Pyro model")
-    names = {name for name, _ in model.named_parameters()} if isinstance(model, nn.Module) else set()
-    predictor: Predictor
-    if isinstance(model, BayesianModel) or names & set(weights):  # if some of a network's are missing they are named
+    elif hasattr(posterior, "get_samples"):
+        weights = posterior.get_samples()
+    arguments.weights("posterior", weights, "a Posterior, a guide of this library, or draws of another")
+    predictor: NetworkPredictor | TracedPredictor
+    if isinstance(model, nn.Module) and (
+        isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())
+    ):  # a network's; if some of its weights are missing they are named
         predictor = NetworkPredictor(model, args, kwargs, kind, weights)
     else:
+        device = getattr(getattr(posterior, "source", None), "device", None)
         predictor = TracedPredictor(model, args, kwargs, kind, weights, device)
-    draws, batch = _draws(weights, predictor.site_shapes, num_samples, keeps)
+
+    require_sites(weights, predictor.site_shapes)
+    batch = batch_shape(weights, predictor.site_shapes)
+    draws = {s: weights[s].detach().reshape(-1, *shape) for s, shape in predictor.site_shapes.items()}
+    if num_samples is not None:
+        if len(batch) != 1 or num_samples > batch[0]:
+            raise ValueError(
+                f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}, one axis of more"
+            )
+        draws = {s: value[evenly_spaced(len(value), num_samples).to(value.device)] for s, value in draws.items()}
+        batch = torch.Size([num_samples])
+
     count, place, num_rows = batch.numel(), next(iter(draws.values())).device, predictor.num_rows
-    draws_at_once, rows_at_once = _chunks(place, predictor, draw_chunk, row_chunk)
-    rows = [slice(None)] if num_rows is None else _ranges(num_rows, rows_at_once)
+    draws_at_once, rows_at_once = _chunks(place, predictor)
+    rows = [()] if num_rows is None else [(part,) for part in slices(num_rows, rows_at_once)]
     totals, spec = list[Tensor](), None
-    bar = tqdm(total=count, desc="predictions", disable=not progress, delay=1.0)
-    for part in _ranges(count, draws_at_once):
-        own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
-        for some in rows:
-            leaves, spec = tree_flatten(predictor(own, some))
-            if not totals:
-                shapes = [leaf.shape[1:] if num_rows is None else (num_rows, *leaf.shape[2:]) for leaf in leaves]
-                totals = [
-                    torch.zeros(shape, dtype=torch.float64, device=place)
-                    if average
-                    else torch.empty((count, *shape), dtype=leaf.dtype, device=place)
-                    for shape, leaf in zip(shapes, leaves, strict=True)
-                ]
-            for total, leaf in zip(totals, leaves, strict=True):
-                if average:
-                    (total if num_rows is None else total[some]).add_(leaf.sum(0, dtype=total.dtype).to(place))
-                else:
-                    total[part if num_rows is None else (part, some)] = leaf.to(place)
-        bar.update(part.stop - part.start)
-    bar.close()
-    if spec is None:
-        raise ValueError("the posterior holds no draws, or there are no rows; there is nothing to predict")
+    with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
+        for part in slices(count, draws_at_once):
+            own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
+            for some in rows:
+                leaves, spec = tree_flatten(predictor(own, *some))
+                totals = totals or [_room(leaf, count, num_rows, average, place) for leaf in leaves]
+                for total, leaf in zip(totals, leaves, strict=True):
+                    if average:
+                        total[some] += leaf.sum(0, dtype=total.dtype).to(place)
+                    else:
+                        total[part, *some] = leaf.to(place)
+            bar.update(part.stop - part.start)
+    if spec is None or not totals:
+        raise ValueError("there is nothing to predict: the posterior holds no draws, the data no rows or no targets")
     return tree_unflatten([t / count if average else t.reshape(*batch, *t.shape[1:]) for t in totals], spec)
 
 
-def _draws(
-    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], num_samples: int | None, keeps: bool
-) -> tuple[Weights, torch.Size]:
-    """The draws that are asked for, of batch shape ``(S,)``, and the batch shape of the result."""
-    require_sites(weights, shapes)
-    batch = batch_shape({site: weights[site] for site in shapes}, shapes)
-    draws = {site: weights[site].detach().reshape(-1, *shape) for site, shape in shapes.items()}
-    result = batch if keeps else torch.Size([batch.numel()])
-    if num_samples is None:
-        return draws, result
-    if len(result) != 1 or num_samples > batch.numel():
-        raise ValueError(
-            f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}; it takes as many or fewer, "
-            "evenly spaced, along one batch axis"
-        )
-    index = evenly_spaced(batch.numel(), num_samples)
-    return {site: value[index.to(value.device)] for site, value in draws.items()}, torch.Size([num_samples])
+def _room(leaf: Tensor, count: int, num_rows: int | None, average: bool, place: torch.device) -> Tensor:
+    """The room for all of a result, of which a part is at hand."""
+    shape = leaf.shape[1:] if num_rows is None else (num_rows, *leaf.shape[2:])
+    if average:
+        return torch.zeros(shape, dtype=torch.float64, device=place)
+    return torch.empty((count, *shape), dtype=leaf.dtype, device=place)
 
 
-def _ranges(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _chunks(
-    place: torch.device, predictor: Predictor, draw_chunk: int | None, row_chunk: int | None
-) -> tuple[int, int]:
+def _chunks(place: torch.device, predictor: NetworkPredictor | TracedPredictor) -> tuple[int, int]:
     """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
-    rows = max(1, predictor.num_rows or 1)
     entries = CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES
-    numbers = sum(shape.numel() for shape in predictor.site_shapes.values())
-    if draw_chunk is None:
-        fitting = max(LEAST_DRAWS, min(MOST_DRAWS, entries // (predictor.row_entries * rows)))
-        draw_chunk = max(1, min(fitting, WEIGHT_ENTRIES // max(1, numbers)))
-    return draw_chunk, row_chunk or max(1, entries // (draw_chunk * predictor.row_entries))
+    fitting = entries // (predictor.row_entries * max(1, predictor.num_rows or 1))
+    numbers = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
+    draws = max(1, min(max(LEAST_DRAWS, min(MOST_DRAWS, fitting)), WEIGHT_ENTRIES // numbers))
+    return draws, max(1, entries // (draws * predictor.row_entries))

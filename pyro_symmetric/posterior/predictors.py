@@ -45,27 +45,25 @@ class NetworkPredictor:
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
     ):
-        found, wanted = described_call(args, kwargs), 2 if kind == "log_likelihood" else 1
+        found, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
             raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {found}")
-        bare = not isinstance(model, BayesianModel)
-        if not bare and len(args) + len(kwargs) != wanted:
-            wants = "the inputs and the targets" if wanted == 2 else "the inputs only, no targets"
-            raise TypeError(f"a BayesianModel takes {wants} here; found {found}")
+        if not bare and len(args) + len(kwargs) != (2 if kind == "log_likelihood" else 1):
+            raise TypeError(f"a BayesianModel takes the inputs only, for log-likelihoods the targets; found {found}")
         if kind == "discrete" or (bare and kind != "outputs"):
             lacks = "no discrete latent sites" if kind == "discrete" else "no likelihood; pass the BayesianModel"
             raise ValueError(f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}")
-        self.model, self.kind = copy.deepcopy(model).eval() if bare else model, kind
+        self.model, self.kind = model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(), kind
         net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
-        if any(value.requires_grad for value in parameters.values()):  # a posterior may lack those that are frozen
-            parameters = {name: value for name, value in parameters.items() if value.requires_grad or name in given}
-        shapes = {name: value.shape for name, value in parameters.items()}
+        # A posterior may lack what is frozen, and hold running statistics.
+        needed = {name for name, value in parameters.items() if value.requires_grad} or set(parameters)
+        tensors = {**parameters, **dict(net.named_buffers())}
+        self.site_shapes = {name: t.shape for name, t in tensors.items() if name in needed or name in given}
+        self.latents: list[str] = []
         if isinstance(self.model, BayesianModel) and kind in ("samples", "log_likelihood"):
-            shapes = self.model.site_shapes
-        held = {name: value.shape for name, value in net.named_buffers() if name in given}
-        self.latents = [site for site in shapes if site not in parameters]
-        self.site_shapes = {**shapes, **held}
+            self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
+            self.latents = [site for site in self.site_shapes if site not in tensors]
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
@@ -81,8 +79,8 @@ class NetworkPredictor:
 
         args, kwargs = tree_map(cut, (self.args, self.kwargs))
         values = self._predicted(weights, args, kwargs)
-        if any(leaf.shape[1:2] != args[0].shape[:1] for leaf in tree_leaves(values)):
-            shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
+        shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
+        if any(shape[:1] != args[0].shape[:1] for shape in shapes):
             raise ValueError(
                 f"the network makes {', '.join(map(str, shapes))} of {described(args[0])}: not one row for each row. "
                 "The first axis of the inputs are the rows; one row by itself is x[None]"
@@ -98,7 +96,6 @@ class NetworkPredictor:
         if self.kind == "outputs":
             return outputs
         mean = self.model.likelihood.mean(outputs)
-        mean = mean[..., None] if mean.dim() == 2 else mean  # a network of one output may return (N,)
         if self.kind == "mean":
             return mean
         drawn = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents}).sample()
@@ -132,42 +129,30 @@ class TracedPredictor(Traced):
         with PYRO, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-        own = [name for name, site in sites.items() if name in given and not is_deterministic(site)]
-        drawn = {name: site for name, site in sites.items() if name not in own and _is_random(site)}
+        self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
+        drawn = {s: site for s, site in sites.items() if s not in self.site_shapes and _is_random(site)}
         self._last = next(reversed(drawn), None)  # on whose value no mean depends
-        self.site_shapes = {name: sites[name]["value"].shape for name in own}
-        if not own:
-            has = [name for name, site in sites.items() if not site["is_observed"] and not site_is_subsample(site)]
-            named = [name for name, _ in model.named_parameters()] if isinstance(model, nn.Module) else []
-            also = f"; as a network it has the sites {sorted(named)}" if named and not has else ""
-            found = f"its latent sites are {sorted(has)}{also}"
-            raise ValueError(f"the model has none of the sites {sorted(given)} that are given; {found}")
+        if not self.site_shapes:
+            has = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
+            raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {has}")
         _require_all_rows(trace, drawn)
         if kind in ("discrete", "log_likelihood"):
-            self._require_given(drawn, {name: given[name] for name in own})
+            self._require_given(drawn, given)
 
     def _require_given(self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-        """:raises ValueError: if the posterior leaves other sites than discrete ones, or none though they are asked
-        for."""
+        """:raises ValueError: if other sites than discrete ones are left to be drawn, or none though asked for."""
         latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
-        rows = self.kind == "log_likelihood"
-        if missing := [name for name, site in latent.items() if rows or not is_enumerated(site)]:
-            raise ValueError(
-                f"{'the density of each row' if rows else 'a draw of the discrete sites'} is one given all other sites "
-                f"and the data; neither the posterior nor the model's arguments give {missing}"
-            )
-        if rows:
+        if missing := [n for n, s in latent.items() if self.kind == "log_likelihood" or not is_enumerated(s)]:
+            raise ValueError(f"kind is {self.kind!r}, which is one given all other sites; nothing gives {missing}")
+        if self.kind == "log_likelihood":
             return
         if not latent or len(latent) == len(drawn):
-            lacks = "the model observes none" if latent else "the posterior leaves no discrete latent site"
-            raise ValueError(f"kind is 'discrete', of sites that were summed out given the data, but {lacks}")
-        if not all(value.numel() for value in given.values()):
-            raise ValueError("the posterior holds no draws; there is nothing to predict")
-        one = {name: v.reshape(-1, *self.site_shapes[name])[0].to(self.device) for name, v in given.items()}
+            raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
+        one = {name: given[name].reshape(-1, *shape)[0].to(self.device) for name, shape in self.site_shapes.items()}
         with running_pyro(self.dtype):
             self.enumeration = Enumeration(self.model, self.run(one), one, self.args, self.kwargs)
 
-    def __call__(self, weights: Weights, rows: slice) -> Any:
+    def __call__(self, weights: Weights) -> Any:
         try:
             values = self.mapped(self._one, weights, randomness="different")
         except RuntimeError as error:
@@ -181,13 +166,8 @@ class TracedPredictor(Traced):
             if not bool(possible.all()):
                 raise ValueError(
                     f"of {len(possible)} draws, {int((~possible).sum())} leave the data no possible values of the "
-                    "discrete sites: the density of all of them is 0 or not a number. Look for NaN in the data, values "
-                    "outside of a distribution's support, and draws of another model"
+                    "discrete sites: the density of all of them is 0 or not a number"
                 )
-        if self.kind == "mean":
-            for site, value in values.items():
-                if value.numel() and bool(value.isnan().all()):
-                    raise ValueError(_no_mean(site, "whose mean isn't a number"))
         return values
 
     def _one(self, weights: Weights) -> Any:
@@ -207,10 +187,8 @@ class TracedPredictor(Traced):
         if self.kind != "outputs":
             return targets.values
         if not tree_leaves(returned) or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):
-            raise ValueError(
-                f"the model returns {type(returned).__name__}, no tensors; return its outputs, or use kind='mean' or "
-                "kind='samples'"
-            )
+            kind = type(returned).__name__
+            raise ValueError(f"the model returns {kind}, no tensors; return its outputs, or use another kind")
         return returned
 
 
@@ -252,11 +230,7 @@ def _mean(site: str, fn: Any) -> Tensor:
             return inner.probs.expand(*fn.batch_shape, *fn.event_shape, inner.probs.shape[-1])
         return fn.mean
     except NotImplementedError as error:
-        raise ValueError(_no_mean(site, f"({type(fn).__name__}) whose mean isn't known")) from error
-
-
-def _no_mean(site: str, what: str) -> str:
-    return f"kind='mean' is asked for, but site {site!r} has a distribution {what}; use kind='samples'"
+        raise ValueError(f"the mean of site {site!r} ({type(fn).__name__}) isn't known; use kind='samples'") from error
 
 
 def _is_random(site: Any) -> bool:

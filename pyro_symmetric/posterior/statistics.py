@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,6 @@ import torch
 from numpy.typing import NDArray
 from scipy import fft, special, stats
 from torch import Tensor
-
-from pyro_symmetric.calls import described
 
 Array = NDArray[np.float64]
 
@@ -55,147 +53,39 @@ class ChainStatistics:
 
 
 def chain_statistics(draws: Tensor) -> ChainStatistics:
-    """R-hat and effective sample sizes of many quantities.
+    """R-hat and effective sample sizes of many quantities ``(chains, draws, *event_shape)``.
 
     >>> chain_statistics(torch.randn(4, 250, 10, 3)).r_hat.shape
     torch.Size([10, 3])
 
-    NaN for fewer than 4 draws, for quantities that are constant or not finite, and R-hat of one chain; R-hat is
-    infinite if no half of a chain moves, but halves differ. Draws that are mapped from a file are read in blocks of
-    half a gigabyte at most.
-
-    :param draws: ``(chains, draws, *event_shape)``.
+    NaN for fewer than 4 draws and for quantities that are constant or not finite. R-hat of one chain compares its
+    halves, as Pyro's, and can't see another mode; it is infinite if no half of a chain moves, but halves differ. Draws
+    that are mapped from a file are read in blocks of half a gigabyte at most.
     """
-    if draws.dim() < 2 or draws.is_complex():
-        raise ValueError(f"draws is {described(draws)}; it must be real, (chains, draws, *event_shape)")
     event = draws.shape[2:]
     result = np.full((3, event.numel()), np.nan)
     if draws.numel() and draws.shape[1] >= 4:
-        columns = draws.detach().flatten(2) if event else draws.detach()[..., None]
-        series_size = draws.shape[:2].numel()
+        columns, series_size = draws.detach()[..., None].flatten(2), draws.shape[:2].numel()
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-            for block in _slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
+            for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
                 series = columns[..., block].permute(2, 0, 1).contiguous().cpu()
-                series = series.float() if series.dtype.itemsize < 4 else series
-                numbers = series.numpy()
-                parts = _slices(len(numbers), _PART_ENTRIES // series_size)
+                numbers = (series.float() if series.dtype.itemsize < 4 else series).numpy()
+                parts = slices(len(numbers), _PART_ENTRIES // series_size)
                 result[:, block] = np.hstack(list(threads.map(_part, [numbers[part] for part in parts])))
     return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
-
-
-def also_of_one(draws: Tensor) -> ChainStatistics:
-    """:func:`chain_statistics`, whose R-hat of one chain compares its halves, as Pyro's. It can't see another mode."""
-    found = chain_statistics(draws)
-    return found if len(draws) != 1 else replace(found, r_hat=chain_statistics(halves(draws).squeeze(1)).r_hat)
-
-
-def halves(draws: Tensor) -> Tensor:
-    """First and second half of each chain, ``(2, chains, draws // 2, ...)``."""
-    half = draws.shape[1] // 2
-    return torch.stack([draws[:, :half], draws[:, draws.shape[1] - half :]])
-
-
-def non_finite(draws: Tensor) -> Tensor:
-    """Number of draws of each chain that hold a NaN or an infinite value, ``(chains,)``.
-
-    :param draws: ``(chains, draws, *event_shape)``, floating.
-    """
-    if draws.numel() == 0:
-        return torch.zeros(len(draws), dtype=torch.long, device="cpu")
-    lowest, highest = torch.aminmax(draws.reshape(*draws.shape[:2], -1), dim=-1)  # NaN if any value is
-    return (~(lowest.isfinite() & highest.isfinite())).sum(1).cpu()
-
-
-def standing_still(draws: Tensor) -> Tensor:
-    """Mask of the quantities that never change in a chain, bool ``(chains, *event_shape)``.
-
-    :param draws: ``(chains, draws, *event_shape)``.
-    """
-    if draws.numel() == 0:
-        return torch.ones(draws.shape[:1] + draws.shape[2:], dtype=torch.bool, device="cpu")
-    lowest, highest = torch.aminmax(draws, dim=1)
-    return (lowest == highest).cpu()
-
-
-def watched(draws: Tensor) -> Tensor:
-    """The first entries of a site, ``(chains, draws, K)``: enough to see whether chains move, as a move changes all.
-    If none of them ever changes (zeros of a triangle, pruned weights), the first that do."""
-    entries = draws[..., None].flatten(2)
-    heads = entries[..., :WATCHED_ENTRIES]
-    if bool(standing_still(heads).all()):
-        heads = entries[..., (~standing_still(entries).all(0)).nonzero().flatten()[:WATCHED_ENTRIES].to(draws.device)]
-    return heads
-
-
-def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
-    """The chains that equal an earlier one draw for draw, and move: runs that had the same seed, say.
-
-    :param samples: site -> ``(chains, draws, ...)``.
-    """
-    parts = [value[..., None].flatten(2) for value in samples.values()]
-    # Chains that differ do so in the first entries that change already: each move changes them all.
-    heads = torch.cat([watched(value).flatten(1).double() for value in samples.values()], 1)
-    if len(heads) < 2 or not heads.shape[1]:
-        return []
-    _, which = torch.unique(heads, dim=0, return_inverse=True)
-    moves = torch.stack([(part[:, :1] != part).flatten(1).any(1) for part in parts]).any(0)
-    first = {int(group): chain for chain, group in reversed(list(enumerate(which.tolist())))}
-    return [chain for chain, group in enumerate(which.tolist()) if chain != first[group] and bool(moves[chain])]
-
-
-def missing_energy(energy: Tensor) -> Tensor:
-    """The energy's Bayesian fraction of missing information (E-BFMI) of each chain, ``(chains,)``.
-
-    Below 0.3 momenta change the energy so little that a chain can't follow the posterior's tails.
-
-    :param energy: Hamiltonian (potential plus kinetic energy) at every draw, ``(chains, draws)``.
-    """
-    energy = energy.double()
-    return energy.diff(dim=1).square().mean(1) / energy.var(1)
-
-
-def rounding(energy: Tensor) -> Tensor:
-    """The distance that rounding may move sums as large as these, in their shape: four units of the last place."""
-    return ROUNDING * torch.finfo(energy.dtype).eps * energy.abs()
-
-
-def exceeded_by_few(values: Tensor) -> float:
-    """The value that one in a hundred exceeds; of fewer the largest; NaN if there is none."""
-    return float(values.sort().values[-1 - len(values) // 100]) if len(values) else float("nan")
-
-
-def evenly_spaced(count: int, most: int) -> Tensor:
-    """The places of at most so many of ``count``: the last of each of that many equal parts.
-
-    Of chains laid end to end these are each chain's latest draws, which know least of where it started.
-    """
-    parts = min(count, most)
-    return (torch.arange(parts, device="cpu") + 1) * count // max(parts, 1) - 1
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _slices(length: int, size: int) -> list[slice]:
-    size = max(1, size)
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 @np.errstate(all="ignore")
 def _part(series: NDArray[Any]) -> Array:
     """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
     series = series.astype(np.float64)
-    count, chains, length = series.shape
-    rows, half = series.reshape(count, -1), length // 2
+    rows, half = series.reshape(len(series), -1), series.shape[2] // 2
     split = np.concatenate([series[..., :half], series[..., -half:]], axis=1)  # of an odd length, without the middle
     scores = _normal_scores(split)
+    folded = _normal_scores(np.abs(split - np.median(split, axis=(1, 2), keepdims=True)))
     tails = [effective_size(split <= limit[:, None, None]) for limit in np.quantile(rows, TAILS, axis=1)]
-    r_hat = np.full(count, np.nan)
-    if chains > 1:
-        folded = np.abs(split - np.median(split, axis=(1, 2), keepdims=True))
-        r_hat = np.fmax(_r_hat(scores), _r_hat(_normal_scores(folded)))
-    usable = np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1))
-    return np.where(usable, [r_hat, effective_size(scores), np.minimum(*tails)], np.nan)
+    found = [np.fmax(_r_hat(scores), _r_hat(folded)), effective_size(scores), np.minimum(*tails)]
+    return np.where(np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1)), found, np.nan)
 
 
 def _normal_scores(split: Array) -> Array:
@@ -241,3 +131,78 @@ def _autocorrelation_time(rho: Array) -> Array:
     # The even lag of the pair that ended the sequence still counts, once, if it is positive.
     even = rho[rows, 2 * kept]
     return -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)
+
+
+# of chains ----------------------------------------------------------------------------------------------------------
+
+
+def non_finite(draws: Tensor) -> Tensor:
+    """Number of draws of each chain that hold a NaN or an infinite value, ``(chains,)``."""
+    if draws.numel() == 0:
+        return torch.zeros(len(draws), dtype=torch.long, device="cpu")
+    lowest, highest = torch.aminmax(draws.reshape(*draws.shape[:2], -1), dim=-1)  # NaN if any value is
+    return (~(lowest.isfinite() & highest.isfinite())).sum(1).cpu()
+
+
+def standing_still(draws: Tensor) -> Tensor:
+    """Mask of the quantities ``(chains, draws, *event_shape)`` that never change in a chain, without draws."""
+    if draws.numel() == 0:
+        return torch.ones(draws.shape[:1] + draws.shape[2:], dtype=torch.bool, device="cpu")
+    lowest, highest = torch.aminmax(draws, dim=1)
+    return (lowest == highest).cpu()
+
+
+def watched(draws: Tensor) -> Tensor:
+    """The first entries of a site, ``(chains, draws, K)``: enough to see whether chains move, as a move changes all.
+    If none of them ever changes (zeros of a triangle, pruned weights), the first that do."""
+    entries = draws[..., None].flatten(2)
+    heads = entries[..., :WATCHED_ENTRIES]
+    if bool(standing_still(heads).all()):
+        heads = entries[..., (~standing_still(entries).all(0)).nonzero().flatten()[:WATCHED_ENTRIES].to(draws.device)]
+    return heads
+
+
+def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
+    """The chains that equal an earlier one draw for draw, and move: runs that had the same seed, say."""
+    heads = torch.cat([watched(value).double().cpu() for value in samples.values()], 2).numpy()
+    seen, copies = set(), list[int]()
+    for chain, draws in enumerate(heads):
+        if draws.tobytes() in seen and (draws != draws[:1]).any():
+            copies.append(chain)
+        seen.add(draws.tobytes())
+    return copies
+
+
+def missing_energy(energy: Tensor) -> Tensor:
+    """The energy's Bayesian fraction of missing information (E-BFMI) of each chain, ``(chains,)``, from the Hamiltonian
+    at every draw, ``(chains, draws)``. Below 0.3 momenta change it too little to follow the posterior's tails."""
+    energy = energy.double()
+    return energy.diff(dim=1).square().mean(1) / energy.var(1)
+
+
+def rounding(energy: Tensor) -> Tensor:
+    """The distance that rounding may move sums as large as these, in their shape: four units of the last place."""
+    return ROUNDING * torch.finfo(energy.dtype).eps * energy.abs()
+
+
+# places -------------------------------------------------------------------------------------------------------------
+
+
+def exceeded_by_few(values: Tensor) -> float:
+    """The value that one in a hundred exceeds; of fewer the largest; NaN if there is none."""
+    return float(values.sort().values[-1 - len(values) // 100]) if len(values) else float("nan")
+
+
+def evenly_spaced(count: int, most: int) -> Tensor:
+    """The places of at most so many of ``count``: the last of each of that many equal parts.
+
+    Of chains laid end to end these are each chain's latest draws, which know least of where it started.
+    """
+    parts = min(count, most)
+    return (torch.arange(parts, device="cpu") + 1) * count // max(parts, 1) - 1
+
+
+def slices(length: int, size: int) -> list[slice]:
+    """Cuts of a length into parts of a size, the last of what is left."""
+    size = max(1, size)
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]

@@ -65,11 +65,11 @@ def test_stuck_and_slow_chains_are_named():
     posterior = sound()
     posterior.samples["w"][3] = posterior.samples["w"][3, :1]
     assert diagnose(posterior)["moving"].status == "fail"
-    assert "chain 3 stuck" in diagnose(posterior)["moving"].words
+    assert "chain 3 hardly move" in diagnose(posterior)["moving"].words
     slow = sound()
     slow.samples["w"][[1, 5]] *= 0.05
     assert diagnose(slow)["moving"].status == "warn"
-    assert "chains 1, 5 slow" in diagnose(slow)["moving"].words
+    assert "chains 1, 5 hardly move" in diagnose(slow)["moving"].words
 
 
 def test_chains_far_apart_fail_and_the_site_is_named():

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,26 +33,9 @@ def test_columns_keep_their_sites_dtype_and_statistics_come_by_name(posterior: P
     assert frame["diverging"].groupby("chain").sum().tolist() == posterior.divergences.tolist()
 
 
-def test_the_long_form_is_the_wide_one_melted(posterior: Posterior) -> None:
-    names = ["v", "w", "lp", "diverging"]
-    long = posterior.to_dataframe(names, form="long")
-    assert list(long.columns) == ["chain", "draw", "site", "entry", "value"]
-    wide = posterior.to_dataframe(names).reset_index()
-    melted = wide.melt(["chain", "draw"], var_name="entry", value_name="value")
-    keys = ["entry", "chain", "draw"]
-    found, expected = (
-        table.astype({"entry": str, "value": float}).sort_values(keys)[[*keys, "value"]].to_numpy()
-        for table in (long, melted)
-    )
-    assert np.array_equal(found, expected)
-    assert (long["site"].astype(str) == long["entry"].astype(str).str.partition("[")[0]).all()
-    assert long["value"].dtype == np.float32  # which holds the float32 of "v" and the bool of "diverging"
-
-
-@pytest.mark.parametrize("form", ["wide", "long"])
-def test_empty_sites_no_draws_and_bfloat16(form: str) -> None:
+def test_empty_sites_no_draws_and_bfloat16() -> None:
     posterior = Posterior({"e": torch.zeros(2, 3, 0), "b": torch.ones(2, 3, 2).bfloat16()}, kind="independent")
-    frame = posterior.to_dataframe(form=form)
-    assert len(frame) == (6 if form == "wide" else 12)
+    frame = posterior.to_dataframe()
+    assert len(frame) == 6
     assert frame.select_dtypes("float32").to_numpy().sum() == 12
-    assert len(posterior.select(draws=slice(0, 0)).to_dataframe(form=form)) == 0
+    assert len(posterior.select(draws=slice(0, 0)).to_dataframe()) == 0

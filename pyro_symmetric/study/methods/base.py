@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyro_symmetric.calls import did_you_mean
-from pyro_symmetric.posterior.draws import beside
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
@@ -161,5 +160,5 @@ def pooled(fits: list[Fit]) -> Fit:
     """One fit whose draws are those of several independent ones, with equal shares."""
     if len(fits) == 1:
         return fits[0]
-    draws = Posterior(beside([fit.posterior.samples for fit in fits]), kind=fits[0].posterior.kind)
+    draws = Posterior.concat([Posterior(fit.posterior.samples, kind=fit.posterior.kind) for fit in fits])
     return replace(fits[0], posterior=draws, evidence=None, details={"modes": len(fits)})
