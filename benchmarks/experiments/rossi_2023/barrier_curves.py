@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import pyro_symmetric as ps
 from benchmarks.harness import (
@@ -60,12 +60,14 @@ from benchmarks.harness import (
     spread,
 )
 from benchmarks.networks import perceptron
+from pyro_symmetric.alignment import GaussianWeights
 from pyro_symmetric.networks import resnet20
 
 PATHS = ("unaligned", "aligned")
 KINDS = ("posterior", "plain")
-KEPT = ("net", "depth", "pool", "init_scale", "cost", "train", "test", "rows", "steps", "batch", "lr")
-KEPT += ("scale_lr", "restarts", "points", "draws", "device")
+KEPT = ("net", "depth", "pool", "train", "test", "steps", "batch", "lr", "points", "draws", "device")
+INIT_SCALE, SCALE_LR = 0.01, 0.01  # of deviations, and the rate of their logarithms
+SHOWN = 1000  # training rows on which the path is measured
 
 
 # networks and their training -----------------------------------------------------------------------------------------
@@ -80,35 +82,48 @@ def started(net: nn.Sequential) -> nn.Sequential:
     return net
 
 
-def batches(x: Tensor, options: Any, seed: int) -> Any:
-    """Indices of the rows of every step, and a bar that shows them pass."""
-    rows = mini_batches(len(x), options.batch, options.steps, seed)
-    return tqdm(rows, total=options.steps, disable=not options.progress, leave=False)
+def descend(
+    groups: Sequence[tuple[float, Sequence[Tensor]]],
+    loss: Callable[[Tensor], Tensor],
+    rows: int,
+    seed: int,
+    options: Any,
+) -> float:
+    """Adam on the loss of mini-batches; its rates rise for a tenth of the steps and then fall to a thousandth. Returns
+    the mean loss over the last tenth.
 
-
-def scheduled(parameters: Any, rates: Any, options: Any) -> tuple[Any, Any]:
-    """Adam, whose rates rise for a tenth of the steps and then fall to a thousandth."""
-    groups = [{"params": list(group)} for group in parameters]
-    optimiser = torch.optim.Adam(groups, lr=options.lr, fused=True)
+    :param groups: the highest rate of each group of parameters.
+    :param loss: of the rows of these indices.
+    """
+    optimiser = torch.optim.Adam([{"params": list(parameters)} for _, parameters in groups], fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, list(rates), total_steps=options.steps, pct_start=0.1, div_factor=10, final_div_factor=100
+        optimiser,
+        [rate for rate, _ in groups],
+        total_steps=options.steps,
+        pct_start=0.1,
+        div_factor=10,
+        final_div_factor=100,
     )
-    return optimiser, schedule
+    losses = []
+    for batch in mini_batches(rows, options.batch, options.steps, seed):
+        optimiser.zero_grad()
+        found = loss(batch)
+        found.backward()
+        optimiser.step()
+        schedule.step()
+        losses.append(found.detach())
+    return float(torch.stack(losses)[-max(1, len(losses) // 10) :].mean())
 
 
 def fit_perceptron(
     net: nn.Sequential, x: Tensor, y: Tensor, temperature: float, prior: float, seed: int, options: Any
-) -> Any:
-    """A mean-field posterior by local reparametrisation, as Gaussian weights; and its loss (negative ELBO) per row."""
+) -> tuple[GaussianWeights, float]:
+    """A mean-field posterior by local reparametrisation, and its loss (negative ELBO) per row."""
     layers = [(name, module) for name, module in net.named_children() if isinstance(module, nn.Linear)]
-    names = [f"{name}.{part}" for name, _ in layers for part in ("weight", "bias")]
-    loc = {name: net.get_parameter(name).detach().clone().requires_grad_() for name in names}
-    log_scale = {name: torch.full_like(value, math.log(options.init_scale)) for name, value in loc.items()}
-    log_scale = {name: value.requires_grad_() for name, value in log_scale.items()}
-    rates = (options.lr, options.scale_lr)
-    optimiser, schedule = scheduled((loc.values(), log_scale.values()), rates, options)
-    losses = []
-    for rows in batches(x, options, seed):
+    loc = {name: value.detach().clone().requires_grad_() for name, value in net.named_parameters()}
+    log_scale = {name: torch.full_like(value, math.log(INIT_SCALE)).requires_grad_() for name, value in loc.items()}
+
+    def loss(rows: Tensor) -> Tensor:
         variance = {name: (2 * value).exp() for name, value in log_scale.items()}
         hidden = x[rows]
         for name, _ in layers:
@@ -121,21 +136,14 @@ def fit_perceptron(
             (variance[name].sum() + loc[name].square().sum()) / (2 * prior)
             - log_scale[name].sum()
             + (math.log(prior) - 1) / 2 * loc[name].numel()
-            for name in names
+            for name in loc
         )
-        loss = nn.functional.cross_entropy(hidden, y[rows]) / temperature + divergence / len(x)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
-        losses.append(loss.detach())
+        return nn.functional.cross_entropy(hidden, y[rows]) / temperature + divergence / len(x)
+
+    groups = ((options.lr, list(loc.values())), (SCALE_LR, list(log_scale.values())))
+    last = descend(groups, loss, len(x), seed, options)
     scale = {name: value.detach().exp() for name, value in log_scale.items()}
-    return ps.alignment.GaussianWeights({name: value.detach() for name, value in loc.items()}, scale), last(losses)
-
-
-def last(losses: list[Any]) -> float:
-    """The mean over the last tenth."""
-    return float(torch.as_tensor(losses[-max(1, len(losses) // 10) :]).mean())
+    return GaussianWeights({name: value.detach() for name, value in loc.items()}, scale), last
 
 
 def fit_by_svi(
@@ -153,24 +161,20 @@ def fit_by_svi(
     model = ps.BayesianModel(net, prior, likelihood, num_data=len(x))
     start = init_to_value(values=model.initial_weights())
     pyro.clear_param_store()
-    guide = AutoDiagonalNormal(model, init_loc_fn=start, init_scale=options.init_scale)
+    guide = AutoDiagonalNormal(model, init_loc_fn=start, init_scale=INIT_SCALE)
     optimiser = pyro.optim.ClippedAdam({"lr": options.lr, "lrd": 0.02 ** (1 / options.steps)})
     svi = SVI(model, guide, optimiser, Trace_ELBO())
-    losses = [svi.step(x[rows], y[rows]) / len(x) for rows in batches(x, options, seed)]
-    return ps.alignment.to_gaussian(guide), last(losses)
+    losses = [svi.step(x[b], y[b]) / len(x) for b in mini_batches(len(x), options.batch, options.steps, seed)]
+    last = losses[-max(1, len(losses) // 10) :]
+    return ps.alignment.to_gaussian(guide), sum(last) / len(last)
 
 
 def fit_plain(net: nn.Module, x: Tensor, y: Tensor, seed: int, options: Any) -> tuple[dict[str, Tensor], float]:
-    optimiser, schedule = scheduled((net.parameters(),), (options.lr,), options)
-    losses = []
-    for rows in batches(x, options, seed):
-        loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
-        losses.append(loss.detach())
-    return {name: value.detach() for name, value in net.named_parameters()}, last(losses)
+    def loss(rows: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(x[rows]), y[rows])
+
+    last = descend([(options.lr, list(net.parameters()))], loss, len(x), seed, options)
+    return {name: value.detach() for name, value in net.named_parameters()}, last
 
 
 # one comparison ------------------------------------------------------------------------------------------------------
@@ -205,12 +209,12 @@ def compare(
     group = ps.find_symmetry(net, x[:2]).permutations
     pyro.set_rng_seed(seed)
     start = time.perf_counter()
-    alignment = ps.align(fits[1], fits[0], group, options.cost, restarts=options.restarts)
+    alignment = ps.align(fits[1], fits[0], group, "wasserstein")
     align_seconds = time.perf_counter() - start
     p = alignment.element
-    moved = p(fits[1]) if kind == "plain" else ps.alignment.GaussianWeights(p(fits[1].loc), p(fits[1].scale))
+    moved = p(fits[1]) if kind == "plain" else GaussianWeights(p(fits[1].loc), p(fits[1].scale))
     model = ps.BayesianModel(net, 1.0, "categorical")
-    shown = {"train": (x[: options.rows], y[: options.rows]), "test": (test_x, data.test_y)}
+    shown = {"train": (x[:SHOWN], y[:SHOWN]), "test": (test_x, data.test_y)}
     curves = {}
     for path, end in zip(PATHS, (fits[1], moved), strict=True):
         torch.manual_seed(seed)
@@ -238,16 +242,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--temperature", type=float, nargs="+", default=[1.0])
     arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments.add_argument("--prior-variance", type=float, nargs="+", default=[0.0025])
-    arguments.add_argument("--init-scale", type=float, default=0.01)
-    arguments.add_argument("--cost", default="wasserstein", help="what align minimises")
     arguments.add_argument("--train", type=int, default=8000)
     arguments.add_argument("--test", type=int, default=2000)
-    arguments.add_argument("--rows", type=int, default=1000, help="training rows on which the path is measured")
     arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--batch", type=int, default=256)
     arguments.add_argument("--lr", type=float, default=0.003, help="highest learning rate")
-    arguments.add_argument("--scale-lr", type=float, default=0.01, help="that of the logarithms of deviations")
-    arguments.add_argument("--restarts", type=int, default=3, help="of align")
     arguments.add_argument("--points", type=int, default=11)
     arguments.add_argument("--draws", type=int, default=16, help="draws of the weights at every point")
     arguments.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
