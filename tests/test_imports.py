@@ -4,13 +4,13 @@ import json
 import subprocess
 import sys
 
-SLOW = {"arviz_base", "arviz_stats", "matplotlib", "pandas", "sklearn", "sympy", "torchvision", "xarray"}
+SLOW = {"arviz_base", "arviz_stats", "matplotlib", "pandas", "scipy.stats", "sklearn", "sympy", "torchvision", "xarray"}
 PROGRAM = """
 import json, sys
 import pyro
 before = set(sys.modules)
 import pyro_symmetric
-print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 

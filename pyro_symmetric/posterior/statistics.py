@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import fft, special, stats
+from scipy import fft, special
 from torch import Tensor
 
 Array = NDArray[np.float64]
@@ -90,7 +90,9 @@ def _part(series: NDArray[Any]) -> Array:
 
 def _normal_scores(split: Array) -> Array:
     """Quantiles of the standard normal at every draw's rank among all of its quantity (Blom 1958)."""
-    ranks = stats.rankdata(split.reshape(len(split), -1), axis=1).reshape(split.shape)
+    from scipy.stats import rankdata  # which takes longer to import than the whole package
+
+    ranks = rankdata(split.reshape(len(split), -1), axis=1).reshape(split.shape)
     return special.ndtri((ranks - 3 / 8) / (split[0].size + 1 / 4))
 
 
