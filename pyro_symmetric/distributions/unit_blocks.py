@@ -24,9 +24,8 @@ class UnitBlocks(TorchDistribution):
     :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the positions of unit ``u`` in the
         vector, column ``a`` is the same place in every unit. No position is listed twice.
     :param scale_trils: for each set the Cholesky factors of the units' covariances, ``(n, d, d)``.
-    :param scale: standard deviations of the positions that aren't listed, in rising order, ``(D - listed,)``; it may be
-        left out if all are listed.
-    :ivar rest: these positions, LongTensor.
+    :param scale: standard deviations, ``(D,)``; those of listed positions don't count. One by default.
+    :ivar rest: the positions that aren't listed, LongTensor.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
@@ -42,20 +41,23 @@ class UnitBlocks(TorchDistribution):
         batch_shape: Sequence[int] = (),
         validate_args: bool | None = None,
     ):
-        self.loc = loc
+        self.loc, self.scale = loc, torch.ones_like(loc) if scale is None else scale
         self.positions, self.scale_trils = tuple(positions), tuple(scale_trils)
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
-        self.scale = loc.new_ones(0) if scale is None else scale
         listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
+        fitting = all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)
+        if (
+            self.scale.shape != loc.shape
+            or not fitting
+            or bool((listed < 0).any())
+            or len(listed.unique()) < len(listed)
+        ):
+            raise ValueError(
+                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale has a number for every position; "
+                f"found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} and {tuple(self.scale.shape)}"
+            )
         free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
         self.rest = free.index_fill(0, listed, False).nonzero()[:, 0]
-        listable = len(listed.unique()) == len(listed) and not bool((listed < 0).any())
-        fitting = listable and all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)
-        if self.scale.shape != self.rest.shape or not fitting:
-            raise ValueError(
-                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale has a number for every other "
-                f"position; found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} and {len(self.scale)}"
-            )
         # Where each number of the vector stands among the blocks one after the other, and the rest.
         self._order = torch.cat([listed, self.rest]).argsort()
         super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
@@ -68,14 +70,12 @@ class UnitBlocks(TorchDistribution):
         new._validate_args = self._validate_args
         return new
 
-    # density and draws ----------------------------------------------------------------------------------------------
-
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
-        centred = (value - self.loc).reshape(-1, len(self.loc))
-        total = -0.5 * (centred[:, self.rest] / self.scale).square().sum(-1) - self.scale.log().sum()
+        centred, scale = (value - self.loc).reshape(-1, len(self.loc)), self.scale[self.rest]
+        total = -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
         for index, tril in self._sets:
             # All draws are columns of one system for each unit: nothing is copied for the batch.
             white = torch.linalg.solve_triangular(tril, centred[:, index].permute(1, 2, 0), upper=False)
@@ -91,46 +91,30 @@ class UnitBlocks(TorchDistribution):
             noise = torch.randn(*index.shape, shape.numel(), dtype=tril.dtype, device=tril.device)
             parts.append((tril @ noise).flatten(0, 1).mT)
         noise = torch.randn(shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device)
-        drawn = torch.cat([*parts, noise * self.scale], -1)[:, self._order]
+        drawn = torch.cat([*parts, noise * self.scale[self.rest]], -1)[:, self._order]
         return (self.loc + drawn).reshape(*shape, len(self.loc))
-
-    # moments --------------------------------------------------------------------------------------------------------
 
     @property
     def mean(self) -> Tensor:
         return self.loc.expand(self.batch_shape + self.event_shape)
 
-    def entropy(self) -> Tensor:
-        diagonals = [tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils]
-        logs = torch.cat([*diagonals, self.scale]).log().sum()
-        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(self.batch_shape)
-
     @property
     def variance(self) -> Tensor:
         blocks = [tril.square().sum(-1).reshape(-1) for tril in self.scale_trils]
-        whole = torch.cat([*blocks, self.scale.square()])[self._order]
+        whole = torch.cat([*blocks, self.scale[self.rest].square()])[self._order]
         return whole.expand(self.batch_shape + self.event_shape)
 
-    def precisions(self, units: Tensor) -> Tensor | None:
-        """Return the precision matrix of the numbers at each row of ``units``, ``(n, d)`` -> ``(n, d, d)``, in float64;
-        None if they share a block with anything else."""
-        owner, column = (torch.full((len(self.loc),), -1, device=self.loc.device) for _ in range(2))
-        owner[units] = torch.arange(len(units), device=owner.device).unsqueeze(-1)
-        column[units] = torch.arange(units.shape[1], device=owner.device).expand_as(units)
-        found = self.loc.new_zeros(*units.shape, units.shape[1], dtype=torch.float64)
-        alone = self.scale.square().reciprocal()[:, None, None]
-        blocks = [torch.cholesky_inverse(tril.double()) for tril in self.scale_trils]
-        for index, block in ((self.rest[:, None], alone.double()), *zip(self.positions, blocks, strict=True)):
-            own, at = owner[index], column[index]
-            if not bool((own == own[:, :1]).all()):
-                return None
-            inside = own[:, 0] >= 0
-            own, at = own[inside], at[inside]
-            found = found.index_put((own.unsqueeze(-1), at.unsqueeze(-1), at.unsqueeze(-2)), block[inside])
-        return found
+    def entropy(self) -> Tensor:
+        diagonals = [tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils]
+        logs = torch.cat([*diagonals, self.scale[self.rest]]).log().sum()
+        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(self.batch_shape)
 
-    @property
-    def square_root(self) -> Tensor:
-        """A matrix ``L``, ``(D, D)``, with ``L @ L.mT`` the covariance of the whole vector."""
-        parts = [torch.block_diag(*tril) for tril in self.scale_trils]
-        return torch.block_diag(*parts, self.scale.diag())[self._order]
+    def precisions(self, units: Tensor) -> Tensor | None:
+        """Return the precision matrices of some blocks, ``(n, d)`` -> ``(n, d, d)``, in float64; None if the rows of
+        ``units`` aren't the blocks of one set, one by one, with their positions in whatever order."""
+        for index, tril in self._sets:
+            if index.shape == units.shape and torch.equal(index.sort(-1).values, units.sort(-1).values):
+                at = index.argsort(-1).gather(-1, units.argsort(-1).argsort(-1))
+                rows = torch.cholesky_inverse(tril.double()).take_along_dim(at.unsqueeze(-1), -2)
+                return rows.take_along_dim(at.unsqueeze(-2), -1)
+        return None

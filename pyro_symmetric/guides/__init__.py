@@ -8,13 +8,11 @@ from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.guides.fit_gaussian import fit_gaussian
-from pyro_symmetric.guides.gaussian import AutoGaussian, sample_posterior
+from pyro_symmetric.guides.gaussian import AutoGaussian, AutoUnitBlocks, sample_posterior
 from pyro_symmetric.guides.push_forward import push_forward
-from pyro_symmetric.guides.swag import swag
 from pyro_symmetric.guides.symmetrize import symmetrize
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import barycentre, interpolate
-from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks
 
 __all__ = [
     "AutoGaussian",
@@ -30,6 +28,5 @@ __all__ = [
     "push_forward",
     "sample_posterior",
     "save_guide",
-    "swag",
     "symmetrize",
 ]

@@ -1,4 +1,7 @@
-"""The base of all guides of this library: parameters of their own, set-up without a step, draws without data."""
+"""The base of all guides of this library: parameters of their own, set-up without a step, draws without data.
+
+And what any set-up guide says of its sites: the layout of its vector, and the action of a group on that.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,18 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta, Distribution
 from pyro.distributions.util import sum_rightmost
-from pyro.infer.autoguide import AutoContinuous
+from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
-from pyro_symmetric.guides.layout import layout_of
-from pyro_symmetric.layout import is_identity
+from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.layout import Layout, is_identity
 from pyro_symmetric.weights import Weights
 
 # Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
 _NUMBERS = itertools.count(1)
-
-# What a guide knows of its model after it has been set up.
-_PROTOTYPE = ("prototype_trace", "_prototype_frames", "_unconstrained_shapes", "_cond_indep_stacks", "latent_dim")
 
 
 class WeightsGuide(AutoContinuous):
@@ -101,19 +101,15 @@ class WeightsGuide(AutoContinuous):
         """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
         return layout_of(self).unconstrain(weights)
 
-    def __repr__(self) -> str:
-        if self.prototype_trace is None:
-            return f"{type(self).__name__}(not set up)"
-        parameters = sum(p.numel() for p in self.parameters())
-        return f"{type(self).__name__}(latent_dim={self.latent_dim}, parameters={parameters})"
-
-    def _adopt(self, guide: AutoContinuous) -> None:
-        """Know of the model what a guide that was set up on it knows."""
-        for name in _PROTOTYPE:
-            setattr(self, name, getattr(guide, name))
-        trace: Any = self.prototype_trace
-        for name in {"_INPUT", "_RETURN"} & set(trace.nodes):  # the data
+    def _adopt(self, guide: AutoGuide) -> None:
+        """Know of the model what a guide that was set up on it knows, but for the data."""
+        layout, trace = layout_of(guide), guide.prototype_trace.copy()  # type: ignore[union-attr]
+        for name in {"_INPUT", "_RETURN"} & set(trace.nodes):
             trace.remove_node(name)
+        stacks = {name: trace.nodes[name]["cond_indep_stack"] for name in layout.site_shapes}
+        self.prototype_trace, self._cond_indep_stacks = trace, stacks
+        self._prototype_frames = {frame.name: frame for stack in stacks.values() for frame in stack}
+        self._unconstrained_shapes, self.latent_dim = layout.unconstrained_shapes, layout.dim
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Pyro's own makes this guide the master of one that it holds, by a weak reference that dask can't pickle.
@@ -132,6 +128,45 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_given": None}
         return state
+
+
+def layout_of(guide: AutoGuide) -> Layout:
+    """The layout of a guide's flat vector, in the order in which it concatenates its sites.
+
+    :raises ValueError: if the guide hasn't seen its model yet.
+    """
+    trace = getattr(guide, "prototype_trace", None)
+    if trace is None:
+        raise ValueError(
+            f"this {type(guide).__name__} hasn't been set up: call guide.setup(*model_args) (or guide(*model_args), "
+            "for a stock guide) or take one SVI step first"
+        )
+    nodes = dict(trace.iter_stochastic_nodes())
+    if not nodes:
+        raise ValueError("the model has no latent site; a guide needs at least one")
+    shapes = {name: node["value"].shape for name, node in nodes.items()}
+    return Layout(shapes, {name: biject_to(node["fn"].support) for name, node in nodes.items()})
+
+
+def action_on(guide: AutoGuide, group: Group) -> Action:
+    """The action of a group on a guide's vectors.
+
+    :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
+    """
+    shapes: Any = layout_of(guide).site_shapes
+    for site in group.required_sites:
+        if site not in shapes:
+            raise ValueError(
+                f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
+                f"{list(shapes)}. If the network is an attribute 'net' of the model, take symmetry.prefixed('net')"
+            )
+        if shapes[site] != group.site_shapes[site]:
+            raise ValueError(
+                f"site {site!r} has shape {tuple(shapes[site])} in the guide, but {tuple(group.site_shapes[site])} in "
+                "the group"
+            )
+    nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
+    return Action(group, {name: nodes[name]["fn"].support for name in shapes}, shapes)
 
 
 class _Image(Delta):

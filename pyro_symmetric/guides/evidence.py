@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pyro.infer.autoguide import AutoGuide
 from scipy.optimize import brentq
 from scipy.special import log_expit, logsumexp
@@ -39,9 +38,10 @@ from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Group
+from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
-from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
+from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc import log_joint
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, effective_size
@@ -111,26 +111,21 @@ class Evidence:
         return self.bridge or self.importance
 
     def __repr__(self) -> str:
-        relation = "=" if self.bound == "exact" else "≥"
         lines = [
             "Evidence, in nats",
-            f"  ELBO                = {_in_nats(self.elbo)} ± {_in_nats(self.elbo_error)}",
-            f"  symmetrised ELBO    {relation} {_in_nats(self.symmetrized_elbo)} ± {_in_nats(self.symmetrized_error)}, "
-            f"by {self.estimator}; log |G| = {self.log_order:.1f}",
+            f"  ELBO                = {self.elbo:.7g} ± {self.elbo_error:.2g}",
+            f"  symmetrised ELBO    {'=' if self.bound == 'exact' else '≥'} {self.symmetrized_elbo:.7g} "
+            f"± {self.symmetrized_error:.2g}, by {self.estimator}; log |G| = {self.log_order:.1f}",
         ]
         tail = f", Pareto-k {self.pareto_k:.2f}"
         for name, one, more in (("importance", self.importance, tail), ("bridge", self.bridge, "")):
             if one:
-                spread = "" if self.doubts else f" ± {_in_nats(one.error)}"
+                spread = "" if self.doubts else f" ± {one.error:.2g}"
                 worth = f"{one.effective_draws:.0f} effective of {one.num_draws} draws{more}"
-                lines.append(f"  {name + ' sampling':19} ≈ {_in_nats(one.log_evidence)}{spread}, {worth}")
+                lines.append(f"  {name + ' sampling':19} ≈ {one.log_evidence:.7g}{spread}, {worth}")
         if self.doubts:
             return "\n".join([*lines, "  in doubt, so that no error is known:", *(f"  ! {d}" for d in self.doubts)])
         return "\n".join([*lines, "  95 % interval: {:.2f} to {:.2f}".format(*self.best.interval())])
-
-
-def _in_nats(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 1e7 else f"{value:.1e}"
 
 
 def evidence(
@@ -167,13 +162,12 @@ def evidence(
     :raises ValueError: naming the units whose exchange changes the model; if chains never move, or equal others.
     """
     arguments.instance("guide", guide, AutoSymmetrized, "an AutoSymmetrized guide")
-    model = guide._given[0] if guide._given else None
-    if model is None or isinstance(model, LayoutModel):
+    if guide._given is None:
         raise ValueError(
             "guide was read from a file or another process, without its model; take "
             "ps.AutoSymmetrized(model, group, base=guide).setup(*args)"
         )
-    joint = log_joint(model, *args, **kwargs)
+    joint = log_joint(guide._given[0], *args, **kwargs)
     return evidence_of(guide, joint, guide.group, estimator, posterior=posterior, num_samples=num_samples, chunk=chunk)
 
 
@@ -194,9 +188,9 @@ def evidence_of(
     """
     arguments.whole("num_samples", num_samples, 2)
     require_estimator(estimator)
-    layout, base = layout_of(guide), plain_posterior(guide)
-    action = layout.action(group)
+    layout, base, action = layout_of(guide), plain_posterior(guide), action_on(guide, group)
     estimator = estimator or usual_estimator(base, action, training=False)
+    training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
     require_spread(base, guide)
 
     def joint(vectors: Tensor) -> Tensor:
@@ -205,34 +199,31 @@ def evidence_of(
     def density(log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
         return torch.cat([log_prob(base, action, part).double() for part in vectors.split(chunk)])
 
-    def gap(one: OrbitEstimator) -> float:
-        """The nats that an estimate leaves open: above is its mean with the identity, below that without it."""
-        with forked(), suppress(NotImplementedError):
-            some = base.sample((CHECKED_DENSITIES,))
-            return float((density(one.log_prob, some) - density(one.log_prob_elsewhere, some)).mean())
-        return math.inf
-
     device = next((value.device for value in (*guide.parameters(), *guide.buffers())), None)
     # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.
     with torch.no_grad(), forked(drawn_seed(), device):
         draws = base.sample((num_samples,))
-        _require_invariance(layout, log_joint, group, draws[:CHECKED])
+        if not (invariant := check_function(group, log_joint, layout.constrain(draws[:CHECKED]))):
+            raise ValueError(
+                f"at draws of the guide, {invariant}\nWithout that symmetry the symmetrised ELBO would be no bound of "
+                "the evidence: give the group that the model has (ps.verify_model names the sites), or mend the prior"
+            )
         target = joint(draws)
         plain, symmetrized = target - base.log_prob(draws).double(), target - density(estimator.log_prob, draws)
         found, k = importance(symmetrized), pareto_k(symmetrized)
-        with forked():
-            noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)  # half of its variance
-        training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
-        gaps = {one: 0.0 if one.bound == "exact" else gap(one) for one in {estimator, training}}
-        doubts = [
-            *doubts_of_weights(found, k, float(symmetrized.mean())),
-            *_told(
-                (gaps[estimator] + noise > 0.5, f"importance sampling: {estimator!r} and log_joint, from call to call, "
-                 f"leave {gaps[estimator] + noise:.1f} nats open; take a larger K, and give all data"),
-                (gaps[training] > 0.05 * group.log_order(), f"training: {training!r} leaves {gaps[training]:.1f} of "
-                 f"log |G| = {group.log_order():.1f} nats open; train with a larger K"),
-            ),
-        ]  # fmt: skip
+        doubts = doubts_of_weights(found, k, float(symmetrized.mean()))
+        noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)  # half of its variance
+        some = base.sample((CHECKED_DENSITIES,))
+        for one, most, more in {(training, 0.05 * group.log_order(), 0.0), (estimator, 0.5, noise)}:
+            # The nats that an estimate leaves open: above is its mean with the identity, below that without it.
+            open_nats = 0.0 if one.bound == "exact" else math.inf
+            with suppress(NotImplementedError):
+                open_nats = float((density(one.log_prob, some) - density(one.log_prob_elsewhere, some)).mean())
+            if open_nats + more > most:
+                doubts.append(
+                    f"density: {one!r}, and log_joint from call to call, leave {open_nats + more:.1f} nats open; "
+                    "train and report with a larger K, and give all data"
+                )
         connected = None
         if posterior is not None and math.isfinite(found.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
@@ -241,24 +232,15 @@ def evidence_of(
                 raise ValueError("log_joint is infinite at draws of posterior; they must be draws of the guide's model")
             at_chains = at_chains.reshape(chains.shape[:2])
             connected = bridge(symmetrized, at_chains, posterior.kind == "independent")
-            r_hat = chains_agree(at_chains) if posterior.kind == "chains" else 1.0
-            # Importance sampling in doubt should be too low: the largest weights are missing.
-            apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
-            doubts += _told(
-                (r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5,
-                 f"bridge sampling: the chains have R-hat {r_hat:.2f} and {connected.effective_draws:.0f} effective "
-                 f"draws, the error is {connected.error:.2g} nats"),
-                ((apart if doubts else abs(apart)) > 3 * error,
-                 f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats"),
-            )  # fmt: skip
-    bound = "lower" if estimator.bound == "upper" else estimator.bound
-    (elbo, elbo_error), (above, above_error) = map(_mean_and_error, (plain, symmetrized))
-    settings = repr(estimator), bound, group.log_order()
+            doubts += doubts_of_chains(found, connected, at_chains, posterior.kind, bool(doubts))
+    (elbo, elbo_error), (above, above_error) = (
+        (float(values.mean()), float(values.std() / num_samples**0.5)) for values in (plain, symmetrized)
+    )
+    settings = repr(estimator), "lower" if estimator.bound == "upper" else estimator.bound, group.log_order()
     return Evidence(elbo, elbo_error, above, above_error, *settings, found, k, connected, tuple(doubts))
 
 
-def _mean_and_error(values: Tensor) -> tuple[float, float]:
-    return float(values.mean()), float(values.std() / len(values) ** 0.5)
+# doubts ---------------------------------------------------------------------------------------------------------------
 
 
 def doubts_of_weights(found: Estimate, k: float, elbo: float = -math.inf) -> list[str]:
@@ -269,18 +251,41 @@ def doubts_of_weights(found: Estimate, k: float, elbo: float = -math.inf) -> lis
     """
     most, count = min(0.7, 1 - 1 / math.log10(max(found.num_draws, 11))), found.effective_draws
     far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) else 0.0
-    trusted = k <= most and count >= FEWEST and found.error <= 0.5
-    seen = not math.isfinite(found.log_evidence) or found.num_draws * math.exp(-2 * far) >= 50
-    return _told(
-        (not trusted, f"importance sampling: Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective "
-         f"draws, with an error of {found.error:.2g} nats"),
-        (not seen, f"importance sampling: the evidence lies {far:.1f} nats above the symmetrised ELBO, so that the "
-         "largest weights may be missing"),
-    )  # fmt: skip
+    doubts = []
+    if not (k <= most and count >= FEWEST and found.error <= 0.5):
+        doubts.append(
+            f"importance sampling: Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective draws, "
+            f"with an error of {found.error:.2g} nats"
+        )
+    if math.isfinite(found.log_evidence) and found.num_draws * math.exp(-2 * far) < 50:
+        doubts.append(
+            f"importance sampling: the evidence lies {far:.1f} nats above the symmetrised ELBO, so that the largest "
+            "weights may be missing"
+        )
+    return doubts
 
 
-def _told(*checks: tuple[bool, str]) -> list[str]:
-    return [reason for wrong, reason in checks if wrong]
+def doubts_of_chains(
+    found: Estimate, connected: Estimate, of_chains: Tensor, kind: str, doubted: bool = False
+) -> list[str]:
+    """Return what speaks against the bridge: the chains, and its distance from importance sampling.
+
+    :param of_chains: log-ratios, ``(chains, draws)``, functions of the orbit, so that chains in copies of one mode
+        agree. One chain is compared with itself, half by half.
+    :param doubted: whether importance sampling is in doubt; then it should be too low: the largest weights are missing.
+    """
+    halves = of_chains[0, of_chains.shape[1] % 2 :].reshape(2, -1) if len(of_chains) == 1 else of_chains
+    r_hat = float(chain_statistics(halves.double()).r_hat) if kind == "chains" else 1.0
+    apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
+    doubts = []
+    if r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5:
+        doubts.append(
+            f"bridge sampling: the chains have R-hat {r_hat:.2f} and {connected.effective_draws:.0f} effective draws, "
+            f"the error is {connected.error:.2g} nats"
+        )
+    if (apart if doubted else abs(apart)) > 3 * error:
+        doubts.append(f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats")
+    return doubts
 
 
 # estimates of log-ratios ----------------------------------------------------------------------------------------------
@@ -330,9 +335,18 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Es
     :param of_chains: log-ratios at draws of the posterior, ``(chains, draws)``.
     :param independent: whether draws of the posterior are independent, and no chains.
     """
+
+    def effective(values: Any) -> float:
+        """The number of independent draws that the mean of these ``(chains, draws)`` is worth."""
+        if independent:
+            return float(values.size)
+        half = values.shape[1] // 2
+        with np.errstate(invalid="ignore", divide="ignore"):  # of values that are all alike
+            split = np.concatenate([values[:, :half], values[:, -half:]])
+            return min(float(effective_size(split[None])[0]), float(values.size))
+
     guide, chains = (value.double().cpu().numpy() for value in (of_guide, of_chains))
-    worth = _effective(chains, independent)
-    share = worth / (worth + len(guide))
+    share = effective(chains) / (effective(chains) + len(guide))
     shift = math.log((1 - share) / share)
 
     def excess(x: float) -> float:
@@ -344,37 +358,19 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Es
     x = float(brentq(excess, known.min() - room, known.max() + room, xtol=1e-10))
     # Terms up to a common factor: ratios of their moments are all that counts.
     terms = [np.exp(v - v.max()) for v in (log_expit(guide - x - shift), log_expit(x + shift - chains))]
-    counts = len(guide), _effective(terms[1], independent)
+    counts = len(guide), effective(terms[1])
     variance = sum(t.var(ddof=1) / t.mean() ** 2 / n for t, n in zip(terms, counts, strict=True))
     return Estimate(x, _known(math.sqrt(variance)), chains.size, counts[1])
-
-
-def chains_agree(of_chains: Tensor) -> float:
-    """Return R-hat of the log-ratio, ``(chains, draws)``, a function of the orbit, so that chains in copies of one mode
-    agree. One chain is compared with itself, half by half."""
-    if len(of_chains) == 1:
-        of_chains = of_chains[0, of_chains.shape[1] % 2 :].reshape(2, -1)
-    return float(chain_statistics(of_chains.double()).r_hat)
 
 
 def _known(error: float) -> float:
     return error if error < UNKNOWN else math.inf
 
 
-def _effective(values: NDArray[np.float64], independent: bool) -> float:
-    """The number of independent draws that the mean of these ``(chains, draws)`` is worth."""
-    if independent:
-        return float(values.size)
-    length = values.shape[1]
-    split = np.concatenate([values[:, : length // 2], values[:, length - length // 2 :]])
-    with np.errstate(invalid="ignore", divide="ignore"):  # of values that are all alike
-        return min(float(effective_size(split[None])[0]), float(values.size))
-
-
 # densities ------------------------------------------------------------------------------------------------------------
 
 
-def _joint(log_joint: Joint, layout: GuideLayout, vectors: Tensor) -> Tensor:
+def _joint(log_joint: Joint, layout: Layout, vectors: Tensor) -> Tensor:
     """``log_joint`` with the volume of the bijections, ``(N,)``, in float64."""
     # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
     exact, tiny = vectors.double(), torch.finfo(vectors.dtype).tiny
@@ -386,7 +382,7 @@ def _joint(log_joint: Joint, layout: GuideLayout, vectors: Tensor) -> Tensor:
     return values.double() + layout.log_det(exact)
 
 
-def _vectors(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Tensor:
+def _vectors(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
     """About so many of the draws, evenly spaced, unconstrained, ``(chains, draws, D)``."""
     require_sites(posterior.samples, layout.site_shapes, "posterior")
     if posterior.num_samples < 4:
@@ -399,13 +395,3 @@ def _vectors(posterior: Posterior, layout: GuideLayout, num_samples: int) -> Ten
     if posterior.kind == "chains" and (left_out := still or copied_chains(posterior.samples)):
         raise ValueError(f"the chains {left_out} of posterior never move, or equal others; leave them out")
     return vectors
-
-
-def _require_invariance(layout: GuideLayout, log_joint: Joint, group: Group, latent: Tensor) -> None:
-    """:raises ValueError: if ``log_joint`` changes when draws of the guide are moved."""
-    found = check_function(group, log_joint, layout.constrain(latent))
-    if not found:
-        raise ValueError(
-            f"at draws of the guide, {found}\nWithout that symmetry the symmetrised ELBO would be no bound of the "
-            "evidence: give the group that the model has (ps.verify_model names the sites), or mend the prior"
-        )

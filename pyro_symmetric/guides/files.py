@@ -1,27 +1,31 @@
-"""Guides as files: parameters, layout, group and estimator in one safetensors file. A loaded guide draws without
-data."""
+"""Guides as files: moments, sites, group and estimator in one safetensors file. A loaded guide draws without data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+import pyro
+import pyro.distributions as dist
 import torch
+from pyro.distributions import constraints as pyro_constraints
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.distributions import biject_to, constraints
+from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, UnitBlocks
 from pyro_symmetric.groups import Group
-from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import AutoGaussian, moments_of
-from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
+from pyro_symmetric.guides.base import WeightsGuide, layout_of
+from pyro_symmetric.guides.gaussian import AutoGaussian, gaussian_copy
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
 
 KIND = "guide"
-VERSION = 3
+VERSION = 4
 ESTIMATORS: dict[str, Any] = {kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)}
 
 
@@ -29,8 +33,8 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
     Takes our guides, symmetrised over a Gaussian base, and the stock Gaussian ones (``AutoNormal``,
-    ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, ``AutoMultivariateNormal``). Of others write
-    ``guide.state_dict()``.
+    ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, which becomes one of full rank,
+    ``AutoMultivariateNormal``). Of others write ``guide.state_dict()``.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -43,18 +47,20 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     :raises TypeError: for a guide that it doesn't know how to write.
     :raises OSError: if the file can't be written.
     """
-    layout = layout_of(guide)
-    if not isinstance(guide, AutoSymmetrized):
-        guide = gaussian_copy(guide)
-    header = {"sites": layout.to_dict(), "guide": _described(guide)}
-    save_tensors(path, KIND, VERSION, guide.state_dict(), header)
+    header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
+    moments = gaussian_copy(guide)
+    if isinstance(guide, AutoSymmetrized):
+        name = type(guide.estimator).__name__
+        if ESTIMATORS.get(name) is not type(guide.estimator):
+            raise TypeError(f"the estimator {guide.estimator!r} can't be written; known are {sorted(ESTIMATORS)}")
+        header |= {"group": guide.group.to_dict(), "estimator": {"name": name, **asdict(guide.estimator)}}
+    save_tensors(path, KIND, VERSION, moments.state_dict(), header)
 
 
 def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
     """Read a guide that :func:`save_guide` wrote. ``sample_posterior`` works at once; stock SVI continues the training.
 
-    Gaussian guides come back as :class:`AutoGaussian` or :class:`AutoUnitBlocks`, all others as what they were, with
-    such guides inside.
+    Gaussian guides come back as :class:`AutoGaussian`, symmetrised ones as :class:`AutoSymmetrized` over one.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -71,48 +77,83 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
-        like = next(value for value in tensors.values() if value.is_floating_point())
-        guide = _built(header["guide"], GuideLayout.from_dict(header["sites"]), like)
+        loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
+        positions = [tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)]
+        trils = [torch.eye(where.shape[1]).to(loc).expand(*where.shape, -1) for where in positions]
+        guide: Any = AutoGaussian(sites, UnitBlocks(torch.zeros_like(loc), positions, trils))
         guide.load_state_dict(tensors)
-    except (KeyError, TypeError, ValueError, RuntimeError, StopIteration, AttributeError) as error:
+        if header["group"] is not None:
+            fields, group = dict(header["estimator"]), Group.from_dict(header["group"])
+            estimator = ESTIMATORS[fields.pop("name")](**fields)
+            guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
+            guide._given = None  # of the model only the sites are known
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
     return guide
 
 
-# what a guide is, but for its parameters, as JSON -------------------------------------------------------------------
+# sites as JSON --------------------------------------------------------------------------------------------------------
+
+_KNOWN = [*vars(constraints).values(), *vars(pyro_constraints).values()]
+_KINDS = {kind.__name__: kind for kind in _KNOWN if isinstance(kind, type) and issubclass(kind, Constraint)}
 
 
-def _described(guide: Any) -> dict[str, Any]:
-    kind = type(guide).__name__
-    if isinstance(guide, AutoSymmetrized):
-        if ESTIMATORS.get(type(guide.estimator).__name__) is not type(guide.estimator):
-            raise TypeError(
-                f"the estimator {guide.estimator!r} can't be written to a file; known are {sorted(ESTIMATORS)}"
-            )
-        return {
-            "class": kind,
-            "base": _described(guide.base),
-            "group": guide.group.to_dict(),
-            "estimator": {"name": type(guide.estimator).__name__, **asdict(guide.estimator)},
-        }
-    if isinstance(guide, AutoUnitBlocks):
-        return {"class": kind, "group": guide.group.to_dict()}
-    return {"class": "AutoGaussian", "moments": {name: list(value.shape) for name, value in moments_of(guide).items()}}
-
-
-def _built(described: Mapping[str, Any], layout: GuideLayout, like: Tensor) -> Any:
-    """A guide of this description, set up, with parameters of whatever values."""
-    model, kind = LayoutModel(layout, like), described["class"]
-    if kind == "AutoSymmetrized":
-        fields = dict(described["estimator"])
-        guide: WeightsGuide = AutoSymmetrized(
-            model,
-            Group.from_dict(described["group"]),
-            base=_built(described["base"], layout, like),
-            estimator=ESTIMATORS[fields.pop("name")](**fields),
+def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
+    """The sites of a guide, with their supports and the plates around them."""
+    shapes, found = layout_of(guide).site_shapes, []
+    nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
+    for name, shape in shapes.items():
+        fn, plates = nodes[name]["fn"], nodes[name]["cond_indep_stack"]
+        found.append(
+            {
+                "name": name,
+                "shape": list(shape),
+                "support": _support_to_dict(fn.support),
+                "event_dim": fn.event_dim,
+                "plates": [[p.name, int(p.full_size or p.size), int(p.size), p.dim] for p in plates],
+            }
         )
-        return guide.setup()
-    if kind == "AutoUnitBlocks":
-        return AutoUnitBlocks(model, Group.from_dict(described["group"]), init_loc_fn=model.init_loc_fn).setup()
-    moments = {name: like.new_ones(shape) for name, shape in described["moments"].items()}
-    return AutoGaussian(layout, **{name: v.tril() if name == "scale_tril" else v for name, v in moments.items()})
+    return found
+
+
+def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
+    """A set-up guide of a model with these sites and no data, where a tensor is and in its precision."""
+    supports = {site["name"]: _support_from_dict(site["support"]) for site in sites}
+
+    def model(*args: Any, **kwargs: Any) -> None:
+        plates: dict[str, Any] = {}
+        for site in sites:
+            shape = torch.Size(site["shape"])
+            split = len(shape) - site["event_dim"]
+            with ExitStack() as stack:
+                for name, size, subsample, dim in site["plates"]:
+                    if name not in plates:
+                        plates[name] = pyro.plate(name, size, subsample, dim=dim)
+                    stack.enter_context(plates[name])
+                pyro.sample(site["name"], dist.ImproperUniform(supports[site["name"]], shape[:split], shape[split:]))
+
+    def start(site: dict[str, Any]) -> Tensor:
+        transform, shape = biject_to(site["fn"].support), site["fn"].shape()
+        return transform(like.new_zeros(transform.inverse_shape(shape)))
+
+    return WeightsGuide(model, start).setup()
+
+
+def _support_to_dict(support: Constraint) -> dict[str, Any]:
+    """The kind of a constraint, and the arguments that make it, which it keeps as attributes."""
+    kind = type(support)
+    found: dict[str, Any] = {"kind": kind.__name__}
+    for name in inspect.signature(kind).parameters if _KINDS.get(kind.__name__) is kind else ("kind",):
+        value = getattr(support, name, None)
+        if isinstance(value, Constraint):
+            found[name] = _support_to_dict(value)
+        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            found[name] = value if isinstance(value, int) else float(value)
+        else:
+            raise ValueError(f"the support {support} can't be written to a file")
+    return found
+
+
+def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
+    given = {name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in data.items() if name != "kind"}
+    return _KINDS[data["kind"]](**given)

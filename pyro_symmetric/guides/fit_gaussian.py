@@ -7,6 +7,7 @@ Its mean and covariance are those of the draws, aligned. Correlations are shrunk
 from __future__ import annotations
 
 import torch
+from pyro.distributions import MultivariateNormal
 from pyro.infer.autoguide import AutoDiagonalNormal
 from pyro.infer.autoguide.initialization import init_to_value
 
@@ -14,8 +15,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import align_many
 from pyro_symmetric.distributions import usual_estimator
 from pyro_symmetric.groups import Group
+from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian
-from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -52,6 +53,6 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     covariance = vectors.double().mT.cov()
     shrunk = torch.lerp(covariance.diagonal().diag_embed(), covariance, count / (count + dim))
     tril = torch.linalg.cholesky(shrunk).to(vectors.dtype)
-    gaussian = AutoGaussian(layout, vectors.mean(0), scale_tril=tril)
-    estimator = usual_estimator(sketch.get_posterior(), layout.action(group))
+    gaussian = AutoGaussian(sketch, MultivariateNormal(vectors.mean(0), scale_tril=tril))
+    estimator = usual_estimator(sketch.get_posterior(), action_on(sketch, group))
     return AutoSymmetrized(model, group, gaussian, estimator).setup(*args, **kwargs)

@@ -1,8 +1,16 @@
-r"""Gaussian guides with given moments, and the moments of Gaussian guides, stock or ours."""
+r"""Gaussian guides, all normals in blocks: no block is mean-field, one of all weights is full rank.
+
+.. math:: q(w) = \prod_{\text{blocks } u} \mathcal N(w_u \mid m_u, L_u L_u^\top)
+          \prod_{\text{other weights } a} \mathcal N(w_a \mid m_a, s_a^2)
+
+The blocks of :class:`AutoUnitBlocks` are units: a unit's row of incoming weights, its bias, its outgoing weights. *A
+weight between two hidden layers* lies in a unit of each: it goes to the unit along the first axis of its site, which it
+enters, as the data correlate most what one pre-activation is made of. Of units inside others it goes to the innermost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -15,110 +23,128 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.gaussian import to_gaussian
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.layout import GuideLayout, LayoutModel, layout_of
+from pyro_symmetric.distributions.matching import sets_of
+from pyro_symmetric.groups import Action, Group, group_of
+from pyro_symmetric.groups.places import rows
+from pyro_symmetric.guides.base import WeightsGuide, action_on, layout_of
+from pyro_symmetric.guides.starts import InitLocFn, Start
 from pyro_symmetric.weights import Weights
 
-Moments = Mapping[str, Tensor]
-
-# So many draws agree only if all do.
-NO_COINCIDENCE = 8
+NO_COINCIDENCE = 8  # so many draws agree only if all do
 
 
 class AutoGaussian(WeightsGuide):
-    r"""A Gaussian guide with given moments over the concatenated unconstrained sites, of dimension ``D``:
+    """A Gaussian guide that begins at a given normal over the concatenated unconstrained sites.
 
-    * of ``scale`` alone, the mean-field :math:`\mathcal N(m, \mathrm{diag}(s^2))`;
-    * with ``cov_factor``, of low rank, :math:`\mathcal N(m, \mathrm{diag}(s^2) + F F^\top)`;
-    * of ``scale_tril``, of full rank, :math:`\mathcal N(m, L L^\top)`.
-
-    It is set up from the start, needs no model to draw from, and can be trained further with stock SVI. Its parameters
-    are those of Pyro's ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal`` and ``AutoMultivariateNormal``.
-    Pushing forward, interpolating and loading make such guides.
+    It is set up from the start, needs no model to draw from, and can be trained further with stock SVI: a mean-field
+    one, each block, or the whole covariance. Pushing forward, interpolating and loading make such guides.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
     >>> fitted = pyro.infer.autoguide.AutoDiagonalNormal(model)
     >>> draw = fitted()  # sets it up
-    >>> guide = ps.interpolate(fitted, fitted, 0.5)
-    >>> isinstance(guide, ps.AutoGaussian), guide.sample_posterior((20,))["w"].shape
-    (True, torch.Size([20, 3]))
+    >>> guide = ps.AutoGaussian(fitted, dist.Normal(torch.zeros(3), 0.5).to_event(1))
+    >>> guide.sample_posterior((20,))["w"].shape
+    torch.Size([20, 3])
 
-    :param layout: the sites, e.g. ``layout_of(other_guide)``.
-    :param loc: means ``m``, ``(D,)``.
-    :param scale: standard deviations ``s``, ``(D,)``.
-    :param cov_factor: ``F``, ``(D, rank)``. (The parameter of that name is ``F / s``, row by row.)
-    :param scale_tril: the Cholesky factor ``L``, lower triangular with a positive diagonal, ``(D, D)``. (The parameter
-        of that name has ones on its diagonal.)
+    :param guide: any set-up guide of the model, whose sites these are.
+    :param normal: independent (``dist.Normal(loc, scale).to_event(1)``), in :class:`UnitBlocks`, or with a whole
+        covariance.
+    :raises TypeError: if that is no normal.
     """
 
     loc: Any
     scale: Any
-    cov_factor: Any
-    scale_tril: Any
 
-    def __init__(
-        self,
-        layout: GuideLayout,
-        loc: Tensor,
-        scale: Tensor | None = None,
-        cov_factor: Tensor | None = None,
-        *,
-        scale_tril: Tensor | None = None,
-    ):
-        given = {"loc": loc, "scale": scale, "cov_factor": cov_factor, "scale_tril": scale_tril}
-        self.moment_names = tuple(name for name, value in given.items() if value is not None or name == "loc")
-        for name in ("loc", "scale"):
-            value = given[name]
-            if value is not None and not (value.shape == (layout.dim,) and bool(value.isfinite().all())):
-                raise ValueError(f"{name} has shape {tuple(value.shape)}; it must hold {layout.dim} finite numbers")
-        model = LayoutModel(layout, loc)
-        super().__init__(model, model.init_loc_fn)
-        self.setup()
-        with torch.no_grad():
-            diagonal = (scale_tril.diagonal() if scale is None else scale).clone()  # type: ignore[union-attr]
-            self.loc = nn.Parameter(loc.clone())
-            self.scale = PyroParam(diagonal, constraints.softplus_positive)
-            if cov_factor is not None:
-                self.cov_factor = nn.Parameter(cov_factor / diagonal.unsqueeze(-1))
-            if scale_tril is not None:
-                self.scale_tril = PyroParam(scale_tril / diagonal.unsqueeze(-1), constraints.unit_lower_cholesky)
+    def __init__(self, guide: AutoGuide, normal: Any):
+        super().__init__(_no_model)
+        self._adopt(guide)
+        normal = in_blocks(normal)
+        moments = torch.stack([normal.loc, normal.stddev])
+        if moments.shape != (2, self.latent_dim) or not bool(moments.isfinite().all()):
+            raise ValueError(f"normal needs {self.latent_dim} finite means and deviations; found {normal.loc.shape[0]}")
+        self._hold(normal)
+
+    @torch.no_grad()
+    def _hold(self, normal: UnitBlocks) -> None:
+        """Make parameters of a normal: the factors of blocks have their diagonals in ``scale``."""
+        diagonal, self.num_sets = normal.stddev.clone(), len(normal.positions)
+        for number, (where, tril) in enumerate(zip(normal.positions, normal.scale_trils, strict=True)):
+            diagonal[where] = tril.diagonal(dim1=-2, dim2=-1)
+            unit = PyroParam(tril / diagonal[where].unsqueeze(-1), constraints.unit_lower_cholesky)
+            setattr(self, f"scale_tril_{number}", unit)
+            self.register_buffer(f"positions_{number}", where.to(diagonal.device))
+        self.loc, self.scale = nn.Parameter(normal.loc.clone()), PyroParam(diagonal, constraints.softplus_positive)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """The Gaussian over flat unconstrained vectors."""
         loc, scale = self.loc, self.scale
-        if "scale_tril" in self.moment_names:
-            return dist.MultivariateNormal(loc, scale_tril=self.scale_tril * scale.unsqueeze(-1))
-        if "cov_factor" in self.moment_names:
-            return dist.LowRankMultivariateNormal(loc, self.cov_factor * scale.unsqueeze(-1), scale.square())
-        return dist.Normal(loc, scale).to_event(1)
+        if not self.num_sets:
+            return dist.Normal(loc, scale).to_event(1)
+        positions = [getattr(self, f"positions_{number}") for number in range(self.num_sets)]
+        units = [getattr(self, f"scale_tril_{number}") for number in range(self.num_sets)]
+        trils = [unit * scale[where].unsqueeze(-1) for unit, where in zip(units, positions, strict=True)]
+        return UnitBlocks(loc, positions, trils, scale)
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        scale = self.scale
-        if "scale_tril" in self.moment_names:
-            scale = scale * self.scale_tril.square().sum(-1).sqrt()
-        elif "cov_factor" in self.moment_names:
-            scale = scale * (self.cov_factor.square().sum(-1) + 1).sqrt()
-        return self.loc, scale
+        return self.loc, self.get_posterior().stddev
 
 
-@torch.no_grad()
-def moments_of(guide: AutoGuide) -> dict[str, Tensor]:
-    """Moments of an :class:`AutoGaussian` that equals a set-up Gaussian guide; of a symmetrised one, its base.
+class AutoUnitBlocks(AutoGaussian):
+    """A Gaussian guide with a full covariance within each unit; what belongs to no unit is independent.
 
-    :raises TypeError: for a guide that isn't Gaussian.
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> guide = ps.AutoSymmetrized(model, group, base=ps.AutoUnitBlocks).setup()
+    >>> type(guide.base).__name__
+    'AutoUnitBlocks'
+
+    Between mean-field and ``AutoMultivariateNormal``, the two ends in cost and in reach. Symmetrised, its units are
+    matched by their exact densities.
+
+    :param model: the Pyro model.
+    :param group: whose units have blocks, or a symmetry. Sites that are constrained together and permuted inside (a
+        simplex) have no weights of single units; they are independent.
+    :param init_loc_fn: where the means start; by default where :class:`AutoSymmetrized` starts.
+    :param init_scale: the deviation of each weight at the start, without correlations.
     """
-    found = plain_posterior(guide)
-    if isinstance(found, UnitBlocks):
-        return {"loc": found.loc, "scale_tril": triangular(found.square_root)}
-    if isinstance(found, dist.LowRankMultivariateNormal):
-        return {"loc": found.loc, "scale": found.cov_diag.sqrt(), "cov_factor": found.cov_factor}
-    if isinstance(found, dist.MultivariateNormal):
-        return {"loc": found.loc, "scale_tril": found.scale_tril}
-    if isinstance(found, dist.Independent) and isinstance(found.base_dist, dist.Normal):
-        return {"loc": found.base_dist.loc, "scale": found.base_dist.scale}
-    raise TypeError(f"{type(guide).__name__} isn't a Gaussian guide; take AutoNormal, AutoGaussian or alike")
+
+    def __init__(
+        self, model: Any, group: Group | Symmetry, *, init_loc_fn: InitLocFn | None = None, init_scale: float = 0.1
+    ):
+        self.group = group_of(group).finite
+        self._init_scale = arguments.positive("init_scale", init_scale)
+        WeightsGuide.__init__(self, model, init_loc_fn or Start(model, self.group.required_sites))
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_prototype(*args, **kwargs)
+        self._adopt(self)
+        loc, positions = self._init_loc(), unit_positions(action_on(self, self.group))
+        trils = [self._init_scale * torch.eye(p.shape[1]).to(loc).expand(*p.shape, -1) for p in positions]
+        self._hold(UnitBlocks(loc, positions, trils, torch.full_like(loc, self._init_scale)))
+
+
+def unit_positions(action: Action) -> list[Tensor]:
+    """The places of each unit's weights in the flat vector, ``(units, d)`` for each set; no place is in two."""
+    numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
+    view = action.group.viewed({s: where for s, where in numbers.items() if s not in action.nonlinear_sites})
+    sets = sets_of(action.group, frozenset(view))
+    axes = [(name, axis) for name, own in sets.items() for axis in own.lone + own.shared]
+    found: dict[str, list[Tensor]] = {name: [] for name in sets}
+    free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
+    for name, axis in sorted(axes, key=lambda pair: (pair[1].dim, -len(action.group.ancestors(pair[0])))):
+        places = rows(view[axis.site], axis, view[axis.site].dim())
+        places = places[:, free[places].all(0)]
+        free[places] = False
+        found[name].append(places)
+    joined = [torch.cat(parts, -1) for parts in found.values() if parts]
+    return [places for places in joined if places.numel()]
+
+
+# any guide ------------------------------------------------------------------------------------------------------------
 
 
 def plain(guide: AutoGuide) -> AutoGuide:
@@ -138,6 +164,30 @@ def plain_posterior(guide: AutoGuide) -> Any:
     if isinstance(guide, AutoContinuous):
         return guide.get_posterior()
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
+
+
+def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
+    """A guide with copies of the moments of a set-up Gaussian guide; of a symmetrised one, of its base.
+
+    :raises TypeError: for a guide that isn't Gaussian.
+    """
+    return AutoGaussian(guide, plain_posterior(guide))
+
+
+@torch.no_grad()
+def in_blocks(normal: Any) -> UnitBlocks:
+    """A normal over vectors as one in blocks: none, its own, or one of all; so also that of low rank.
+
+    :raises TypeError: for what is no normal.
+    """
+    if isinstance(normal, UnitBlocks):
+        return normal
+    if isinstance(normal, dist.MultivariateNormal | dist.LowRankMultivariateNormal):
+        whole = torch.arange(len(normal.loc), device=normal.loc.device)
+        return UnitBlocks(normal.loc, [whole[None]], [normal.scale_tril[None]])
+    if isinstance(normal, dist.Independent) and isinstance(normal.base_dist, dist.Normal):
+        return UnitBlocks(normal.base_dist.loc, [], [], normal.base_dist.scale)
+    raise TypeError(f"{normal} isn't Gaussian; take AutoNormal, AutoGaussian or alike")
 
 
 def require_spread(distribution: Any, guide: Any) -> None:
@@ -170,9 +220,5 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
         return layout.constrain(plain_posterior(guide).sample(shape))
 
 
-def triangular(rows: Tensor) -> Tensor:
-    """The Cholesky factors of ``rows @ rows.mT``, ``batch_shape + (n, k)`` -> ``batch_shape + (n, n)``, by a QR
-    decomposition in float64: no squares, no lost digits."""
-    upper = torch.linalg.qr(rows.double().mT, mode="r").R
-    signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
-    return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
+def _no_model() -> None:
+    """The model of guides that were given their moments."""

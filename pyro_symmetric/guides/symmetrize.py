@@ -22,12 +22,13 @@ from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import constraints
 
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
+from pyro_symmetric.weights import unflatten
 
 Guide = Callable[..., Any]
 
@@ -70,7 +71,14 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
             alone = poutine.trace(guide).get_trace(*args, **kwargs)
         _require_sites(trace, alone, shapes)
         nodes: Any = trace.nodes
-        outer, batch = _outer_shape(nodes[sites[0]], alone.nodes[sites[0]])
+        # The plates around the guide, those of particles: their sizes, and the shape that they make of one number.
+        own = {frame.name for frame in alone.nodes[sites[0]]["cond_indep_stack"]}
+        stack = nodes[sites[0]]["cond_indep_stack"]
+        plates = {frame.dim: int(frame.size) for frame in stack if frame.vectorized and frame.name not in own}
+        outer, batch = (
+            [plates.get(dim, 1) for dim in range(min(plates, default=0), 0)],
+            [plates[d] for d in sorted(plates)],
+        )
         values = {site: nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
         laws = {site: alone.nodes[site]["fn"] for site in sites}
         base, flat = _flat(laws, shapes), torch.cat([v.flatten(len(batch)) for v in values.values()], -1)
@@ -93,22 +101,19 @@ class _Product(TorchDistribution):
         super().__init__(torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())]))
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        shape = torch.Size(sample_shape)
-        drawn = [law.sample(shape).reshape(*shape, -1) for law in self.laws.values()]
-        return torch.cat(drawn, -1)
+        return torch.cat([law.sample(sample_shape).reshape(*sample_shape, -1) for law in self.laws.values()], -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        batch, total = value.shape[:-1], torch.zeros((), dtype=value.dtype, device=value.device)
-        pieces = value.split([shape.numel() for shape in self.shapes.values()], -1)
-        for piece, (site, shape) in zip(pieces, self.shapes.items(), strict=True):
-            terms = self.laws[site].log_prob(piece.reshape(*batch, *shape))
-            total = total + terms.reshape(*batch, -1).sum(-1)
-        return total
+        pieces = unflatten(value, self.shapes, self.shapes)
+        terms = [law.log_prob(pieces[site]).reshape(*value.shape[:-1], -1) for site, law in self.laws.items()]
+        return torch.cat(terms, -1).sum(-1)
 
 
 def _flat(laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
     """The joint law of all sites: a normal vector, of which estimators know more, if all are normal."""
-    inner = {site: _unwrapped(law) for site, law in laws.items()}
+    inner = dict(laws)
+    while any(isinstance(law, torch.distributions.Independent) for law in inner.values()):
+        inner = {site: getattr(law, "base_dist", law) for site, law in inner.items()}
     if not all(isinstance(law, torch.distributions.Normal) for law in inner.values()):
         return _Product(laws, shapes)
     loc, scale = (
@@ -116,18 +121,6 @@ def _flat(laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
         for name in ("loc", "scale")
     )
     return dist.Normal(loc, scale).to_event(1)
-
-
-def _unwrapped(law: Distribution) -> Distribution:
-    return _unwrapped(law.base_dist) if isinstance(law, torch.distributions.Independent) else law
-
-
-def _outer_shape(node: Any, alone: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of what the plates around the guide, those of particles, make of one number; and their sizes alone."""
-    own = {frame.name for frame in alone["cond_indep_stack"]}
-    plates = {f.dim: int(f.size) for f in node["cond_indep_stack"] if f.vectorized and f.name not in own}
-    outer = tuple(plates.get(dim, 1) for dim in range(min(plates, default=0), 0))
-    return outer, tuple(plates[dim] for dim in sorted(plates))
 
 
 def _require_sites(trace: Any, alone: Any, shapes: Mapping[str, torch.Size]) -> None:

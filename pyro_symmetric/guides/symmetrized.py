@@ -30,11 +30,9 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
 from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
-from pyro_symmetric.guides.base import WeightsGuide
-from pyro_symmetric.guides.gaussian import plain, require_spread
-from pyro_symmetric.guides.layout import LayoutModel, layout_of
+from pyro_symmetric.guides.base import WeightsGuide, action_on, layout_of
+from pyro_symmetric.guides.gaussian import AutoUnitBlocks, gaussian_copy, plain, require_spread
 from pyro_symmetric.guides.starts import InitLocFn, Start
-from pyro_symmetric.guides.unit_blocks import AutoUnitBlocks, gaussian_copy
 from pyro_symmetric.weights import Weights
 
 
@@ -97,6 +95,7 @@ class AutoSymmetrized(WeightsGuide):
             self.base._model = (InitMessenger(start)(model),)  # stock guides lose theirs when they are pickled
             self.base._setup_prototype(*args, **kwargs)
         self._adopt(self.base)
+        self.base.prototype_trace = self.prototype_trace  # which holds no data
         try:
             self._check(model, *args, **kwargs)
         except Exception:
@@ -114,37 +113,34 @@ class AutoSymmetrized(WeightsGuide):
         :raises ValueError: naming what doesn't fit: see :func:`~pyro_symmetric.discovery.model_check.verify_model`.
         :raises TypeError: if the base can't tell the density of moved draws.
         """
-        layout = layout_of(self)
-        require_spread(self.base.get_posterior(), self.base)
-        for name, plate in ((site.name, plate) for site in layout for plate in site.plates):
-            if plate.size < plate.full_size:
-                raise ValueError(
-                    f"site {name!r} lies in the plate {plate.name!r}, which draws {plate.size} of {plate.full_size} "
-                    "rows: a symmetrised guide takes no local latent variables. Marginalise them, or use the full plate"
-                )
-        self._action = layout.action(self.group)
-        self._require_density_elsewhere()
-        self.estimator = self.estimator or usual_estimator(self.base.get_posterior(), self._action)
-        if not isinstance(model, LayoutModel):
-            with suppress(InconclusiveError, NotImplementedError):
-                verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
-
-    def _require_density_elsewhere(self) -> None:
-        base = self.base.get_posterior()
-        if not base.has_rsample:  # Pyro leaves the score of a guide's flat site out of the gradient
+        law = self.base.get_posterior()
+        require_spread(law, self.base)
+        for name, stack in self._cond_indep_stacks.items():
+            for plate in stack:
+                if plate.full_size and plate.size < plate.full_size:
+                    raise ValueError(
+                        f"site {name!r} lies in the plate {plate.name!r}, which draws {plate.size} of "
+                        f"{plate.full_size} rows: a symmetrised guide takes no local latent variables. Marginalise "
+                        "them, or use the full plate"
+                    )
+        self._action = action_on(self, self.group)
+        if not law.has_rsample:  # Pyro leaves the score of a guide's flat site out of the gradient
             raise TypeError(
                 f"{type(self.base).__name__} draws without rsample, so that its training would lack a term; give the "
                 "law a reparametrised one, or symmetrise a guide written by hand by ps.symmetrize"
             )
         try:
             with torch.no_grad(), forked():
-                base.log_prob(base.sample() + 1e-3)
+                law.log_prob(law.sample() + 1e-3)
         except (KeyError, NotImplementedError) as error:
             raise TypeError(
                 f"{type(self.base).__name__} knows the density of its own draws only, but symmetrising asks for that "
                 "of their copies; take a flow that inverts everywhere: AutoIAFNormal (as many passes as there are "
                 "weights), or affine_coupling or spline_coupling (one pass)"
             ) from error
+        self.estimator = self.estimator or usual_estimator(law, self._action)
+        with suppress(InconclusiveError, NotImplementedError):
+            verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
         """The symmetrised distribution over flat unconstrained vectors. Its base is ``guide.base.get_posterior()``."""

@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import Normal
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
+from pyro_symmetric.guides.base import layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
-from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.placement import as_tensor
 
 
@@ -66,18 +67,18 @@ def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None =
 
 @torch.no_grad()
 def _barycentre(ends: Sequence[Any], names: Sequence[str], shares: Sequence[float]) -> AutoGaussian | GaussianWeights:
-    are = [isinstance(end, AutoGuide) for end in ends]
-    if any(are) and not all(are):
-        odd = are.index(False)
-        raise TypeError(f"{names[odd]} is a {type(ends[odd]).__name__}, but {names[are.index(True)]} is a guide")
+    guides = [end for end in ends if isinstance(end, AutoGuide)]
+    if 0 < len(guides) < len(ends):
+        raise TypeError(f"there are guides among {list(names)}, and others: {[type(end).__name__ for end in ends]}")
     moments = [to_gaussian(end, name) for end, name in zip(ends, names, strict=True)]
     for other in moments:
         require_ends(moments[0], other)
-    for end, name in zip(ends, names, strict=True):
-        if all(are) and not isinstance(plain_posterior(end), Independent):
-            raise ValueError(f"{name} has correlations; barycentres and geodesics are those of mean-field guides")
     centre = barycentre_gaussians(moments, shares)
-    if not all(are):
+    if not guides:
         return centre
-    layout = layout_of(ends[0])
-    return AutoGaussian(layout, layout.flatten(centre.loc), layout.flatten(centre.scale))
+    for guide, name in zip(guides, names, strict=True):
+        if not isinstance(plain_posterior(guide), Independent):
+            raise ValueError(f"{name} has correlations; barycentres and geodesics are those of mean-field guides")
+    layout = layout_of(guides[0])
+    normal = Normal(layout.flatten(centre.loc), layout.flatten(centre.scale))
+    return AutoGaussian(guides[0], normal.to_event(1))

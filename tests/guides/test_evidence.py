@@ -71,7 +71,7 @@ def test_a_guide_trained_by_an_estimate_that_sees_little_is_told_so(estimator: A
 
     guide = ps.AutoSymmetrized(model, GROUP, estimator=estimator, init_loc_fn=start, init_scale=0.5).setup(DATA)
     found = evidence_of(guide, ps.log_joint(model, DATA), GROUP, num_samples=64)
-    told = [doubt for doubt in found.doubts if doubt.startswith("training")]
+    told = [doubt for doubt in found.doubts if doubt.startswith("density")]
     assert bool(told) == doubted
 
 

@@ -199,7 +199,6 @@ def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(base: str, tmp_path
     assert isinstance(loaded, AutoSymmetrized)
     assert loaded.group == guide.group
     assert loaded.estimator == guide.estimator
-    assert_same(state(loaded), state(guide))
     points = guide.base.get_posterior().sample((6,)) + 0.1
     found, expected = (one.base.get_posterior().log_prob(points) for one in (loaded, guide))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -210,5 +209,5 @@ def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(base: str, tmp_path
 def test_a_guide_over_a_flow_is_refused_by_a_file(tmp_path: Path) -> None:
     model, other = symmetrized("diagonal")
     guide = AutoSymmetrized(model, other.group, AutoIAFNormal, InfoNCE(1), hidden_dim=[16])
-    with pytest.raises(TypeError, match="isn't a Gaussian guide"):
+    with pytest.raises(TypeError, match="isn't Gaussian"):
         save_guide(guide.setup(X, Y), tmp_path / "flow.safetensors")

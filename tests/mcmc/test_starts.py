@@ -9,7 +9,6 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 
 from pyro_symmetric.guides import AutoGaussian
-from pyro_symmetric.guides.layout import layout_of
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.posterior.posterior import Posterior
@@ -46,7 +45,7 @@ def test_a_guides_draws_start_the_chains(kind):
     guide = kind(model, init_scale=1e-3) if kind is not AutoGaussian else AutoDiagonalNormal(model, init_scale=1e-3)
     guide()
     if kind is AutoGaussian:
-        guide = AutoGaussian(layout_of(guide), guide.loc.detach(), guide.scale.detach())
+        guide = AutoGaussian(guide, guide.get_posterior())
     centre = guide.median()
     found = start(guide, 6)
     assert found["a"].shape == (6, 2)

@@ -11,11 +11,11 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.cli import main
-from pyro_symmetric.guides.layout import layout_of
+from pyro_symmetric.guides.base import layout_of
 from pyro_symmetric.study import StudySettings
 from pyro_symmetric.study.methods import Fit, make_method, variational
 from pyro_symmetric.study.methods.base import pooled
-from pyro_symmetric.study.methods.networks import dropped
+from pyro_symmetric.study.methods.networks import dropped, swag
 from pyro_symmetric.study.problem import build_problem
 
 
@@ -69,16 +69,19 @@ def test_the_mean_of_dropped_weights_is_the_weights() -> None:
     assert torch.equal(many["0.weight"][7], net[0].weight.detach())
 
 
+@pytest.mark.stochastic
 def test_swag_of_all_iterates_has_their_covariance_half_diagonal_half_full() -> None:
+    """Of 100,000 draws: entries have errors of at most 0.0045 of the variances; six of them, 1 in 10^6."""
     model = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
     iterates = {name: prior.sample((30,)).to(torch.float32) for name, prior in model.priors().items()}
-    guide = ps.guides.swag(model, iterates, rank=30)
     path = torch.cat([iterates["weight"].reshape(30, 2), iterates["bias"], iterates["noise_scale"].log()[:, None]], 1)
-    posterior = guide.get_posterior()
-    torch.testing.assert_close(posterior.loc, path.mean(0))
+    found = swag(model, iterates, 30, 100_000)
+    draws = torch.cat([found["weight"][:, 0], found["bias"], found["noise_scale"].log()[:, None]], 1)
     expected = 0.5 * torch.cov(path.T) + 0.5 * torch.diag(path.var(0, correction=0))
-    torch.testing.assert_close(posterior.covariance_matrix, expected)
-    assert bool((guide.sample_posterior((50,))["noise_scale"] > 0).all())
+    scale = expected.diagonal().sqrt()
+    torch.testing.assert_close((draws.mean(0) - path.mean(0)) / scale, torch.zeros(4), rtol=0, atol=6 * 0.0032)
+    error = (torch.cov(draws.T) - expected) / torch.outer(scale, scale)
+    torch.testing.assert_close(error, torch.zeros(4, 4), rtol=0, atol=6 * 0.0045)
 
 
 def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
@@ -192,7 +195,9 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
                     "0.bias": s * weights["0.bias"][:, order],
                     "2.weight": s * weights["2.weight"][:, :, order],
                 }
-                copies.append(base.log_prob(torch.cat([moved[site.name].flatten(1) for site in layout], -1)).double())
+                copies.append(
+                    base.log_prob(torch.cat([moved[site].flatten(1) for site in layout.site_shapes], -1)).double()
+                )
         density = torch.stack(copies).logsumexp(0) - math.log(8)
         expected.append(problem.model.log_joint(weights, problem.x, problem.y).double() - density)
     error = 2**0.5 * fit.evidence["symmetrized_error"]  # of the difference of two means; six of them: 1 in 10^9 runs

@@ -14,7 +14,8 @@ from torch import Tensor
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.guides import swag
+from pyro_symmetric.layout import Layout
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.problem import Problem
@@ -111,10 +112,27 @@ def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit
     draws = []
     for mode in range(budget.modes):
         iterates = {site: torch.stack([weights[site][mode] for weights in path]) for site in path[0]}
-        guide = swag(problem.model, iterates, budget.rank)
-        draws.append(guide.sample_posterior((draws_each(problem, budget),)))
+        draws.append(swag(problem.model, iterates, budget.rank, draws_each(problem, budget)))
     samples = {site: torch.stack([draw[site] for draw in draws]).cpu() for site in draws[0]}
     yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem), LOSS)
+
+
+@torch.no_grad()
+def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weights:
+    """Draw from the SWAG posterior (section 3 of the paper); sites with constraints are averaged unconstrained.
+
+    Deviations of the last ``rank`` iterates are taken from the final mean, not from the mean as it stood at each: with
+    all of them, the low-rank part is half of the iterates' covariance.
+
+    :param iterates: weights of batch shape ``(S,)``, in the order in which SGD went through them.
+    """
+    layout = Layout.of(model.priors())
+    path = layout.unconstrain(iterates)
+    mean, last = path.mean(0), path[-rank:] - path.mean(0)
+    spread = (0.5 * path.var(0, correction=0)).sqrt() * torch.randn(count, layout.dim).to(path)
+    return layout.constrain(
+        mean + spread + torch.randn(count, len(last)).to(path) @ last / (2 * (len(last) - 1)) ** 0.5
+    )
 
 
 def dropped(weights: Weights, group: Group, rate: float) -> Weights:

@@ -24,7 +24,7 @@ from pyro_symmetric.ensembles.descent import batches_of, descend
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
 from pyro_symmetric.guides.evidence import evidence_of
-from pyro_symmetric.guides.unit_blocks import gaussian_copy, unit_positions
+from pyro_symmetric.guides.gaussian import gaussian_copy, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, pooled, register
 from pyro_symmetric.study.problem import Problem
@@ -51,7 +51,7 @@ def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
 def _too_large(problem: Problem, budget: Any) -> str:
     shapes = problem.model.site_shapes
     positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
-    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions.values())
+    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions)
     if entries <= budget.largest:
         return ""
     return (
