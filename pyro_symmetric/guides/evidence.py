@@ -271,11 +271,10 @@ def doubts_of_chains(
     """Return what speaks against the bridge: the chains, and its distance from importance sampling.
 
     :param of_chains: log-ratios, ``(chains, draws)``, functions of the orbit, so that chains in copies of one mode
-        agree. One chain is compared with itself, half by half.
+        agree.
     :param doubted: whether importance sampling is in doubt; then it should be too low: the largest weights are missing.
     """
-    halves = of_chains[0, of_chains.shape[1] % 2 :].reshape(2, -1) if len(of_chains) == 1 else of_chains
-    r_hat = float(chain_statistics(halves.double()).r_hat) if kind == "chains" else 1.0
+    r_hat = float(chain_statistics(of_chains.double()).r_hat) if kind == "chains" else 1.0
     apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
     doubts = []
     if r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5:

@@ -79,7 +79,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     try:
         loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
         positions = [tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)]
-        trils = [torch.eye(where.shape[1]).to(loc).expand(*where.shape, -1) for where in positions]
+        trils = [loc.new_ones(where.shape).diag_embed() for where in positions]
         guide: Any = AutoGaussian(sites, UnitBlocks(torch.zeros_like(loc), positions, trils))
         guide.load_state_dict(tensors)
         if header["group"] is not None:

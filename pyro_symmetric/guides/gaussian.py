@@ -123,7 +123,7 @@ class AutoUnitBlocks(AutoGaussian):
         super()._setup_prototype(*args, **kwargs)
         self._adopt(self)
         loc, positions = self._init_loc(), unit_positions(action_on(self, self.group))
-        trils = [self._init_scale * torch.eye(p.shape[1]).to(loc).expand(*p.shape, -1) for p in positions]
+        trils = [loc.new_full(where.shape, self._init_scale).diag_embed() for where in positions]
         self._hold(UnitBlocks(loc, positions, trils, torch.full_like(loc, self._init_scale)))
 
 

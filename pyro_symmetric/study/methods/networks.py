@@ -129,9 +129,9 @@ def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weig
     layout = Layout.of(model.priors())
     path = layout.unconstrain(iterates)
     mean, last = path.mean(0), path[-rank:] - path.mean(0)
-    spread = (0.5 * path.var(0, correction=0)).sqrt() * torch.randn(count, layout.dim).to(path)
+    spread = (0.5 * path.var(0, correction=0)).sqrt() * path.new_empty(count, layout.dim).normal_()
     return layout.constrain(
-        mean + spread + torch.randn(count, len(last)).to(path) @ last / (2 * (len(last) - 1)) ** 0.5
+        mean + spread + path.new_empty(count, len(last)).normal_() @ last / (2 * (len(last) - 1)) ** 0.5
     )
 
 
