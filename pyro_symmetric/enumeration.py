@@ -12,7 +12,6 @@ site's ``poutine.scale`` (that of a mini-batch's plate, say) multiplies the log 
 from __future__ import annotations
 
 import functools
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ from pyro_symmetric.calls import is_enumerated
 from pyro_symmetric.placement import as_tensor
 
 MOST_ENTRIES = 2**27  # of one chain's largest table
-CLOSE = 1e-3  # to 0, the log of what probabilities add up to
 DRAWS = 8  # of the discrete sites, at which the density is compared with what the model itself finds
 
 
@@ -49,24 +47,23 @@ class Enumeration:
     """
 
     def __init__(self, model: Any, trace: poutine.Trace, weights: Mapping[str, Tensor], args: Any, kwargs: Any):
-        self._model = model
+        self._model, self._weights, self._args, self._kwargs = model, weights, args, kwargs
         sites = {site["name"]: site for site in _sampled(trace)}
         self.sites = [name for name, site in sites.items() if is_enumerated(site)]
         self._batch_shapes = {name: site["fn"].batch_shape for name, site in sites.items()}
         for name in self.sites:
-            plates = {frame.dim for frame in sites[name]["cond_indep_stack"] if frame.vectorized}
-            shape = self._batch_shapes[name]
+            shape, plates = self._batch_shapes[name], {frame.dim for frame in sites[name]["cond_indep_stack"]}
             if isinstance(sites[name]["fn"], dist.Empirical):
                 raise ValueError(f"the discrete site {name!r} is Empirical, of which Pyro lists no probabilities")
-            if open_dims := [dim for dim in range(-len(shape), 0) if shape[dim] > 1 and dim not in plates]:
+            if any(shape[dim] > 1 and dim not in plates for dim in range(-len(shape), 0)):
                 raise ValueError(
-                    f"the discrete site {name!r} has batch shape {tuple(shape)}, whose dimensions {open_dims} lie in "
-                    "no pyro.plate; put it into plates, so that its values are summed out one by one"
+                    f"the discrete site {name!r} has batch shape {tuple(shape)}, of which dimensions lie in no "
+                    "pyro.plate; put it into plates, so that its values are summed out one by one"
                 )
-        depths = [len(shape) for shape in self._batch_shapes.values()]
-        frames = [frame for site in sites.values() for frame in site["cond_indep_stack"]]
-        self._first_dim = -1 - max([*depths, *(-frame.dim for frame in frames if frame.dim is not None)])
-        self._require_sum(weights, args, kwargs)
+        frames = [frame.dim for site in sites.values() for frame in site["cond_indep_stack"] if frame.dim is not None]
+        depth = max([*map(len, self._batch_shapes.values()), *(-dim for dim in frames)])
+        self._first_dim = -1 - depth
+        self._require_sum()
 
     def run(self, model: Any, weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> poutine.Trace:
         """Run the model with its continuous sites given, and every value of its discrete ones side by side."""
@@ -78,28 +75,36 @@ class Enumeration:
 
         :raises ValueError: if sites that depend on discrete ones are scaled differently.
         """
-        alone, total, scale = self._summed(trace, Elimination())
+        alone, total, scale, _ = self._summed(trace)
         return alone + scale * total
 
     def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
         """The discrete sites, drawn from their joint distribution given all else that is in a :meth:`run`, and the log
         of the density with them, which isn't finite if no values are possible. No scale counts for the draws."""
-        alone, total, scale = self._summed(trace, ring := Elimination())
+        alone, total, scale, ring = self._summed(trace)
         drawn, log_prob = ring.draw()
-        return {name: self._unpacked(trace, name, drawn) for name in self.sites}, alone + scale * (total + log_prob)
+        values, nodes = dict[str, Tensor](), dict[str, Any](trace.nodes)
+        for name in self.sites:
+            site = nodes[name]
+            listed = site["value"].reshape(-1, *site["fn"].event_shape)
+            index = drawn.get(site["infer"]["_enumerate_symbol"], 0)  # which isn't there if there is one value only
+            shape = self._batch_shapes[name] + listed.shape[1:]
+            values[name] = listed[unpack(index, trace.symbol_to_dim)].expand(shape)
+        return values, alone + scale * (total + log_prob)
 
-    def depending(self, names: Sequence[str], weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> list[str]:
+    def depending(self, names: Sequence[str]) -> list[str]:
         """Those of some deterministic sites whose values depend on discrete ones: they change with these."""
-        trace = self.run(self._model, weights, args, kwargs)
-        runs = [trace, *(self._with(trace, weights, {}, args, kwargs) for _ in range(DRAWS))]
+        trace = self.run(self._model, self._weights, self._args, self._kwargs)
+        runs = [trace, *(self._with(trace, {}) for _ in range(DRAWS))]
         values = {name: [as_tensor(run.nodes[name]["value"]) for run in runs] for name in names}
         return [name for name, (own, *others) in values.items() if not all(_is_close(own, one) for one in others)]
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _summed(self, trace: poutine.Trace, ring: Elimination) -> tuple[Any, Any, Any]:
-        """The log-density of the sites without discrete ones, of the others' sum, and the scale of the latter."""
+    def _summed(self, trace: poutine.Trace) -> tuple[Any, Any, Any, Elimination]:
+        """The log-density of the sites without discrete ones, of the others' sum, the latter's scale, and the sum."""
         trace.symbolize_dims()
+        ring = Elimination(list(trace.symbol_to_dim))
         discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         alone, tree, scales = torch.zeros((), device="cpu"), OrderedDict[Any, list[Any]](), []
         for site in _sampled(trace):
@@ -115,15 +120,15 @@ class Enumeration:
                 tree.setdefault(frozenset(trace.plate_to_symbol[name] for name in plates), []).append(term)
                 scales.append(site["scale"])
         if not tree:
-            return alone, 0.0, 1.0
-        return alone, contract_to_tensor(tree, discrete, ring=ring), _get_common_scale(scales)
+            return alone, 0.0, 1.0, ring
+        return alone, contract_to_tensor(tree, discrete, ring=ring), _get_common_scale(scales), ring
 
-    def _require_sum(self, weights: Mapping[str, Tensor], args: Any, kwargs: Any) -> None:
+    def _require_sum(self) -> None:
         """Try it, and compare the density at drawn discrete values with the model's own."""
         refused = f"the discrete sites {', '.join(map(repr, self.sites[:3]))} can't be summed out: "
         try:
             with _AtMost():
-                trace = self.run(self._model, weights, args, kwargs)
+                trace = self.run(self._model, self._weights, self._args, self._kwargs)
                 self.log_prob(trace)
         except Exception as error:  # it did run with its discrete sites drawn, so that it is this
             said = (str(error).strip() or repr(error)).splitlines()[0]
@@ -134,7 +139,7 @@ class Enumeration:
             ) from error
         for _ in range(DRAWS):
             drawn, found = self.draw(trace)
-            expected = as_tensor(self._with(trace, weights, drawn, args, kwargs).log_prob_sum())
+            expected = as_tensor(self._with(trace, drawn).log_prob_sum())
             if bool(expected.isfinite()) and not _is_close(found, expected):
                 raise ValueError(
                     f"{refused}the model has another density with all of their values at once than with one value of "
@@ -142,21 +147,12 @@ class Enumeration:
                     ".mean() without dim= does; put what depends on a plate's discrete site into that plate"
                 )
 
-    def _with(
-        self, trace: poutine.Trace, weights: Mapping[str, Tensor], drawn: Mapping[str, Tensor], args: Any, kwargs: Any
-    ) -> poutine.Trace:
+    def _with(self, trace: poutine.Trace, drawn: Mapping[str, Tensor]) -> poutine.Trace:
         """A run with one value of each discrete site, drawn if it isn't given, and with a trace's mini-batches."""
         nodes: dict[str, Any] = dict(trace.nodes)
         rows = {n: site["value"] for n, site in nodes.items() if site["type"] == "sample" and site_is_subsample(site)}
-        given = poutine.condition(self._model, data={**weights, **rows, **drawn})
-        return poutine.trace(given).get_trace(*args, **kwargs)
-
-    def _unpacked(self, trace: poutine.Trace, name: str, drawn: Mapping[str, Any]) -> Tensor:
-        """A discrete site's value, ``batch_shape + event_shape``, at the index that was drawn."""
-        site: Any = trace.nodes[name]
-        listed = site["value"].reshape(-1, *site["fn"].event_shape)
-        index = drawn.get(site["infer"]["_enumerate_symbol"], 0)  # which isn't there if there is one value only
-        return listed[unpack(index, trace.symbol_to_dim)].expand(self._batch_shapes[name] + listed.shape[1:])
+        given = poutine.condition(self._model, data={**self._weights, **rows, **drawn})
+        return poutine.trace(given).get_trace(*self._args, **self._kwargs)
 
 
 class _Enumerate(EnumMessenger):
@@ -174,30 +170,33 @@ class _Enumerate(EnumMessenger):
         shape = value.shape[: value.dim() - fn.event_dim]
         ids = msg["infer"].setdefault("_dim_to_id", {})
         ids.update(self._param_dims.get(msg["name"], {}))
-        kept = {dim: number for dim, number in ids.items() if len(shape) >= -dim and shape[dim] > 1}
-        self._value_dims[msg["name"]] = kept
+        self._value_dims[msg["name"]] = {d: number for d, number in ids.items() if len(shape) >= -d and shape[d] > 1}
 
 
 class Elimination(LogRing):
     """Sums of products of tables in log-space, for :func:`pyro.ops.contract.contract_to_tensor`; and draws.
 
-    Whatever order values are summed in, the table of a dimension at its turn, seen as a function of that dimension
-    alone, is the log of its probabilities given the dimensions that are summed later. So one pass backwards draws all
-    jointly: forward filtering and backward sampling (Carter & Kohn 1994, Biometrika 81), for any graph of sites.
+    The last site's values are summed first: what depends on a site comes after it, so that a tree's tables stay small.
+    The table of a dimension at its turn, seen as a function of that dimension alone, is the log of its probabilities
+    given the dimensions that are summed later. So one pass backwards draws all jointly: forward filtering and backward
+    sampling (Carter & Kohn 1994, Biometrika 81), for any graph of sites.
+
+    :param order: all dimensions, as the model makes them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: Sequence[str]) -> None:
         super().__init__()
+        self._order = {dim: place for place, dim in enumerate(order)}
         self._tables: list[tuple[str, Any]] = []  # each dimension that was summed, and the table that it was summed of
 
     def sumproduct(self, terms: Sequence[Any], dims: Any) -> Any:
         terms = list(terms)
-        sizes = {dim: size for term in terms for dim, size in zip(term._pyro_dims, term.shape, strict=True)}
-        for dim in _order(tuple(term._pyro_dims for term in terms), frozenset(dims), tuple(sorted(sizes.items()))):
-            table = _added([term for term in terms if dim in term._pyro_dims])
-            self._tables.append((dim, table))
-            summed = _without(table, dim, table.logsumexp(table._pyro_dims.index(dim)))
-            terms = [term for term in terms if dim not in term._pyro_dims] + [summed]
+        for dim in sorted(dims, key=self._order.__getitem__, reverse=True):
+            if meeting := [term for term in terms if dim in term._pyro_dims]:
+                table = _added(meeting)
+                self._tables.append((dim, table))
+                summed = _without(table, dim, table.logsumexp(table._pyro_dims.index(dim)))
+                terms = [term for term in terms if dim not in term._pyro_dims] + [summed]
         return _added(terms)
 
     def draw(self) -> tuple[dict[str, Tensor], Any]:
@@ -213,20 +212,6 @@ class Elimination(LogRing):
             log_prob = log_prob + table.log_softmax(place).gather(place, index.unsqueeze(place)).sum()
             drawn[dim] = _without(table, dim, index)
         return drawn, log_prob
-
-
-@functools.lru_cache(maxsize=256)
-def _order(terms: tuple[str, ...], dims: frozenset[str], sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """In which order to sum dimensions out: at each step the one that leaves the smallest table."""
-    size, tables, order = dict(sizes), [frozenset(term) for term in terms], []
-    left = sorted(dims & set(size))
-    while left:
-        joined = {dim: frozenset().union(*(table for table in tables if dim in table)) for dim in left}
-        best = min(left, key=lambda dim: math.prod(size[other] for other in joined[dim]))
-        tables = [table for table in tables if best not in table] + [joined[best] - {best}]
-        left.remove(best)
-        order.append(best)
-    return tuple(order)
 
 
 def _without(table: Any, dim: str, result: Any) -> Any:

@@ -167,7 +167,7 @@ class TracedTarget(Traced):
         shapes = {name: value.shape for name, value in found.items() if not value.is_complex()}
         if self.enumeration is None or not shapes:
             return shapes
-        if unclear := self.enumeration.depending(list(shapes), given, self.args, self.kwargs):
+        if unclear := self.enumeration.depending(list(shapes)):
             warnings.warn(
                 f"the deterministic sites {unclear} depend on discrete sites, which are summed out, so the posterior "
                 "doesn't hold them",
