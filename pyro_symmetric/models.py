@@ -11,13 +11,11 @@ take it as they take any model. Beside that it evaluates outputs and log-densiti
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import pyro
@@ -26,11 +24,10 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
-from torch.nn.functional import mse_loss
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
-from pyro_symmetric.calls import described, input_problem, over_weights, with_weights
+from pyro_symmetric.calls import over_weights, with_weights
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
@@ -61,37 +58,14 @@ class GaussianPrior:
         for name, value in {"scale": self.scale, **{f"scales[{k!r}]": v for k, v in self.scales.items()}}.items():
             arguments.positive(name, value)
 
-    def require_matches(self, names: Collection[str]) -> None:
-        """:raises ValueError: if a pattern of ``scales`` matches none of these parameters."""
-        if unmatched := [pattern for pattern in self.scales if not fnmatch.filter(names, pattern)]:
-            raise ValueError(f"prior has scales for {unmatched}, but the network's parameters are {list(names)}")
-
     def scale_of(self, name: str, shape: torch.Size) -> float:
         """The standard deviation of the parameter ``name`` of the given shape."""
         scale = next((s for pattern, s in self.scales.items() if fnmatch.fnmatchcase(name, pattern)), self.scale)
         return scale / math.sqrt(math.prod(shape[1:])) if self.fan_in and len(shape) > 1 else scale
 
     def __call__(self, name: str, parameter: Tensor) -> dist.TorchDistribution:
-        arguments.instance("name", name, str, "a parameter's name")
-        arguments.tensor("parameter", parameter)
         loc = torch.zeros_like(parameter)
-        return _Fixed(loc, torch.full_like(loc, self.scale_of(name, parameter.shape))).to_event(loc.dim())
-
-
-class _Fixed(dist.Normal):
-    """A normal distribution whose moments never change, so that their part of its density is computed once."""
-
-    @cached_property
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        return -0.5 * self.scale**-2, -self.scale.log() - 0.5 * math.log(2 * math.pi)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        factor, constant = self._factors
-        value, loc = torch.broadcast_tensors(value, self.loc)
-        squares = mse_loss(value, loc, reduction="none")  # one operation, and one back
-        return torch.addcmul(constant, squares, factor)
+        return dist.Normal(loc, self.scale_of(name, parameter.shape)).to_event(loc.dim())
 
 
 class BayesianModel(nn.Module):
@@ -132,7 +106,8 @@ class BayesianModel(nn.Module):
     ):
         super().__init__()
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-        _require_real_weights(net)
+        if other := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
+            raise ValueError(f"the parameters {other} are no real numbers; make complex ones of two real parts")
         num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
@@ -145,18 +120,10 @@ class BayesianModel(nn.Module):
         self.prior, self.likelihood = _tempered(prior, likelihood_of(likelihood), temperature)
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
-        if not self._parameters_of_net():
-            raise ValueError("net has no parameters; there is nothing to put a prior on")
-        if isinstance(self.prior, GaussianPrior):
-            self.prior.require_matches(self._parameters_of_net())
+        patterns, names = getattr(self.prior, "scales", {}), list(self._parameters_of_net())
+        if unmatched := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+            raise ValueError(f"prior has scales for {unmatched}, but the network's parameters are {names}")
         self.priors()  # a prior of the wrong shape is reported here, not in the first step
-
-    def __repr__(self) -> str:
-        count = sum(shape.numel() for shape in self.site_shapes.values())
-        return (
-            f"{type(self).__name__}(sites={len(self.site_shapes)}, weights={count}, prior={self.prior!r}, "
-            f"likelihood={self.likelihood!r}, num_data={self.num_data})"
-        )
 
     # what it consists of --------------------------------------------------------------------------------------------
 
@@ -170,13 +137,10 @@ class BayesianModel(nn.Module):
         if self._prior_cache[0] != (like.device, like.dtype):
             priors = {name: self.prior(name, parameter.detach()) for name, parameter in parameters.items()}
             for name, prior in priors.items():
-                arguments.instance(f"the prior of {name!r}", prior, torch.distributions.Distribution, "a distribution")
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
-                    raise ValueError(
-                        f"the prior of {name!r} has batch shape {tuple(prior.batch_shape)} and event shape "
-                        f"{tuple(prior.event_shape)}; the event shape must be {tuple(parameters[name].shape)} "
-                        "(did you forget .to_event?)"
-                    )
+                    shapes = f"batch shape {tuple(prior.batch_shape)} and event shape {tuple(prior.event_shape)}"
+                    wanted = f"it must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
+                    raise ValueError(f"the prior of {name!r} has {shapes}; {wanted}")
             latents = self.likelihood.latents(like)
             if clash := (set(latents) | {"y", "data"}) & set(priors):
                 raise ValueError(f"the network's parameters {sorted(clash)} bear names that the likelihood needs")
@@ -188,30 +152,14 @@ class BayesianModel(nn.Module):
         """Shape of each latent site: the network's parameters, then the likelihood's own."""
         return {name: prior.batch_shape + prior.event_shape for name, prior in self.priors().items()}
 
-    def initial_weights(self, fresh: bool = False) -> Weights:
-        """Values to start from, e.g. for ``init_to_value``: those that the network's parameters had.
-
-        :param fresh: draw new ones from PyTorch's generator, as each module's ``reset_parameters`` does; parameters
-            that no module resets are drawn from their prior.
-        """
-        if not fresh:
-            return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
-        net, reset_by_module = copy.deepcopy(self.net), set()
-        for prefix, module in net.named_modules():
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if callable(reset):
-                reset()
-                reset_by_module |= {f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters()}
-        return {
-            name: parameter.detach().clone() if name in reset_by_module else self.priors()[name].sample()
-            for name, parameter in net.named_parameters()
-        }
+    def initial_weights(self) -> Weights:
+        """The values that the network's parameters had, to start from, e.g. for ``init_to_value``."""
+        return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
 
     # the Pyro model -------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         """Draw weights and, in the plate ``data``, targets; returns the network's outputs."""
-        arguments.tensor("x", x)
         weights = {name: pyro.sample(name, prior) for name, prior in self.priors().items()}
         particles = _without_data_axis(weights, self.site_shapes)
         outputs = self.outputs(particles, x)
@@ -232,11 +180,9 @@ class BayesianModel(nn.Module):
         return self.num_data or len(x)
 
     def _targets(self, x: Tensor, y: Tensor) -> Tensor:
-        targets = self.likelihood.targets(arguments.tensor("y", y))
+        targets = self.likelihood.targets(y)
         if len(targets) != len(x):
             raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must be equally many")
-        if targets.device != x.device:
-            raise ValueError(f"y lies on {targets.device}, but x on {x.device}; move one of them")
         return targets
 
     # many weights at once -------------------------------------------------------------------------------------------
@@ -247,30 +193,17 @@ class BayesianModel(nn.Module):
         :param weights: every parameter of the network; running statistics beside them take the place of its own.
         :param chunk_size: how many weights to evaluate at once; ``None`` for all.
         """
-        arguments.tensor("x", x)
-        arguments.whole("chunk_size", chunk_size, 1, none="all")
         shapes = {name: parameter.shape for name, parameter in self._parameters_of_net().items()}
         require_sites(weights, shapes)
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name].to(x.device) for name in shapes}
-        with self._lock, self._explaining_inputs(x):  # the network holds the weights meanwhile: one thread at a time
+        with self._lock:  # the network holds the weights meanwhile: one thread at a time
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
             result = over_weights(self.net, lambda w: self.call(w, x), flat, chunk_size=chunk_size)
         return result.reshape(*shape, *result.shape[1:])
-
-    @contextlib.contextmanager
-    def _explaining_inputs(self, x: Tensor) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, IndexError) as error:
-            if problem := input_problem(self.net, x):
-                raise ValueError(f"x doesn't fit: {problem}") from error
-            raise
 
     def twin(self) -> BayesianModel:
         """A copy of the modules that shares their tensors. Two threads may evaluate a model and its twin at once."""
@@ -301,19 +234,12 @@ class BayesianModel(nn.Module):
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x, chunk_size=chunk_size)
         latents = {name: value.to(x.device) for name, value in _latents(weights, self._parameters_of_net()).items()}
-        distribution = self.likelihood.distribution(outputs, latents)
-        targets = self._targets(x, y)
-        try:
-            log_prob = distribution.log_prob(targets)
-        except ValueError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"y is {described(y)}, which {self.likelihood!r} can't score: {reason}") from error
+        log_prob = self.likelihood.distribution(outputs, latents).log_prob(self._targets(x, y))
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 
     def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
-        arguments.tensor("x", x)
         scale = self._size(x) / (len(x) * self.likelihood.temperature)
         return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
 
@@ -335,23 +261,6 @@ def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) 
     if isinstance(likelihood, GaussianLikelihood):
         likelihood = replace(likelihood, prior_scale=root * likelihood.prior_scale)
     return prior, replace(likelihood, temperature=temperature * likelihood.temperature)
-
-
-def _require_real_weights(net: nn.Module) -> None:
-    """:raises TypeError: if other weights can't take the place of the network's own.
-    :raises ValueError: if no prior is possible on a parameter.
-    """
-    if isinstance(net, torch.jit.ScriptModule):
-        raise TypeError("net is a ScriptModule, whose weights can't be replaced; pass the module that it was made of")
-    if any(isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel) for module in net.modules()):
-        raise TypeError("net holds a DataParallel module, whose weights can't be replaced; pass its .module")
-    if lazy := [name for name, parameter in net.named_parameters() if nn.parameter.is_lazy(parameter)]:
-        raise ValueError(f"the parameters {lazy} have no shape yet; call the network once, net(x[:2])")
-    if other := [name for name, parameter in net.named_parameters() if not parameter.is_floating_point()]:
-        raise ValueError(
-            f"the parameters {other} are no real numbers ({net.get_parameter(other[0]).dtype}); make complex ones of a "
-            "real and an imaginary part"
-        )
 
 
 def _hold_frozen(net: nn.Module) -> None:
@@ -386,4 +295,4 @@ def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> We
 def normal_base(prior: Distribution) -> Any:
     """The normal distribution of a prior's entries, each by itself; ``None`` if they have another law."""
     base = prior.base_dist if isinstance(prior, Independent) else prior
-    return base if type(base).log_prob in (Normal.log_prob, _Fixed.log_prob) else None  # not what only inherits
+    return base if type(base).log_prob is Normal.log_prob else None  # not what only inherits

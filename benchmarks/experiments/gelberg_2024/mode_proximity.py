@@ -95,7 +95,7 @@ def check_against_enumeration() -> float:
 
 def trained(model: ps.BayesianModel, x: Tensor, y: Tensor, steps: int, rate: float = 0.01) -> dict[str, Tensor]:
     """The posterior's mode, by Adam on the log-joint of all data from the network's own start."""
-    weights = {k: v.clone().requires_grad_() for k, v in model.initial_weights(fresh=True).items()}
+    weights = {k: v[0].requires_grad_() for k, v in ps.ensembles.fresh_members(model.net, 1).items()}
     optimiser = torch.optim.Adam(weights.values(), lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
+from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.ensembles.descent import batches_of, descend
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
@@ -121,7 +122,8 @@ def _symmetrized(problem: Problem, budget: Any, base: type[AutoGuide], progress:
 
 
 def _start(problem: Problem) -> Any:
-    return init_to_value(values=problem.model.initial_weights(fresh=True), fallback=init_to_median)
+    values = {site: value[0] for site, value in fresh_members(problem.model.net, 1).items()}
+    return init_to_value(values=values, fallback=init_to_median)
 
 
 def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
