@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from pyro.distributions import Delta, SineBivariateVonMises, SineSkewed
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
-from pyro.distributions.util import sum_rightmost
 from torch import Tensor
 from torch.distributions import (
     Distribution,
@@ -64,11 +63,12 @@ class Layout:
 
     def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
         """Unconstrained values by site -> vectors."""
-        return by_site.flatten(pieces, self.unconstrained_shapes, self.unconstrained_shapes)
+        batch = by_site.batch_shape(pieces, self.unconstrained_shapes)
+        return torch.cat([pieces[site].reshape(*batch, -1) for site in self.unconstrained_shapes], dim=-1)
 
     def unflatten(self, z: Tensor) -> Weights:
         """The inverse of :meth:`flatten`."""
-        return by_site.unflatten(z, self.unconstrained_shapes, self.unconstrained_shapes)
+        return by_site.unflatten(z, self.unconstrained_shapes)
 
     def constrain(self, z: Tensor) -> Weights:
         """Vectors -> weights."""
@@ -77,25 +77,18 @@ class Layout:
             pieces[site] = self.transforms[site](pieces[site])
         return pieces
 
-    def constrain_with_log_det(self, z: Tensor) -> tuple[Weights, Tensor]:
-        r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``."""
+    def constrain_with_log_det(self, z: Tensor, sites: Iterable[str] | None = None) -> tuple[Weights, Tensor]:
+        r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``.
+
+        :param sites: which are mapped and count, by default all that aren't mapped by the identity.
+        """
         weights = self.unflatten(z)
         log_det = z.new_zeros(z.shape[:-1])
-        for site in self._curved:
+        for site in self._curved if sites is None else sites:
             free, transform = weights[site], self.transforms[site]
             weights[site] = transform(free)
             log_det = log_det + transform.log_abs_det_jacobian(free, weights[site]).reshape(*z.shape[:-1], -1).sum(-1)
         return weights, log_det
-
-    def log_det(self, z: Tensor, sites: Iterable[str] | None = None) -> Tensor:
-        """The log-determinant of the map to the supports of these sites, of all by default, summed in float64."""
-        pieces = self.unflatten(z)
-        total = torch.zeros(z.shape[:-1], dtype=torch.float64, device=z.device)
-        for site in self._curved if sites is None else sites:
-            transform, free = self.transforms[site], pieces[site]
-            density = transform.log_abs_det_jacobian(free, transform(free)).double()
-            total = total + sum_rightmost(density, density.dim() - total.dim())
-        return total
 
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights -> vectors. Sites that the layout doesn't know are left out.
@@ -134,13 +127,12 @@ def transform_of(site: str, fn: Distribution) -> Transform:
             return biject_to(_half_line(support.base_constraint if mixed else support))
     except NotImplementedError as error:
         raise ValueError(
-            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is data, pass its "
-            "values, else reparametrise the site (pyro.poutine.reparam)"
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
+            "reparametrise the site (pyro.poutine.reparam)"
         ) from error
     raise ValueError(
-        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is data, pass obs= "
-        "in the model (or was its data not passed?); else write the density of the sum, bound its values (a "
-        "Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
+        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is no data, "
+        "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
     )
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
 
 Weights = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -23,10 +22,6 @@ Shapes = Mapping[str, torch.Size]
 
 def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
     """The shape of each entry; entries may be tensors or shapes already."""
-    for site, value in weights.items():
-        if not isinstance(value, Tensor | Sequence):
-            found = described(value)
-            raise TypeError(f"{name}[{site!r}] is {found}; it must be a tensor, or a shape such as torch.Size([3, 2])")
     return {
         site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)
         for site, value in weights.items()
@@ -42,31 +37,23 @@ def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = 
     :raises ValueError: naming the site whose shape doesn't fit, what was found and what would be right.
     :raises TypeError: if they are no mapping, or an entry is no tensor.
     """
-    if not isinstance(weights, Mapping):
-        arguments.weights(name, weights)
-    found: torch.Size | None = None
-    first = ""
-    for site, shape in site_shapes.items():
-        if site not in weights:
-            continue
-        value = weights[site]
-        if not isinstance(value, Tensor):
-            arguments.tensor(f"{name}[{site!r}]", value)
-        split = value.dim() - len(shape)
-        if split < 0 or value.shape[split:] != shape:
+    arguments.weights(name, weights)
+    found: dict[str, torch.Size] = {}
+    for site in weights.keys() & site_shapes.keys():
+        shape, whole = site_shapes[site], weights[site].shape
+        split = len(whole) - len(shape)
+        if split < 0 or whole[split:] != shape:
             raise ValueError(
-                f"{name}[{site!r}] has shape {tuple(value.shape)}, which doesn't end in the site's shape {tuple(shape)}"
+                f"{name}[{site!r}] has shape {tuple(whole)}, which doesn't end in {tuple(shape)}, the site's"
             )
-        if found is None:
-            found, first = value.shape[:split], site
-        elif value.shape[:split] != found:
-            raise ValueError(
-                f"{name}[{site!r}] has batch shape {tuple(value.shape[:split])}, but {name}[{first!r}] has "
-                f"{tuple(found)}; every site needs the same batch shape"
-            )
-    if found is None:
+        found[site] = whole[:split]
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"{name} must have one batch shape, but they have { ({s: tuple(b) for s, b in found.items()}) }"
+        )
+    if not found:
         raise ValueError(f"{name} holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
-    return found
+    return next(iter(found.values()))
 
 
 def is_running_statistic(site: str) -> bool:
@@ -84,10 +71,8 @@ def is_bias(site: str) -> bool:
 
 def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
     """:raises ValueError: if ``weights`` lacks one of ``sites``."""
-    if not isinstance(weights, Mapping):
-        arguments.weights(name, weights)
-    missing = [site for site in sites if site not in weights]
-    if missing:
+    arguments.instance(name, weights, Mapping, "weights (site -> tensor)")
+    if missing := [site for site in sites if site not in weights]:
         raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
 
 
@@ -108,42 +93,20 @@ def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = 
     if unknown:
         raise ValueError(
             f"{name} holds the parameters {unknown}, which the symmetry doesn't know: it is that of another network, "
-            "or these are second names of tied parameters. A symmetry acts on the weights of the network that it was "
-            "found in, under the names of net.named_parameters()"
+            "or these are second names of tied parameters"
         )
-
-
-def all_true(flags: Iterable[Tensor]) -> bool:
-    """True if all are: boolean tensors of no dimension, read by one sync for each device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for flag in flags:
-        by_device.setdefault(flag.device, []).append(flag)
-    return all(bool(torch.stack(own).all()) for own in by_device.values())
 
 
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
     """:raises ValueError: naming the first site that holds NaN or infinite values."""
-    arguments.weights(name, weights)
-    # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
-    if all_true(torch.isfinite(value.sum()) for value in weights.values()):
-        return
-    for site, value in weights.items():
-        if bad := int((~torch.isfinite(value)).sum()):
+    for site, value in arguments.weights(name, weights).items():
+        # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
+        if not bool(value.sum().isfinite()) and (bad := int((~value.isfinite()).sum())):
             raise ValueError(f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights must be finite")
 
 
-def flatten(weights: Mapping[str, Tensor], sites: Iterable[str], site_shapes: Shapes) -> Tensor:
-    """Concatenate ``sites`` in the given order into vectors of shape ``batch_shape + (D,)``."""
-    sites = list(sites)
-    require_sites(weights, sites)
-    shape = batch_shape(weights, {site: site_shapes[site] for site in sites})
-    return torch.cat([weights[site].reshape(*shape, -1) for site in sites], dim=-1)
-
-
-def unflatten(vector: Tensor, sites: Iterable[str], site_shapes: Shapes) -> Weights:
-    """The inverse of :func:`flatten`."""
-    sites = list(sites)
-    pieces = vector.split([math.prod(site_shapes[site]) for site in sites], dim=-1)
-    return {
-        site: piece.reshape((*vector.shape[:-1], *site_shapes[site])) for site, piece in zip(sites, pieces, strict=True)
-    }
+def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
+    """Vectors ``batch_shape + (D,)`` that concatenate sites of these shapes, in this order, by site."""
+    pieces = vector.split([math.prod(shape) for shape in shapes.values()], dim=-1)
+    named = zip(shapes.items(), pieces, strict=True)
+    return {site: piece.reshape((*vector.shape[:-1], *shape)) for (site, shape), piece in named}

@@ -17,14 +17,11 @@ def test_batch_shape_is_what_precedes_every_site_shape(batch):
 
 
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)])
-def test_flatten_and_unflatten_are_inverse_in_any_order(batch):
+def test_vectors_are_taken_apart_in_any_order(batch):
     weights = {site: torch.randn((*batch, *shape)) for site, shape in SHAPES.items()}
     order = ["scale", "b", "a"]
-    vector = w.flatten(weights, order, SHAPES)
-    assert vector.shape == (*batch, 11)
-    assert torch.equal(vector[..., 0], weights["scale"])
-    assert torch.equal(vector[..., 5:], weights["a"].reshape(*batch, 6))
-    back = w.unflatten(vector, order, SHAPES)
+    vector = torch.cat([weights[site].reshape(*batch, -1) for site in order], -1)
+    back = w.unflatten(vector, {site: SHAPES[site] for site in order})
     assert all(torch.equal(back[site], weights[site]) for site in SHAPES)
 
 
@@ -36,7 +33,7 @@ def test_shapes_of_reads_tensors_and_shapes():
     ("weights", "words"),
     [
         ({"a": torch.zeros(3, 2)}, r"'a'\] has shape \(3, 2\).*\(2, 3\)"),
-        ({"a": torch.zeros(5, 2, 3), "b": torch.zeros(6, 4)}, r"'b'\] has batch shape \(6,\)"),
+        ({"a": torch.zeros(5, 2, 3), "b": torch.zeros(6, 4)}, r"one batch shape.*'b': \(6,\)"),
         ({"c": torch.zeros(2)}, "none of the expected sites"),
     ],
 )

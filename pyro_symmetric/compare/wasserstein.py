@@ -64,7 +64,7 @@ def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> Ma
         parts = [_distance(x, y, p) for x, y in samples.columns(layer, step)]
         by_layer[layer] = torch.cat(parts).cpu() if parts else torch.zeros(0, device="cpu")
         shapes = {site: samples.shapes[site] for site in sites}
-        by_site |= unflatten(by_layer[layer], sites, shapes)
+        by_site |= unflatten(by_layer[layer], {site: shapes[site] for site in sites})
     totals = _summary(torch.cat(list(by_layer.values())))
     summaries = [_summary(values) for values in by_layer.values()]
     return MarginalDistance(

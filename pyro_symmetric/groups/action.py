@@ -102,7 +102,8 @@ class Action:
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
             before, after = (
-                self.layout.log_det(v, self.nonlinear_sites) for v in (vector.double(), self(vector.double(), element))
+                self.layout.constrain_with_log_det(v, self.nonlinear_sites)[1]
+                for v in (vector.double(), self(vector.double(), element))
             )
             total = total + (before - after).to(total)
         for site in self.sites if element.log_scales else ():

@@ -373,12 +373,12 @@ def _joint(log_joint: Joint, layout: Layout, vectors: Tensor) -> Tensor:
     """``log_joint`` with the volume of the bijections, ``(N,)``, in float64."""
     # Bijections in float64: near the border of a simplex a bijection in float32 loses the value.
     exact, tiny = vectors.double(), torch.finfo(vectors.dtype).tiny
-    found = layout.constrain(exact)
+    found, log_det = layout.constrain_with_log_det(exact)
     weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(vectors.dtype) for s, v in found.items()}
     values = log_joint(weights)
     if values.shape != (len(vectors),):
         raise ValueError(f"log_joint gave shape {tuple(values.shape)} for {len(vectors)} sets of weights")
-    return values.double() + layout.log_det(exact)
+    return values.double() + log_det
 
 
 def _vectors(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:

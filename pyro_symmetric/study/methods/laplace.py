@@ -86,7 +86,7 @@ def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset:
     with problem.x.device, without_fast_attention():
         rows = torch.utils.data.TensorDataset(problem.x, targets)
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
-        moved = unflatten(fitted.sample(draws).detach(), shapes, shapes)
+        moved = unflatten(fitted.sample(draws).detach(), shapes)
     return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **moved}
 
 
