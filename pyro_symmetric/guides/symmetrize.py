@@ -104,7 +104,7 @@ class _Product(TorchDistribution):
         return torch.cat([law.sample(sample_shape).reshape(*sample_shape, -1) for law in self.laws.values()], -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        pieces = unflatten(value, self.shapes, self.shapes)
+        pieces = unflatten(value, self.shapes)
         terms = [law.log_prob(pieces[site]).reshape(*value.shape[:-1], -1) for site, law in self.laws.items()]
         return torch.cat(terms, -1).sum(-1)
 
