@@ -2,8 +2,8 @@
 
 A thread that saves such a state while another has it changed, and puts it back last, would leave it changed for good.
 
-PyTorch's global generators belong here, too, for what can draw from nothing else: Pyro models, guides, other people's
-code. All else in the library draws from a :class:`torch.Generator` of its own.
+The global generators belong here, too, for what can draw from nothing else: Pyro models, guides, other people's code.
+All else in the library draws from a :class:`torch.Generator` of its own.
 """
 
 from __future__ import annotations
@@ -12,36 +12,26 @@ import contextlib
 import io
 import logging
 import os
+import random
 import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from torch.utils import _pytree as pytree
 
-# Held while any of it is changed; one thread may nest such changes.
-LOCK = threading.RLock()
-
-# An entry for each who is within :func:`without_fast_attention`: what the first of them found.
-_FAST: list[tuple[bool, bool]] = []
-
-# Held while a Pyro model runs, whose handlers and validation belong to the process, or while PyTorch's generators are
-# forked. Where both locks are asked for, this one comes first.
-PYRO: Any = threading.RLock()
-
-
-def _forget_other_threads() -> None:
-    """In a forked process there are none, so none can let go of the lock."""
-    if not PYRO._is_owned():
-        PYRO._at_fork_reinit()
-
+# Held while any of it is changed, and while a Pyro model runs, whose handlers belong to the process.
+LOCK: Any = threading.RLock()
 
 # A process is forked when nothing is changed: other threads, which would put it back, don't exist in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
-    os.register_at_fork(after_in_child=_forget_other_threads)
+
+# An entry for each who is within :func:`without_fast_attention`: what the first of them found.
+_FAST: list[tuple[bool, bool]] = []
 
 
 @contextlib.contextmanager
@@ -51,7 +41,7 @@ def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
     :param dtype: of what the model makes of plain numbers. A distribution such as ``Gamma(2.0, 1.0)`` would otherwise
         compute in float32 whatever the precision of its value. ``None``: PyTorch's default.
     """
-    with PYRO, pyro.validation_enabled(False), without_fast_attention():
+    with LOCK, pyro.validation_enabled(False), without_fast_attention():
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(dtype or before)
@@ -61,30 +51,43 @@ def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forked(source: int | torch.Generator | None = None, device: torch.device | str | None = None) -> Iterator[None]:
+def forked(
+    source: int | torch.Generator | None = None, *devices: torch.device | str | None, host: bool = False
+) -> Iterator[None]:
     """Let PyTorch's global generators be drawn from, and leave them as they were; meanwhile no other thread has them.
 
     :param source: a seed, or a generator from which one number is drawn as a seed; ``None``: they begin as they are.
-    :param device: a GPU whose generator is seeded, too. CUDA isn't woken up for any other: a process that is forked
-        afterwards couldn't use it any more.
+    :param devices: those whose generators are seeded besides the CPU's. CUDA isn't woken up for any other: a process
+        that is forked afterwards couldn't use it any more.
+    :param host: whether NumPy's and Python's generators are seeded and put back, too.
     """
-    place = torch.device("cpu" if device is None else device)
     if isinstance(source, torch.Generator):
         source = int(torch.randint(2**62, (), generator=source, device=source.device))
-    with PYRO:
-        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() or place.type == "cuda" else ()
-        with torch.random.fork_rng(gpus):
-            if source is not None:
-                torch.default_generator.manual_seed(source)  # torch.manual_seed would seed all GPUs
-            if source is not None and place.type == "cuda":
-                index = torch.cuda.current_device() if place.index is None else place.index
-                torch.cuda.default_generators[index].manual_seed(source)
-            yield
+    with LOCK, contextlib.ExitStack() as stack:
+        stack.enter_context(
+            torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
+        )
+        for place in {torch.device(device or "cpu") for device in devices}:
+            if place.type not in ("cpu", "meta"):
+                module = torch.get_device_module(place)
+                index = module.current_device() if place.index is None else place.index
+                stack.enter_context(torch.random.fork_rng([index], device_type=place.type))
+                if source is not None:
+                    with module.device(index):
+                        module.manual_seed(source)
+        if source is not None:
+            torch.default_generator.manual_seed(source)  # torch.manual_seed would seed all GPUs
+        if host:
+            stack.callback(random.setstate, random.getstate())
+            stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (other people's code uses it)
+            random.seed(source)
+            np.random.seed(None if source is None else source % 2**32)  # noqa: NPY002
+        yield
 
 
 def drawn_seed() -> int:
     """A seed drawn from PyTorch's global generator, when no other thread has it forked."""
-    with PYRO:
+    with LOCK:
         return int(torch.randint(2**62, (), device="cpu"))
 
 
@@ -157,14 +160,9 @@ def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -
 @contextlib.contextmanager
 def without_messages(*loggers: str) -> Iterator[None]:
     """Without what is printed to standard error, and what loggers say of errors that are raised as well."""
-    with LOCK:
-        logs = [logging.getLogger(name) for name in loggers]
-        levels = [log.level for log in logs]
-        for log in logs:
+    with LOCK, contextlib.ExitStack() as stack:
+        for log in map(logging.getLogger, loggers):
+            stack.callback(log.setLevel, log.level)
             log.setLevel(logging.CRITICAL)
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):
-                yield
-        finally:
-            for log, level in zip(logs, levels, strict=True):
-                log.setLevel(level)
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield

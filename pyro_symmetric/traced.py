@@ -99,7 +99,7 @@ def unchecked(fn: Any) -> Any:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Let the parts below stand in for the originals. Enter it with the lock ``PYRO`` held."""
+    """Let the parts below stand in for the originals. Enter it with the lock ``LOCK`` held."""
     originals = [(owner, name, vars(owner)[name]) for owner, name, _ in _PARTS]
     for owner, name, part in _PARTS:
         setattr(owner, name, part)

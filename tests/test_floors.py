@@ -27,7 +27,7 @@ FLOORS = [
         "placement",
         "plots",
     ],
-    ["arguments", "enumeration", "generators", "networks"],
+    ["arguments", "enumeration", "networks"],
     ["datasets", "likelihoods", "storage", "traced", "weights"],
     ["fingerprint", "layout", "models", "store"],
     ["posterior"],

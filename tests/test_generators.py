@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.generators import repeated
 
 
 def test_a_seed_reproduces_and_leaves_the_generator_as_it_was():
@@ -150,13 +149,13 @@ HOST = {
 def test_numbers_are_repeated_whoever_draws_them_and_no_generator_is_disturbed(draw):
     found = []
     for seed in (1, 1, 2):
-        with repeated(seed):
+        with forked(seed, host=True):
             found.append(draw())
     assert found[0] == found[1] != found[2]
     torch.manual_seed(5), np.random.seed(5), random.seed(5)  # noqa: NPY002
     first = draw()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)  # noqa: NPY002
-    with contextlib.suppress(ZeroDivisionError), repeated(1):
+    with contextlib.suppress(ZeroDivisionError), forked(1, host=True):
         draw()
         raise ZeroDivisionError
     assert draw() == first

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric._process import drawn_seed, with_both_branches, without_fast_attention, without_warnings
+from pyro_symmetric._process import drawn_seed, forked, with_both_branches, without_fast_attention, without_warnings
 from pyro_symmetric.discovery.deterministic import NUMBERS, Deterministic
 from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError, only, parts_of
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.generators import repeated
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.weights import Weights
 
@@ -174,7 +173,7 @@ class Outputs:
             with contextlib.ExitStack() as stack:
                 for context in quiet:
                     stack.enter_context(context)
-                stack.enter_context(repeated(self.seed, devices))
+                stack.enter_context(forked(self.seed, *devices, host=True))
                 mode = stack.enter_context(Deterministic(self.dtype, noise=not train))
                 outputs = self.call(*self.inputs[train])
         except Exception as error:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import drawn_seed
+from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import exported, site_names
 from pyro_symmetric.discovery.flow import Flow, Value, opaque
@@ -24,7 +24,6 @@ from pyro_symmetric.discovery.rules.registry import Call, operator_name, rule_fo
 from pyro_symmetric.discovery.rules.spatial import convolution
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.generators import repeated
 
 # Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
 STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
@@ -64,7 +63,7 @@ class Trace:
 
     def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.net = net
-        with repeated(drawn_seed()):
+        with forked(drawn_seed(), host=True):
             function = TensorsOnly(net, args, kwargs)
             self.program = exported(function)
         self.tensors = function.tensors

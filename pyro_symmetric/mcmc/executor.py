@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import PYRO, drawn_seed, forked
+from pyro_symmetric._process import LOCK, drawn_seed, forked
 from pyro_symmetric.mcmc.run import run
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve
@@ -44,7 +44,7 @@ def run_tasks(
     threads = arguments.whole("threads_per_task", threads, 1)
     size = arguments.whole("chains_per_task", chains_per_task, 1, none="a quarter of all")
     size = default_size(settings.num_chains) if size is None else size
-    if PYRO._is_owned():  # workers that are threads would wait for this one for ever
+    if LOCK._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
     store = settings.store
     if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):

@@ -12,7 +12,7 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import PYRO
+from pyro_symmetric._process import LOCK
 from pyro_symmetric.calls import described
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
@@ -96,6 +96,6 @@ def _observed(
 ) -> dict[str, np.ndarray]:
     dtype, device = promoted(list(posterior.samples.values())), posterior.source and posterior.source.device
     model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
-    with PYRO, torch.no_grad(), poutine.block(), Placement(device, dtype):
+    with LOCK, torch.no_grad(), poutine.block(), Placement(device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: array(as_tensor(trace.nodes[site]["value"])) for site in sites}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import PYRO, running_pyro
+from pyro_symmetric._process import LOCK, running_pyro
 from pyro_symmetric.calls import (
     described,
     described_call,
@@ -126,7 +126,7 @@ class TracedPredictor(Traced):
         parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
         self.device: torch.device | None = torch.device(places[0]) if places else None
-        with PYRO, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
+        with LOCK, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}

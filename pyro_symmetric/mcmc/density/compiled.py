@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric._process import PYRO, without_warnings
+from pyro_symmetric._process import LOCK, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.targets import Rows
 
@@ -137,7 +137,7 @@ class Compiled:
             return [value.clone() if any(value is one for one in values) else value for value in results]
 
         try:
-            with PYRO, without_warnings(), torch.no_grad():
+            with LOCK, without_warnings(), torch.no_grad():
                 graph = make_fx(flattened)(*inputs)
                 program = torch.compile(graph, fullgraph=True, dynamic=False, options=OPTIONS)
                 program(*inputs)  # what it takes is made now

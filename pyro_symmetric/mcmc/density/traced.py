@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import PYRO, running_pyro, without_warnings
+from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.calls import (
     described,
     explaining,
@@ -59,7 +59,7 @@ class TracedTarget(Traced):
             self._data_rows = len(data[0]) if data else 0
             require_batch_size(batch_size, self._data_rows)
             rows = {ROWS: torch.arange(batch_size, device="cpu")}
-        with PYRO, explaining(model, args, kwargs):
+        with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run(rows)
         latent = _latent(trace)
         # Those that samplers move: discrete ones that can be summed out aren't.
@@ -112,7 +112,7 @@ class TracedTarget(Traced):
         if key not in self._programs:
             from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
 
-            with PYRO, without_warnings():
+            with LOCK, without_warnings():
                 graph = make_fx(lambda own: self.mapped(self._compute, own))(weights)
             graph.graph.eliminate_dead_code()
             graph.recompile()
@@ -150,7 +150,7 @@ class TracedTarget(Traced):
 
     def _prior_run(self, rows: Rows | None = None) -> poutine.Trace:
         args, kwargs = self._cut(rows)
-        with PYRO, torch.no_grad():
+        with LOCK, torch.no_grad():
             return poutine.trace(_Drawn()(self._placement(self.model))).get_trace(*args, **kwargs)
 
     def _checked_run(self, weights: Weights, rows: Rows | None = None) -> poutine.Trace:
@@ -178,7 +178,7 @@ class TracedTarget(Traced):
 
     def _require_same_priors(self, trace: poutine.Trace, given: Weights) -> None:
         """:raises ValueError: if a latent site's prior on a mini-batch isn't the one on all data."""
-        with PYRO, torch.no_grad():
+        with LOCK, torch.no_grad():
             try:
                 whole = poutine.trace(poutine.condition(self.model, given)).get_trace(*self.args, **self.kwargs)
             except Exception:  # a model that is made for mini-batches alone, or a prior as wide as they are
