@@ -1,7 +1,7 @@
 """All that decides a computation, as one JSON value: two of them are the same, or it can be said in words what differs.
 
 A fingerprint holds settings as they are, and data and code by a hash (:func:`digest`), which is the same in every
-process. The hash sees tensors, arrays, numbers, texts and containers by what they hold (lists and tuples are alike, and
+process. The hash sees tensors, numbers, texts and containers by what they hold (lists and tuples are alike, and
 dictionaries in any order); networks by their modules, parameters, buffers and public attributes; functions by their
 code, constants, defaults, closures and the globals that they read; classes by their bases and methods; other objects by
 their class and what pickle would keep. Functions and classes of installed libraries count by their names.
@@ -11,40 +11,25 @@ from __future__ import annotations
 
 import dis
 import hashlib
-import inspect
 import json
-import re
 import sys
 import sysconfig
 import types
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyro
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric._version import __version__
 from pyro_symmetric.storage import raw_bytes
 
-HASH_BYTES = 16
-HASH = re.compile(f"(^| )[0-9a-f]{{{2 * HASH_BYTES}}}$")
-PROTOCOL = 4  # of pickle
+VERSIONS = {"pyro_symmetric": __version__, "torch": torch.__version__, "pyro": pyro.__version__}
 LIBRARIES = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent)}
 METHODS = types.FunctionType | property | staticmethod | classmethod
-CONTAINERS = Mapping | list | tuple | set | frozenset
 NAMED = types.BuiltinFunctionType | types.ModuleType | torch.dtype | torch.device
-
-
-def _own_version() -> str:
-    try:
-        return version("pyro-symmetric")
-    except PackageNotFoundError:  # a source tree that isn't installed
-        return "unknown"
-
-
-VERSIONS = {"pyro_symmetric": _own_version(), "torch": torch.__version__, "pyro": version("pyro-ppl")}
 
 
 def as_json(**parts: Any) -> dict[str, Any]:
@@ -53,17 +38,14 @@ def as_json(**parts: Any) -> dict[str, Any]:
 
 
 def differences(found: Any, now: Any, name: str = "") -> list[str]:
-    """The differences between two fingerprints, in words.
+    """The differences between two fingerprints, in words: the one that was stored, and that of the call.
 
-    :param found: the one that was stored.
-    :param now: that of the call.
     :param name: of what is compared.
     """
     if isinstance(found, dict) and isinstance(now, dict):
         keys = sorted(found.keys() | now.keys())
         return [line for k in keys for line in differences(found.get(k), now.get(k), f"{name}.{k}".lstrip("."))]
-    told = "their hash is another" if HASH.search(str(now)) else f"{found!r} there, {now!r} here"
-    return [] if found == now else [f"{name}: {told}"]
+    return [] if found == now else [f"{name}: {found!r} there, {now!r} here"]
 
 
 def digest(value: Any) -> str:
@@ -74,36 +56,27 @@ def digest(value: Any) -> str:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _digest(value: Any, met: dict[int, tuple[int, Any]]) -> bytes:
-    """:param met: functions, classes and objects so far, which count by their number when they are met again."""
+def _digest(value: Any, met: dict[int, tuple[bytes, Any]]) -> bytes:
+    """:param met: the hashes of objects so far, which are kept alive; of those that hold this one, a stand-in."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return _hash(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
     if isinstance(value, Tensor):
-        value = value if value.layout == torch.strided else value.to_dense()
-        about = f"{value.dtype} {tuple(value.shape)}".encode()
-        return _hash("tensor", about, b"" if value.is_meta else raw_bytes(value).numpy().data)
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return _hash("array", repr((value.dtype, value.shape)).encode(), flat.data)
+        dense = value if value.layout == torch.strided else value.to_dense()
+        return _hash("tensor", f"{dense.dtype} {tuple(dense.shape)}".encode(), raw_bytes(dense).numpy().data)
     if isinstance(value, NAMED) or _is_of_library(value):
         return _hash("name", getattr(value, "__qualname__", str(value)).encode())
-    if id(value) in met:
-        return _hash("met", str(met[id(value)][0]).encode())
-    met[id(value)] = len(met), value
-    try:
+    if id(value) not in met:
+        met[id(value)] = b"itself", value
         kind, parts = _parts(value)
         found = [_digest(part, met) for part in parts]
-    except RecursionError:
-        return _hash("deep", type(value).__qualname__.encode())
-    if isinstance(value, CONTAINERS):  # which are the same as others that hold the same
-        del met[id(value)]
-    return _hash(kind, *(sorted(found) if kind in ("dict", "set") else found))
+        met[id(value)] = _hash(kind, *(sorted(found) if kind == "set" else found)), value
+    return met[id(value)][0]
 
 
 def _parts(value: Any) -> tuple[str, list[Any]]:
-    """The kind of a value, and its parts."""
+    """The kind of a value, and its parts; the order of those of a set says nothing."""
     if isinstance(value, Mapping):
-        return "dict", [list(pair) for pair in value.items()]
+        return "set", ["dict", *value.items()]
     if isinstance(value, list | tuple):
         return "list", list(value)
     if isinstance(value, set | frozenset):
@@ -115,10 +88,8 @@ def _parts(value: Any) -> tuple[str, list[Any]]:
     if isinstance(value, types.FunctionType):
         names = _globals_of(value.__code__) if not _is_installed(value.__code__.co_filename) else set()
         read = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         return "function", [value.__code__, value.__defaults__, value.__kwdefaults__, cells, read]
-    if isinstance(value, types.MethodType):
-        return "method", [value.__func__, value.__self__]
     if isinstance(value, property | staticmethod | classmethod):
         return "wrapped", [value.fget if isinstance(value, property) else value.__func__]
     if isinstance(value, types.CodeType):
@@ -126,29 +97,19 @@ def _parts(value: Any) -> tuple[str, list[Any]]:
     if isinstance(value, type):
         methods = [part for part in vars(value).values() if isinstance(part, METHODS)]
         return "class", [value.__qualname__, value.__bases__, methods]
-    if isinstance(value, np.ndarray):  # of objects
-        return "array", [value.shape, value.reshape(-1).tolist()]
-    return "object", [type(value), _pickled(value)]
+    return "object", [type(value), *_pickled(value)]
 
 
-def _pickled(value: Any) -> Any:
-    """The parts of an object that pickle would keep, but for cached ones; ``None`` if it can't."""
+def _pickled(value: Any) -> list[Any]:
+    """The parts of an object that pickle would keep, but for cached ones; none if it can't."""
     try:
-        reduced = value.__reduce_ex__(PROTOCOL)
+        reduced = value.__reduce_ex__(4)
     except Exception:  # whatever a class raises that refuses it
-        return None
-    if isinstance(reduced, str):
-        return reduced
-    make, arguments, state, items, pairs = (*reduced, None, None, None, None)[:5]
-    if isinstance(state, dict):
-        state = {name: part for name, part in state.items() if not _is_cache(type(value), name)}
-    return [make, arguments, state, list(items or ()), list(pairs or ())]
-
-
-def _is_cache(kind: type, name: Any) -> bool:
-    """True if an object's attribute only keeps what a ``cached_property`` has computed."""
-    found = inspect.getattr_static(kind, name, None) if isinstance(name, str) else None
-    return hasattr(found, "__get__") and not hasattr(found, "__set__") and not callable(found)
+        return []
+    make, arguments, state, *items = (*reduced, None) if isinstance(reduced, tuple) else (reduced, (), None)
+    if isinstance(state, dict):  # cached_property, and PyTorch's like of it, stand in a class under the same name
+        state = {n: p for n, p in state.items() if not hasattr(getattr(type(value), str(n), None), "__get__")}
+    return [make, arguments, state, *(None if part is None else list(part) for part in items)]
 
 
 def _is_of_library(value: Any) -> bool:
@@ -171,16 +132,8 @@ def _globals_of(code: types.CodeType) -> set[str]:
     return {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}.union(*inner)
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
 def _hash(tag: str, *parts: Any) -> bytes:
-    state = hashlib.blake2b(digest_size=HASH_BYTES)
+    state = hashlib.blake2b(digest_size=16)
     for part in (tag.encode(), *parts):
         state.update(memoryview(part).nbytes.to_bytes(8, "little"))
         state.update(part)
