@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from torch import Tensor
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
-CHECKSUM = "crc32"
-DAMAGED = "what it holds differs from its checksum. Restore it from a copy, or remove it to make it anew"
+CHECKSUM, OPEN = "crc32", "0" * 8  # what stands in a file's header while its checksum is made
 
 
 class StoreError(Error, ValueError):
@@ -51,8 +50,9 @@ def save_tensors(
     :raises OSError: if the file can't be written (a full disk, a read-only folder).
     """
     own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}  # none share memory
-    said = {"format": f"pyro_symmetric.{kind}", "version": str(version), "json": json.dumps(header)}
-    write_whole(path, safetensors.torch.save(own, {**said, CHECKSUM: _checksum(own, said)}), kind)
+    said = {"format": f"pyro_symmetric.{kind}", "version": str(version), "json": json.dumps(header), CHECKSUM: OPEN}
+    content = safetensors.torch.save(own, said)
+    write_whole(path, _with_sum(content, OPEN, f"{zlib.crc32(content):08x}"), kind)
 
 
 def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -68,14 +68,13 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
     content = path.read_bytes()  # at once, since it may be replaced meanwhile
     try:
         tensors = safetensors.torch.load(content)
-        said = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
-        checksum = said.pop(CHECKSUM, "")
+        said = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         if said["format"] != f"pyro_symmetric.{kind}":
             raise StoreError(f"{path} is no {kind} of this library, but {said['format']!r}")
         if int(said["version"]) > version:
             raise StoreError(f"{path} is of version {said['version']} of the {kind} format: a newer pyro_symmetric's")
-        if checksum != _checksum(tensors, said):
-            raise StoreError(f"{path} is damaged: {DAMAGED}")
+        if zlib.crc32(_with_sum(content, said[CHECKSUM], OPEN)) != int(said[CHECKSUM], 16):
+            raise StoreError(f"{path} is damaged: it differs from its checksum. Restore it from a copy, or remove it")
         return tensors, dict(json.loads(said["json"]))
     except StoreError:
         raise
@@ -83,25 +82,9 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
         raise StoreError(f"{path} is no {kind} or is damaged (was it cut short?): {error!r}") from error
 
 
-def save_json(path: PathLike, content: Mapping[str, Any], kind: str) -> None:
-    """Write a JSON file with a checksum, whole or not at all."""
-    content = json.loads(json.dumps(content))
-    write_text(path, json.dumps({**content, CHECKSUM: _checksum({}, content)}, indent=1), kind)
-
-
-def load_json(path: PathLike, kind: str) -> dict[str, Any]:
-    """Read what :func:`save_json` wrote.
-
-    :raises OSError: if there is no such file or it can't be read.
-    :raises StoreError: if it differs from its checksum.
-    """
-    try:
-        content = dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise StoreError(f"the {kind} {path} is damaged: {error!r}") from error
-    if content.pop(CHECKSUM, None) != _checksum({}, content):
-        raise StoreError(f"the {kind} {path} is damaged: {DAMAGED}")
-    return content
+def _with_sum(content: bytes, before: str, after: str) -> bytes:
+    """The file's content with another checksum in its header, which comes first and quotes no other."""
+    return content.replace(f'"{CHECKSUM}":"{before}"'.encode(), f'"{CHECKSUM}":"{after}"'.encode(), 1)
 
 
 def inside(folder: PathLike, name: str) -> Path:
@@ -137,11 +120,6 @@ def write_whole(path: PathLike, content: bytes, kind: str = "file") -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: PathLike, text: str, kind: str = "file") -> None:
-    """Write a text file whole or not at all."""
-    write_whole(path, text.encode(), kind)
-
-
 def raw_bytes(value: Tensor) -> Tensor:
     """A tensor's values as a flat tensor of bytes on the CPU, of any dtype."""
     flat = value.detach().cpu().contiguous().reshape(-1)
@@ -167,36 +145,23 @@ def make_folder(path: PathLike) -> None:
         sync(folder.parent)
 
 
-class Lock:
-    """A file that one process at a time can hold; the system frees it when that process ends, however it ends.
+@contextlib.contextmanager
+def locked(path: PathLike, what: str) -> Iterator[None]:
+    """Hold a file that one process at a time can; the system frees it when that process ends, however it ends.
 
     :param what: what it guards, for the error.
     :raises BlockingIOError: if another holds it.
     :raises OSError: if it can't be made, or is a link.
     """
+    import fcntl  # of POSIX
 
-    def __init__(self, path: PathLike, what: str):
-        import fcntl  # of POSIX
-
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            os.close(self._descriptor)
             raise BlockingIOError(f"{what} is being written by another run; nothing was done") from error
-
-    def release(self) -> None:
-        """Let others have it."""
-        import fcntl
-
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also where a process was forked meanwhile
-        os.close(self._descriptor)
-
-
-def _checksum(tensors: Mapping[str, Tensor], said: Mapping[str, Any]) -> str:
-    """The CRC-32 of both, in hexadecimal."""
-    layout = {name: [str(value.dtype), *value.shape] for name, value in tensors.items()}
-    total = zlib.crc32(json.dumps([said, layout], sort_keys=True).encode())
-    for name in sorted(tensors):
-        total = zlib.crc32(raw_bytes(tensors[name]).numpy().data, total)
-    return f"{total:08x}"
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process was forked meanwhile
+        os.close(descriptor)

@@ -25,7 +25,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -34,18 +34,18 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.storage import (
-    Lock,
     PathLike,
     StoreError,
     inside,
     load_tensors,
+    locked,
     make_folder,
     raw_bytes,
     save_tensors,
     sync,
 )
 
-KIND, VERSION = "draw store", 2
+KIND, VERSION = "draw store", 3
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
 GROUPS = ("posterior", "sample_stats")
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
@@ -53,13 +53,9 @@ COMMIT_SHARE = 0.05  # and so long that they take at most this share of the time
 BLOCK = 2**25  # bytes of draws that wait to be written; those of a GPU wait there, as each copy makes the host wait
 PIECE = 2**21  # bytes to read at once
 AT_ONCE = 1000  # draws of a posterior that is saved
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in [
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    ]
-}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, *WHOLES)}
 Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # samples and statistics of all chains, (chains, ...)
 
 
@@ -76,144 +72,6 @@ class Contents(NamedTuple):
     metadata: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Array:
-    """One array of a store, whose axes are chains, draws and a site's own; in its file draws come first.
-
-    :param shape: of one draw of all chains, ``(chains, *site_shape)``.
-    """
-
-    group: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        lengths = all(type(length) is int and length >= 0 for length in self.shape)
-        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
-            raise ValueError(f"a store can't keep {self}")
-
-    @property
-    def size(self) -> int:
-        """Bytes of one draw of all chains."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    @property
-    def place(self) -> str:
-        """The array's folder within that of the store."""
-        name = quote(self.name, safe=" ()[],=+@!$&'")
-        return f"{self.group}/{name.replace('.', '%2E') if name == 'zarr.json' or not name.strip('.') else name}"
-
-    def file(self, folder: Path) -> Path:
-        """:raises StoreError: if it leads out of the folder."""
-        return inside(folder, "/".join([self.place, "c", *"0" * (len(self.shape) + 1)]))
-
-    def sum(self, folder: Path, draws: int) -> int:
-        """The CRC-32 of the first draws, read at some gigabytes a second."""
-        total, left = 0, draws * self.size
-        with open(self.file(folder), "rb") as file:
-            while left > 0 and (piece := file.read(min(left, PIECE))):
-                total, left = zlib.crc32(piece, total), left - len(piece)
-        return total
-
-    def map(self, folder: Path, draws: int) -> Tensor:
-        """The first draws ``(chains, draws, *site_shape)``, read when they are touched; changes stay in memory.
-
-        :raises StoreError: if they aren't there.
-        """
-        path, size = self.file(folder), draws * self.size
-        if not path.is_file() or path.stat().st_size < size:  # a pipe would be waited for
-            raise StoreError(f"the draw store {folder} is damaged: {path.relative_to(folder)} is missing or cut short")
-        kept = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if size:
-            kept = torch.from_file(str(path), size=size, dtype=torch.uint8)
-        return kept.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
-
-    def zarr(self, draws: int, room: int) -> dict[str, Any]:
-        """The array in Zarr's words: one chunk with room for all draws, of which there are so many now."""
-        chains, *own = self.shape
-        chunk = [chains, room, *(max(1, length) for length in own)]
-        return {
-            **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
-            "shape": [chains, draws, *own],
-            "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(own)))],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "codecs": [
-                {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(own) + 2)]}},
-                {"name": "bytes", "configuration": {"endian": "little"}},
-            ],
-            "fill_value": False if self.dtype == "bool" else 0,
-        }
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The record of the last commit.
-
-    :param draws: how many of each chain count.
-    :param arrays: in the order in which they were given; none before there are draws.
-    :param sums: the CRC-32 of each array's draws.
-    :param fingerprint: of the run.
-    :param metadata: of the posterior.
-    :param state: what the run resumes from; empty if it can't.
-    """
-
-    draws: int
-    arrays: tuple[Array, ...]
-    sums: tuple[int, ...]
-    fingerprint: dict[str, Any]
-    metadata: dict[str, Any]
-    state: bytes | memoryview = b""
-
-    def write(self, folder: Path) -> None:
-        """Replace what the folder has, whole or not at all."""
-        header = {name: getattr(self, name) for name in ("draws", "sums", "fingerprint", "metadata")}
-        header |= {"arrays": [asdict(array) for array in self.arrays], "state_bytes": len(self.state)}
-        content = self.state if isinstance(self.state, memoryview) else bytearray(self.state)
-        state = torch.frombuffer(content or bytearray(1), dtype=torch.uint8)
-        save_tensors(folder / CHECKPOINT, KIND, VERSION, {"state": state}, header)
-
-    @classmethod
-    def read(cls, folder: Path) -> Checkpoint:
-        """:raises StoreError: if it is damaged or of a newer version."""
-        tensors, header = load_tensors(inside(folder, CHECKPOINT), KIND, VERSION)
-        try:
-            arrays = tuple(Array(**{**said, "shape": tuple(said["shape"])}) for said in header["arrays"])
-            state = bytes(raw_bytes(tensors["state"])[: header["state_bytes"]].numpy())
-            fingerprint, metadata = (dict(header[name]) for name in ("fingerprint", "metadata"))
-            found = cls(header["draws"], arrays, tuple(header["sums"]), fingerprint, metadata, state)
-            alike = len(found.sums) == len(arrays) == len({array.place for array in arrays})
-            if not alike or type(found.draws) is not int or not found.draws >= 0 or (found.draws and not arrays):
-                raise ValueError(f"{found.draws!r} draws of {[array.place for array in arrays]}")
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
-        return found
-
-    def contents(self, folder: Path) -> Contents:
-        """The draws that count, mapped.
-
-        :raises StoreError: if an array is missing or cut short.
-        """
-        found: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
-        for array in self.arrays:
-            found[array.group][array.name] = array.map(folder, self.draws)
-        return Contents(found["posterior"], found["sample_stats"], self.metadata)
-
-    def verify(self, folder: Path) -> None:
-        """Read all draws that count.
-
-        :raises StoreError: naming the first array that differs from its checksum.
-        """
-        self.contents(folder)
-        for array, expected in zip(self.arrays, self.sums, strict=True):
-            if array.sum(folder, self.draws) != expected:
-                raise StoreError(
-                    f"the draw store {folder} is damaged: {array.file(folder).relative_to(folder)} differs from its "
-                    "checksum. Restore it from a copy; Posterior.load(path, verify=False) reads it as it is"
-                )
-
-
 def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     """The draws of a store that count, mapped from its files.
 
@@ -227,9 +85,7 @@ def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     found = Checkpoint.read(folder)
     if found.draws == 0 and found.state:
         raise StoreError(f"the draw store {folder} holds no draws yet; the call that began it resumes its warm-up")
-    if verify:
-        found.verify(folder)
-    return found.contents(folder)
+    return found.contents(folder, verify)
 
 
 def save_store(path: PathLike, contents: Contents) -> None:
@@ -259,24 +115,148 @@ def save_store(path: PathLike, contents: Contents) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Array:
+    """One array of a store, whose axes are chains, draws and a site's own; in its file draws come first.
+
+    :param shape: of one draw of all chains, ``(chains, *site_shape)``.
+    :param crc: the CRC-32 of the draws that count.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = all(type(length) is int and length >= 0 for length in self.shape)
+        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
+            raise ValueError(f"a store can't keep {self}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of one draw of all chains."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def place(self) -> str:
+        """The array's folder within that of the store."""
+        return "/".join([self.group, quote(self.name, safe=" ()[],=+@!$&'")])
+
+    def file(self, folder: Path) -> Path:
+        """:raises StoreError: if it leads out of the folder."""
+        return inside(folder, "/".join([self.place, "c", *"0" * (len(self.shape) + 1)]))
+
+    def map(self, folder: Path, draws: int, verify: bool = False) -> Tensor:
+        """The first draws ``(chains, draws, *site_shape)``, read when they are touched; changes stay in memory.
+
+        :raises StoreError: if they aren't there, or aren't those of the checksum, which is looked at on demand.
+        """
+        path, size = self.file(folder), draws * self.size
+        named = f"the draw store {folder} is damaged: {path.relative_to(folder)}"
+        if not path.is_file() or path.stat().st_size < size:  # a pipe would be waited for
+            raise StoreError(f"{named} is missing or cut short")
+        if verify:
+            crc, left = 0, size
+            with open(path, "rb") as file:  # at some gigabytes a second
+                while left > 0 and (piece := file.read(min(left, PIECE))):
+                    crc, left = zlib.crc32(piece, crc), left - len(piece)
+            if crc != self.crc:
+                advice = "Restore it from a copy; Posterior.load(path, verify=False) reads it as it is"
+                raise StoreError(f"{named} differs from its checksum. {advice}")
+        kept = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size:
+            kept = torch.from_file(str(path), size=size, dtype=torch.uint8)
+        return kept.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
+
+    def zarr(self, draws: int, room: int) -> dict[str, Any]:
+        """The array in Zarr's words: one chunk with room for all draws, of which there are so many now."""
+        chains, *own = self.shape
+        chunk = [chains, room, *(max(1, length) for length in own)]
+        return {
+            **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
+            "shape": [chains, draws, *own],
+            "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(own)))],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": [
+                {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(own) + 2)]}},
+                {"name": "bytes", "configuration": {"endian": "little"}},
+            ],
+            "fill_value": False if self.dtype == "bool" else 0,
+        }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The record of the last commit.
+
+    :param draws: how many of each chain count.
+    :param arrays: in the order in which they were given; none before there are draws.
+    :param fingerprint: of the run.
+    :param metadata: of the posterior.
+    :param state: what the run resumes from; empty if it can't.
+    """
+
+    draws: int
+    arrays: tuple[Array, ...]
+    fingerprint: dict[str, Any]
+    metadata: dict[str, Any]
+    state: bytes | memoryview = b""
+
+    def write(self, folder: Path) -> None:
+        """Replace what the folder has, whole or not at all."""
+        header = {name: getattr(self, name) for name in ("draws", "fingerprint", "metadata")}
+        header |= {"arrays": [asdict(array) for array in self.arrays]}
+        content = self.state if isinstance(self.state, memoryview) else bytearray(self.state)
+        state = {"state": torch.frombuffer(content, dtype=torch.uint8)} if len(content) else {}
+        save_tensors(folder / CHECKPOINT, KIND, VERSION, state, header)
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """:raises StoreError: if it is damaged or of a newer version."""
+        tensors, header = load_tensors(inside(folder, CHECKPOINT), KIND, VERSION)
+        try:
+            arrays = tuple(Array(**{**said, "shape": tuple(said["shape"])}) for said in header["arrays"])
+            fingerprint, metadata = (dict(header[name]) for name in ("fingerprint", "metadata"))
+            state = tensors["state"].numpy().tobytes() if tensors else b""
+            found = cls(header["draws"], arrays, fingerprint, metadata, state)
+            alike = len(arrays) == len({array.place for array in arrays})
+            if not alike or type(found.draws) is not int or not found.draws >= 0 or (found.draws and not arrays):
+                raise ValueError(f"{found.draws!r} draws of {[array.place for array in arrays]}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
+        return found
+
+    def contents(self, folder: Path, verify: bool = False) -> Contents:
+        """The draws that count, mapped.
+
+        :raises StoreError: naming the first array that is missing or cut short, or differs from its checksum.
+        """
+        found: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
+        for array in self.arrays:
+            found[array.group][array.name] = array.map(folder, self.draws, verify)
+        return Contents(found["posterior"], found["sample_stats"], self.metadata)
+
+
 class Recorder:
     """Draws, held back until there are many, and then kept in the CPU's memory.
 
     :param num_samples: draws of each chain that there will be.
     """
 
-    def __init__(self, num_samples: int):
-        self.diverged = 0
-        """The number of draws kept so far whose statistic ``diverging`` is true."""
-        self.num_samples = num_samples
-        # How many are written, their checksums, and those that wait: one value, so that no interruption parts them.
-        self._at: tuple[int, tuple[int, ...], list[Draw]] = (0, (), [])
-        self._kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    last: Checkpoint | None = None  # what there was when it was opened
+    failed = False  # once writing has failed, no more is tried
+    is_due = False  # whether it is time for a commit
 
-    @property
-    def is_due(self) -> bool:
-        """True if it is time for a commit; never, if nothing is kept beyond the process."""
-        return False
+    def __init__(self, num_samples: int):
+        self.num_samples = num_samples
+        self.fingerprint: dict[str, Any] = {}  # what every checkpoint says of the run
+        self.diverged = 0  # the number of draws kept so far whose statistic ``diverging`` is true
+        # How many are written, to which arrays, and those that wait: one value, so that no interruption parts them.
+        self._at: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
+        self._kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def append(self, number: int, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
         """Keep a draw of every chain, ``(chains, *site_shape)`` and ``(chains,)``, which must stay as they are.
@@ -285,8 +265,7 @@ class Recorder:
         """
         done, _, held = self._at
         del held[number - done :]
-        size = sum([value.nbytes for value in (*samples.values(), *statistics.values())])
-        if len(held) * size > BLOCK:
+        if len(held) * sum([value.nbytes for value in (*samples.values(), *statistics.values())]) > BLOCK:
             self._hand_over(number)
         self._at[2].append((samples, statistics))
 
@@ -301,23 +280,26 @@ class Recorder:
     def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
         """The first draws."""
         self._hand_over(count)
-        cut = [{name: value[:, :count] for name, value in kept.items()} for kept in self._kept]
-        return Contents(cut[0], cut[1], metadata)
+        samples, statistics = ({name: v[:, :count] for name, v in kept.items()} for kept in self._kept)
+        return Contents(samples, statistics, metadata)
+
+    def write(self, parts: list[dict[str, Tensor]]) -> None:
+        """Keep many draws at once, samples and statistics ``(draws, chains, ...)``, behind those that there are."""
+        begin = self._at[0]
+        self._at = (begin + len(next(iter(parts[0].values()))), self._written(parts, begin), [])
 
     def _hand_over(self, until: int) -> None:
         """Write what is held of the draws before ``until``; an interruption leaves it to be written again."""
         done, _, held = self._at
         ready, rest = held[: max(0, until - done)], held[max(0, until - done) :]
         if ready:
-            parts = [
-                {name: torch.stack([draw[k][name] for draw in ready]).cpu() for name in ready[0][k]} for k in (0, 1)
-            ]
-            sums = self._write(parts, done)
+            parts = [{n: torch.stack([draw[k][n] for draw in ready]).cpu() for n in ready[0][k]} for k in (0, 1)]
+            arrays = self._written(parts, done)
             self.diverged += int(parts[1]["diverging"].sum()) if "diverging" in parts[1] else 0
-            self._at = (done + len(ready), sums, rest)
+            self._at = (done + len(ready), arrays, rest)
 
-    def _write(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[int, ...]:
-        """Put samples and statistics ``(draws, chains, ...)`` into their place; the checksums of all so far."""
+    def _written(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
+        """Put samples and statistics ``(draws, chains, ...)`` into their place; the arrays afterwards."""
         for kept, values in zip(self._kept, parts, strict=True):
             for name, value in values.items():
                 if name not in kept:
@@ -342,32 +324,29 @@ class FolderRecorder(Recorder):
 
     def __init__(self, path: PathLike, num_samples: int):
         super().__init__(num_samples)
-        self.path = Path(path)
-        self.fingerprint: dict[str, Any] = {}  # what every checkpoint says of the run
-        self.last: Checkpoint | None = None  # what the folder held, with draws that agree with their checksums
-        self.failed = False  # once writing has failed, no more is tried
-        self._arrays: tuple[Array, ...] = ()
-        self._files: list[int] = []
-        self._safe = 0
-        self._next_commit = time.perf_counter() + COMMIT_SECONDS
+        self.path, self._files, self._next_commit = Path(path), list[int](), time.perf_counter() + COMMIT_SECONDS
         make_folder(self.path)
         others = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))]
         if others and CHECKPOINT not in others:
             raise FileExistsError(f"{path} is no draw store but holds {', '.join(sorted(others)[:5])}; name another")
-        self._lock = Lock(self.path / LOCK, f"the draw store {path}")
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(locked(self.path / LOCK, f"the draw store {path}"))
             for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
                 stale.unlink()
             if (self.path / CHECKPOINT).exists():
-                self.last = last = Checkpoint.read(self.path)
-                last.verify(self.path)
-                self._arrays, self._safe, self._at = last.arrays, last.draws, (last.draws, last.sums, [])
-        except BaseException:
-            self._lock.release()
-            raise
+                self.last = Checkpoint.read(self.path)
+                self.last.contents(self.path, verify=True)
+                self._at = (self.last.draws, self.last.arrays, [])
+            self._open = stack.pop_all()
+
+    def __enter__(self) -> FolderRecorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
 
     @property
-    def is_due(self) -> bool:
+    def is_due(self) -> bool:  # type: ignore[override]
         return time.perf_counter() >= self._next_commit
 
     def commit(
@@ -380,79 +359,61 @@ class FolderRecorder(Recorder):
         with self._reporting():
             for file in self._files:
                 os.fsync(file)
-            found = Checkpoint(draws, self._arrays, self._at[1], self.fingerprint, metadata(), content)
-            self._tell_zarr(found)
+            found = Checkpoint(draws, self._at[1], self.fingerprint, metadata(), content)
+            if self._files:  # there is something new
+                self._tell_zarr(found)
             found.write(self.path)
-            self._safe = draws
         now = time.perf_counter()
         self._next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
 
-    def write(self, parts: list[dict[str, Tensor]]) -> None:
-        """Keep many draws at once, samples and statistics ``(draws, chains, ...)``, behind those that there are."""
-        done = self._at[0]
-        self._at = (done + len(next(iter(parts[0].values()))), self._write(parts, done), [])
-
     def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
-        return Checkpoint(count, self._arrays, self._at[1], {}, metadata).contents(self.path)
-
-    def __enter__(self) -> FolderRecorder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        while self._files:
-            os.close(self._files.pop())
-        self._lock.release()
+        return Checkpoint(count, self._at[1], {}, metadata).contents(self.path)
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _write(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[int, ...]:
+    def _written(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
         """:raises OSError: if there is no room; what was committed is safe."""
-        with self._reporting():
-            if not self._files:
-                self._open(parts)
-            sums, values = [], [value for kept in parts for value in kept.values()]
-            for array, file, value, before in zip(self._arrays, self._files, values, self._at[1], strict=True):
-                data = raw_bytes(value).numpy().data
-                sums.append(zlib.crc32(data, before))
-                at = begin * array.size
-                while len(data):  # the system may take less than it is given, and on a full disk does so at first
-                    written = os.pwrite(file, data, at)
-                    data, at = data[written:], at + written
-        return tuple(sums)
-
-    def _open(self, parts: list[dict[str, Tensor]]) -> None:
-        """The arrays' files, with room for all draws, so that a full disk is told now."""
-        found = tuple(
+        arrays = tuple(
             Array(group, name, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
             for group, values in zip(GROUPS, parts, strict=True)
             for name, value in values.items()
         )
-        if self._arrays and self._arrays != found:
-            differing = sorted({array.name for array in set(found) ^ set(self._arrays)})
+        known = self._at[1] or arrays
+        if (there := tuple(replace(array, crc=0) for array in known)) != arrays:
+            differing = sorted({array.name for array in {*there} ^ {*arrays}})
             raise StoreError(f"the draw store {self.path} holds other sites or statistics; what differs: {differing}")
-        for array in found:
-            path = array.file(self.path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
-            size = self.num_samples * array.size
-            if size > os.fstat(self._files[-1]).st_size:
-                getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(self._files[-1], 0, size)
-        self._arrays, self._at = found, (self._at[0], self._at[1] or (0,) * len(found), self._at[2])
+        found, values = [], [value for kept in parts for value in kept.values()]
+        with self._reporting():
+            self._files = self._files or [self._opened(array) for array in arrays]
+            for array, file, value in zip(known, self._files, values, strict=True):
+                data, at = raw_bytes(value).numpy().data, begin * array.size
+                found.append(replace(array, crc=zlib.crc32(data, array.crc)))
+                while len(data):  # the system may take less than it is given, and on a full disk does so at first
+                    written = os.pwrite(file, data, at)
+                    data, at = data[written:], at + written
+        return tuple(found)
+
+    def _opened(self, array: Array) -> int:
+        """Open an array's file, with room for all draws, so that a full disk is told now."""
+        path, size = array.file(self.path), self.num_samples * array.size
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._open.callback(os.close, file)
+        if size > os.fstat(file).st_size:
+            getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(file, 0, size)
+        return file
 
     def _tell_zarr(self, found: Checkpoint) -> None:
         """Tell other readers what there is: a file ``zarr.json`` for each group and array."""
-        if not self._files:  # nothing new
-            return
-        about = {"inference_library": "pyro_symmetric", "metadata": json.dumps(found.metadata)}
-        nodes: dict[str, dict[str, Any]] = {}
-        for group in [group for group in GROUPS if any(array.group == group for array in found.arrays)]:
-            nodes[group] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+        group = {"zarr_format": 3, "node_type": "group"}
+        nodes: dict[str, dict[str, Any]] = {name: {**group, "attributes": {}} for name in GROUPS}
         for array, file in zip(found.arrays, self._files, strict=True):
             nodes[array.place] = array.zarr(found.draws, os.fstat(file).st_size // max(1, array.size) or 1)
+        about = {"inference_library": "pyro_symmetric", "metadata": json.dumps(found.metadata)}
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
-        root = {"zarr_format": 3, "node_type": "group", "attributes": about, "consolidated_metadata": inline}
-        for place, node in {**nodes, ".": root}.items():
+        for place, node in {**nodes, ".": {**group, "attributes": about, "consolidated_metadata": inline}}.items():
             path, beside = (self.path / place / name for name in ("zarr.json", ".zarr.json.tmp"))
+            path.parent.mkdir(exist_ok=True)
             beside.unlink(missing_ok=True)
             with open(beside, "x") as text:
                 json.dump(node, text)
@@ -463,9 +424,9 @@ class FolderRecorder(Recorder):
         try:
             yield
         except OSError as error:
-            self.failed = True
+            self.failed, safe = True, Checkpoint.read(self.path).draws if (self.path / CHECKPOINT).exists() else 0
             raise OSError(
                 error.errno,
-                f"the draw store {self.path} couldn't be written: {error}. {self._safe} draws of each chain are safe "
-                "there; when the cause is mended (is the disk full?), the same call resumes from them",
+                f"the draw store {self.path} couldn't be written: {error}. {safe} draws of each chain are safe there; "
+                "when the cause is mended (is the disk full?), the same call resumes from them",
             ) from error

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pyro_symmetric.storage import StoreError, load_tensors, make_folder, save_tensors, write_text
+from pyro_symmetric.storage import StoreError, load_tensors, make_folder, save_tensors, write_whole
 
 
 def test_tensors_and_header_come_back(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_another_kind_and_a_newer_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_stood_there_survives_a_failed_write(tmp_path: Path) -> None:
-    write_text(tmp_path / "x", "old")
+    write_whole(tmp_path / "x", b"old")
     with pytest.raises(TypeError, match="JSON"):
         save_tensors(tmp_path / "x", "thing", 1, {"a": torch.ones(1)}, {"bad": object()})
     assert (tmp_path / "x").read_text() == "old"

@@ -16,7 +16,6 @@ each half chain. Seen from the mean of its own chain a half is half as far away,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,71 +27,37 @@ from pyro_symmetric.posterior.statistics import chain_statistics
 LIMIT = R_HAT[1]
 MAY_DIFFER = 32  # of so many chains one may sit in a lower mode, which no warm-up helps, and hold up no others
 LARGEST = 999.0  # what is said of chains that don't move at all
-DRAWS = 512  # that are kept of each chain, at most
-NUMBERS = 2**22  # that are kept in all, about: beyond it fewer draws, then fewer chains, then fewer coordinates
-FEWEST_DRAWS, FEWEST_CHAINS, MOST_CHAINS, MOST_COORDINATES = 64, 16, 128, 4096
+CHAINS, COORDINATES, DRAWS = 64, 512, 512  # that are kept at most; an even number of draws
 
 
-class Thinned:
-    """Every ``stride``-th of a run's iterations, one vector each.
+class Agreement:
+    """The places that chains have been at in warm-up, thinned; part of what a run resumes from.
 
-    Whenever there are ``most``, every second one is dropped and the stride doubles. So what is kept depends on the
-    iterations alone, not on where the run was broken or how many were first asked for.
-
-    :param most: an even number.
+    Every ``stride``-th iteration is kept. Whenever there are :data:`DRAWS`, every second one is dropped and the stride
+    doubles. So what is kept depends on the iterations alone, not on where the run was broken.
     """
 
-    def __init__(self, most: int):
-        self._most, self.stride, self.kept = most, 1, list[Tensor]()
+    def __init__(self, stride: int = 1, kept: Tensor | None = None):
+        self.stride, self.kept = stride, [] if kept is None else list(kept)
 
-    def note(self, iteration: int, vector: Callable[[], Tensor]) -> None:
-        """Keep an iteration's vector, if it is its turn; it takes the place of all that came from there on."""
+    def to_dict(self, iterations: int) -> dict[str, Any]:
+        """The record of the first iterations, as :class:`Agreement` takes it up again."""
+        return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
+
+    def until(self, iterations: int) -> list[Tensor]:
+        """What is kept of the first iterations."""
+        return self.kept[: -(-iterations // self.stride)]
+
+    def record(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> None:
+        """Note places ``(C, D)``, energies and acceptances ``(C,)`` after an iteration, counted from 0; they take the
+        place of all that came from there on."""
         if iteration % self.stride:
             return
         del self.kept[iteration // self.stride :]
-        if len(self.kept) == self._most:
+        if len(self.kept) == DRAWS:
             self.kept, self.stride = self.kept[::2], 2 * self.stride
-        self.kept.append(vector())
-
-    def until(self, iterations: int) -> list[Tensor]:
-        """The vectors of the first iterations."""
-        return self.kept[: -(-iterations // self.stride)]
-
-    def to_dict(self, iterations: int) -> dict[str, Any]:
-        """The part of the first iterations that a checkpoint keeps."""
-        return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
-
-    def restore(self, found: dict[str, Any]) -> None:
-        """Take up what :meth:`to_dict` gave."""
-        self.stride = found["stride"]
-        self.kept = [] if found["kept"] is None else list(found["kept"].unbind())
-
-
-class Agreement(Thinned):
-    """The places that chains have been at in warm-up, thinned; part of what a run resumes from.
-
-    :param z: where they start, ``(C, D)``.
-    """
-
-    def __init__(self, z: Tensor):
-        self._every = -(-z.shape[1] // MOST_COORDINATES)
-        width = -(-z.shape[1] // self._every) + 2
-        fitting = max(FEWEST_CHAINS, NUMBERS // (FEWEST_DRAWS * width))
-        self._chains = min(len(z), MOST_CHAINS, fitting)
-        draws = NUMBERS // (self._chains * width) // 2 * 2
-        super().__init__(min(DRAWS, max(FEWEST_DRAWS, draws)))
-        self._shape = torch.Size((self._chains, width))
-
-    def restore(self, found: dict[str, Any]) -> None:
-        super().restore(found)
-        if any(value.shape != self._shape for value in self.kept):
-            raise ValueError(f"what chains have passed isn't of shape {tuple(self._shape)}")
-
-    def record(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> None:
-        """Note places ``(C, D)``, energies and acceptances ``(C,)`` after an iteration, counted from 0."""
-        chains = slice(self._chains)
         told = [energy, torch.ones_like(energy) if acceptance is None else acceptance.to(energy)]
-        self.note(iteration, lambda: torch.cat([z[chains, :: self._every], torch.stack(told, 1)[chains]], 1))
+        self.kept.append(torch.cat([z[:, :: -(-z.shape[1] // COORDINATES)], torch.stack(told, 1)], 1)[:CHAINS])
 
     def r_hat(self, iterations: int) -> float:
         """The largest one over the second half of the first iterations, at most :data:`LARGEST`."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -22,87 +23,75 @@ from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import make_folder
-from pyro_symmetric.store import CHECKPOINT, Contents, read_store
+from pyro_symmetric.store import CHECKPOINT
 from pyro_symmetric.weights import batch_shape
 
 SMALLEST, LARGEST, FEWEST = 4, 16, 4  # chains of a task, which warm up together; and tasks
-_forked: list[int] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _forked.append(os.getpid()))
 
 
-def run_tasks(
-    settings: Settings, executor: Executor | None, chains_per_task: int | None, threads: int, progress: bool
-) -> Posterior:
+def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: int | None, progress: bool) -> Posterior:
     """Run the chains of some settings in tasks. The error of a task is raised with a note that names its chains.
 
     :param executor: whose workers do them; ``None``: this process.
-    :param chains_per_task: ``None``: chosen by :func:`default_size`.
-    :param threads: of PyTorch within each task.
+    :param chains_per_task: ``None``: about a quarter of all, from ``SMALLEST`` to ``LARGEST``.
     """
     arguments.instance("executor", executor, (Executor, type(None)), "a concurrent.futures.Executor")
-    threads = arguments.whole("threads_per_task", threads, 1)
-    size = arguments.whole("chains_per_task", chains_per_task, 1, none="a quarter of all")
-    size = default_size(settings.num_chains) if size is None else size
+    size = arguments.whole("chains_per_task", chains_per_task, 1, none="about a quarter of all")
+    if size is None:
+        count = -(-settings.num_chains // max(SMALLEST, min(LARGEST, settings.num_chains // FEWEST)))
+        size = -(-settings.num_chains // count)
     if LOCK._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
     store = settings.store
     if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
         raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
     seed = drawn_seed() if settings.seed is None else settings.seed
-    tasks, done, before = cut(settings, size, seed), list[Posterior](), torch.get_num_threads()
-    do = partial(do_task, threads=threads, here=(os.getpid(), before))
+    tasks, done, threads = cut(settings, size, seed), list[Posterior](), torch.get_num_threads()
+    do = partial(do_task, caller=(os.getpid(), threads))
     futures = [] if executor is None else [executor.submit(do, task) for task in tasks]
     try:
         for k, task in enumerate(tqdm(tasks, desc="tasks", disable=not progress)):
-            found = futures[k].result() if futures else do(task)
-            if found.metadata["interrupted"]:  # Ctrl-C reached the worker
+            arrays, metadata = futures[k].result() if futures else do(task)
+            if metadata["interrupted"]:  # Ctrl-C reached the worker
                 break
-            kept = found if task.store is None else read_store(task.store, verify=False)
-            samples, statistics = (
-                {name: torch.as_tensor(v, device="cpu")[:, : task.num_samples] for name, v in own.items()}
-                for own in kept[:2]
-            )
-            done.append(Posterior(samples, statistics, found.metadata, kind="chains"))
+            if task.store is None:
+                samples, statistics = ({name: torch.from_numpy(v) for name, v in own.items()} for own in arrays)
+                done.append(Posterior(samples, statistics, metadata, kind="chains"))
+            else:
+                whole = Posterior.load(task.store, verify=False)
+                done.append(replace(whole.select(draws=slice(task.num_samples)), metadata=metadata))
     except KeyboardInterrupt:
         pass
     except Exception as error:
-        first = size * len(done)
-        error.add_note(f"in the task of chains {first} to {first + tasks[len(done)].num_chains - 1}")
+        error.add_note(f"in the task of the chains from {size * len(done)} on")
         raise
     finally:
         for future in futures:
             future.cancel()
-        torch.set_num_threads(before)  # part of which belongs to the process
+        torch.set_num_threads(threads)  # part of which belongs to the process
     if not done:
-        kept_in = f". What is done is kept in {settings.store}; the same call resumes there" if settings.store else ""
+        kept_in = f". What is done is kept in {store}; the same call resumes there" if store else ""
         raise KeyboardInterrupt(f"interrupted before any of {len(tasks)} tasks had finished{kept_in}")
-    whole = Posterior.concat(done)
+    joint = Posterior.concat(done)
     facts = {"chains_per_task": size, "interrupted": len(done) < len(tasks)}
     facts |= {} if any(task.seed is None for task in tasks) else {"seed": seed}
-    return replace(whole, metadata={**whole.metadata, **facts})
+    return replace(joint, metadata={**joint.metadata, **facts})
 
 
-def do_task(settings: Settings, threads: int, here: tuple[int, int]) -> Contents:
-    """One task, wherever it is done, with so many of PyTorch's threads.
+def do_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One task, wherever it is done, on one of PyTorch's threads.
 
-    :param here: the process that asks for it, and how many threads that has.
-    :return: the draws, as arrays, which every executor can carry; only the metadata, if they lie in a store.
-    :raises ValueError: for several threads in a forked process, where OpenMP's are missing and waited for forever.
+    :param caller: the process that asks for it, and how many threads that has.
+    :return: samples and statistics as arrays, which every executor can carry, unless they lie in a store; the metadata.
     """
-    if threads > 1 and os.getpid() in _forked:
-        raise ValueError(
-            f"threads_per_task is {threads}, but this worker is a forked process, in which PyTorch's threads hang: use "
-            "1, or ProcessPoolExecutor(..., mp_context=multiprocessing.get_context('spawn'))"
-        )
-    before = here[1] if here[0] == os.getpid() else torch.get_num_threads()  # a new thread would name another's
-    torch.set_num_threads(threads)
+    before = caller[1] if caller[0] == os.getpid() else torch.get_num_threads()  # a new thread would name another's
+    torch.set_num_threads(1)
     try:
         found = run(settings)
     finally:
         torch.set_num_threads(before)
-    samples, statistics = ({name: v.numpy() for name, v in own.items()} for own in found[:2])
-    return Contents({}, {}, found.metadata) if settings.store else Contents(samples, statistics, found.metadata)  # type: ignore[arg-type]
+    kept = found[:2] if settings.store is None else []
+    return [{name: v.numpy() for name, v in own.items()} for own in kept], found.metadata
 
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
@@ -112,19 +101,17 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
         with forked(_seed_of(seed, "initial")):  # guides and functions draw for all at once
             initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
             initial = initial(settings.num_chains) if callable(initial) else initial
-    shapes = settings.density(settings.num_chains, "eager").layout.site_shapes if isinstance(initial, Mapping) else {}
-    each = isinstance(initial, Mapping) and bool(batch_shape(initial, shapes))
+    each = isinstance(initial, Mapping) and bool(batch_shape(initial, settings.density(1, "eager").layout.site_shapes))
     tasks = []
     for task, begin in enumerate(range(0, settings.num_chains, size)):
         folder = None if store is None else store / f"task-{task:04d}"
-        own = {site: value[begin : begin + size] for site, value in initial.items()} if each else initial
         begun = folder is not None and (folder / CHECKPOINT).exists()
         tasks.append(
             replace(
                 settings,
                 num_chains=min(size, settings.num_chains - begin),
                 seed=None if begun and settings.seed is None else _seed_of(seed, task),  # then it keeps its own
-                initial=own,
+                initial={site: v[begin : begin + size] for site, v in initial.items()} if each else initial,
                 store=folder,
                 resume=settings.resume if begun or not task else "auto",
             )
@@ -132,16 +119,6 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
         if folder is not None:  # at once, so that readers know how many there are to be
             make_folder(folder)
     return tasks
-
-
-def default_size(num_chains: int) -> int:
-    """Chains of a task: a quarter of all, but from ``SMALLEST`` to about ``LARGEST``, the last task's too."""
-    size = max(SMALLEST, min(LARGEST, num_chains // FEWEST))
-    fitting = (s for s in range(size, num_chains) if num_chains % s == 0 or num_chains % s >= SMALLEST)
-    return next(fitting, num_chains)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _seed_of(seed: int, task: int | str) -> int:

@@ -12,18 +12,16 @@ import copy
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.fingerprint import as_json, differences, digest
+from pyro_symmetric.fingerprint import VERSIONS, as_json, differences, digest
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.settings import Settings
-from pyro_symmetric.mcmc.starts import described
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.storage import StoreError
+from pyro_symmetric.storage import PathLike, StoreError
 
 OTHER_MODEL = "the model (its density at the same weights is another)"
 OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
@@ -46,7 +44,7 @@ class OtherRun(StoreError):
     """
 
     @classmethod
-    def of(cls, path: Path | None, differing: Sequence[str], hint: str = "") -> OtherRun:
+    def of(cls, path: PathLike | None, differing: Sequence[str], hint: str = "") -> OtherRun:
         """The words for it."""
         return cls(
             f"the draw store {path} holds another run; it was left as it is. What differs: {'; '.join(differing)}. "
@@ -55,58 +53,50 @@ class OtherRun(StoreError):
 
 
 def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
-    """The fingerprint of a run.
+    """The fingerprint of a run: what must be the same, what may differ if the user insists, and what rounds sums.
 
     :param seed: the settings' own, or the one that was drawn for them.
     """
+    initial, device = settings.initial, density.device
     call = {
         "kernel": type(settings.kernel).__name__,
         "settings": settings.kernel.settings(),
-        "num_chains": settings.num_chains,
-        "num_warmup": settings.num_warmup,
-        "thinning": settings.thinning,
-        "initial": described(settings),
+        **{name: getattr(settings, name) for name in ("num_chains", "num_warmup", "thinning")},
+        # Of guides and functions, whose draws can't be foretold, the type only.
+        "initial": initial if isinstance(initial, Mapping | str | None) else type(initial).__name__,
         "data": digest([settings.args, settings.kwargs]),
         "sites": {site: list(shape) for site, shape in density.layout.site_shapes.items()},
-        "device": density.device.type,  # cuda and cuda:0 are one; which GPU it is stands under rounding
+        "device": device.type,  # cuda and cuda:0 are one; which GPU it is stands under rounding
         "dtype": str(density.dtype).removeprefix("torch."),
+        "chain_chunk": density.chain_chunk,
+        "seed": seed,
     }
-    found = {"chain_chunk": density.chain_chunk, "engine": density.engine}
-    code = digest(_without_weights(settings.kernel.model))
-    around = {"versions": density.versions, "rounding": rounding_of(density.device)}
-    return as_json(call=call, seed=seed, code=code, density=found, **around)
-
-
-def rounding_of(device: torch.device) -> dict[str, Any]:
-    """All that decides how sums are rounded."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"threads": threads, "matmul_precision": precision, "processor": processor, **gpu}
+    rounding = {
+        "engine": density.engine,
+        "threads": torch.get_num_threads(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+    return as_json(
+        call=call, code=digest(_without_weights(settings.kernel.model)), versions=VERSIONS, rounding=rounding
+    )
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check the fingerprint of a store against that of a call; only what decides is named.
+    """Check the fingerprint of a store against that of a call.
 
     :raises OtherRun: naming what differs.
     """
-    there, here, path = found["call"], now["call"], settings.store
-    seeds = [] if settings.seed is None else differences(found["seed"], settings.seed, "seed")
-    sites = f"the model: its sites are {_listed(there['sites'])} there, {_listed(here['sites'])} here"
-    differing = (
-        differences(there["kernel"], here["kernel"], "kernel")
-        or [sites] * (there["sites"] != here["sites"])
-        or differences(there, here) + seeds
-    )
-    differing += differences(found["density"]["chain_chunk"], now["density"]["chain_chunk"], "chain_chunk")
+    differing = differences(found["call"], now["call"])
     newer = differences(found["versions"], now["versions"]) + [OTHER_CODE] * (found["code"] != now["code"])
     if differing or (newer and settings.resume is not True):
-        raise OtherRun.of(path, differing or newer, "" if differing else "; or pass resume=True to resume all the same")
-    engine = differences(found["density"]["engine"], now["density"]["engine"], "engine")
-    if rounding := newer or engine + differences(found["rounding"], now["rounding"]):
+        hint = "" if differing else "; or pass resume=True to resume all the same"
+        raise OtherRun.of(settings.store, differing or newer, hint)
+    if changed := newer + differences(found["rounding"], now["rounding"]):
         warnings.warn(
-            f"the draw store {path} is resumed, but from here its draws may differ from an unbroken run's, since what "
-            f"decides them or their rounding has changed: {'; '.join(rounding)}",
+            f"the draw store {settings.store} is resumed, but from here its draws may differ from an unbroken run's, "
+            f"since what decides them or their rounding has changed: {'; '.join(changed)}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -127,9 +117,6 @@ def agree(before: Tensor, now: Tensor, dtype: torch.dtype) -> bool:
     return before.shape == now.shape and bool(((finite == now.isfinite()) & (near | ~finite)).all())
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
 def _without_weights(model: Any) -> Any:
     """A network whose weights, which are sampled, have no values of their own; any other model as it is."""
     if not isinstance(model, BayesianModel):
@@ -139,8 +126,3 @@ def _without_weights(model: Any) -> Any:
         if name in model.priors():
             weight.data = torch.zeros_like(weight)
     return model
-
-
-def _listed(sites: Mapping[str, Sequence[int]], most: int = 8) -> str:
-    named = [f"{site} {tuple(shape)}" for site, shape in sites.items()]
-    return ", ".join(named[:most]) + (f" and {len(named) - most} more" if len(named) > most else "")

@@ -47,7 +47,6 @@ def sample(
     dtype: torch.dtype | None = None,
     executor: Executor | None = None,
     chains_per_task: int | None = None,
-    threads_per_task: int = 1,
     progress: bool = True,
     hook: Hook | None = None,
 ) -> Posterior:
@@ -67,34 +66,27 @@ def sample(
 
     >>> posterior = ps.sample(ps.HMC(model), y, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
 
-    With ``store`` the draws go to disk as they are made, into a file that has room for all of them from the beginning.
-    After Ctrl-C, ``kill -9`` or a power cut the same call resumes, in warm-up too, and gives draw for draw what an
-    unbroken run gives; with a larger ``num_samples`` it adds draws, as if they had been asked for at once.
-    ``Posterior.load(store)`` reads what there is at any time.
+    With ``store`` the draws go to disk as they are made. After Ctrl-C, ``kill -9`` or a power cut the same call
+    resumes, in warm-up too, and gives draw for draw what an unbroken run gives; with a larger ``num_samples`` it adds
+    draws. ``Posterior.load(store)`` reads what there is at any time. Without, Ctrl-C during sampling returns the draws
+    made so far, with a warning and ``metadata["interrupted"]`` set; during warm-up it ends the program as usual.
 
-    Without, Ctrl-C during sampling returns the draws made so far, with a warning and ``metadata["interrupted"]`` set;
-    during warm-up, when there is nothing to return, it ends the program as usual.
-
-    With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves and have seeds of
-    their own, so the draws depend on ``chains_per_task`` but not on the workers. Kernel, model and data travel by the
-    executor's own means, which is usually pickle; on other machines ``store`` must be a folder that all of them see.
-    After an error, or if a worker died, the same call with a store does what is left.
+    With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves, on one thread each,
+    with seeds of their own: the draws depend on ``chains_per_task`` but not on the workers. Kernel, model and data
+    travel by the executor's own means, usually pickle; on other machines ``store`` must be a folder that all of them
+    see. After an error, or if a worker died, the same call with a store does what is left.
 
     :param kernel_or_model: the sampler, which holds the model; or the model.
     :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
-    :param kwargs: the model's keyword arguments. They have a mapping of their own, so a model may have arguments named
-        like the sampler's (``seed``, ``device``), and a misspelt option of the sampler never reaches the model.
+    :param kwargs: the model's keyword arguments, in a mapping of their own: they may be named like the sampler's.
     :param num_samples: draws to keep of each chain.
     :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. ``"auto"``: until each has
         settled. The Hamiltonian samplers ask after 150, 200, 300, 500 and 900 iterations whether the halves of each
         chain agree over the second half of them, and the energies and acceptances of all chains, by an R-hat below
-        1.05, and end at 1,700 in any case, with a warning if they don't;
-        ``metadata["num_warmup"]`` says how many there were. Networks, whose modes have many copies, and the other
-        samplers take 500. Of a number that is given, the Hamiltonian samplers learn their mass matrix in windows of
-        growing length. Under 150 iterations there is one window, three quarters of them: in 100 or fewer it holds few
-        draws, of chains that may not have arrived yet, and the step size has few left to settle in. (Many chains make
-        up for few draws, not for chains on their way.) Under 20 there is none and only the step size is adapted; with 0
-        it stays what the starting points suggest.
+        1.05, and end at 1,700 in any case, with a warning if they don't; ``metadata["num_warmup"]`` says how many there
+        were. Networks, whose modes have many copies, and the other samplers take 500. Of a number under 150, the
+        Hamiltonian samplers learn their mass matrix from few draws, of chains that may not have arrived yet; under 20
+        only the step size is adapted; with 0 it stays what the starting points suggest.
     :param num_chains: how many run at once. ``None``: 4, or what is chosen with the kernel.
     :param thinning: iterations for each draw that is kept.
     :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
@@ -116,9 +108,8 @@ def sample(
     :param device: where to compute; draws are moved to the CPU as they are made.
     :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
     :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.
-    :param chains_per_task: chains of a task, which warm up together; they learn more from each other the more they
-        are. By default a quarter of ``num_chains``, but at least 4 and about 16 at most.
-    :param threads_per_task: of PyTorch within a task; sums are rounded alike only for the same number.
+    :param chains_per_task: chains of a task, which warm up together. By default about a quarter of ``num_chains``, but
+        at least 4 and at most 16.
     :param hook: is called after every iteration with its number, counted from 0 and warm-up included, and the weights
         of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
     :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
@@ -156,7 +147,7 @@ def sample(
     if executor is None and chains_per_task is None:
         posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", source=source)
     else:
-        posterior = replace(run_tasks(settings, executor, chains_per_task, threads_per_task, progress), source=source)
+        posterior = replace(run_tasks(settings, executor, chains_per_task, progress), source=source)
     _warn_of_trouble(posterior, settings)
     return posterior
 
@@ -177,7 +168,7 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
         still = moving(drawn)
         if still.status == "fail" and (not measured or (still.value == 0.0 and posterior.num_samples >= LEAST_DRAWS)):
             found.append(still)
-    early = list(warm_up(posterior.metadata)) if isinstance(settings.num_warmup, str) else []
+    early = list(warm_up(posterior.metadata)) if settings.num_warmup == "auto" else []
     if any(check.status != "pass" for check in early):  # which says it all
         found = [*early, *(check for check in found if check.name != "weights")]
     for check in found:
@@ -187,20 +178,20 @@ def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
 ) -> list[Check]:
-    """The checks that a sampler warns of at once: chains that hardly move, and many divergences.
-
-    If chains must agree, also disagreement, and momenta that hardly change the energy. Of a sampler of
-    mini-batches, which accepts and rejects nothing, also temperatures that are off.
+    """The checks that a sampler warns of at once: chains that hardly move, and many divergences; if chains must agree,
+    also disagreement, and momenta that hardly change the energy. Of a sampler of mini-batches, which accepts and
+    rejects nothing, also temperatures that are off.
 
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
     :param samples: the draws, if chains must agree on them.
     """
+    told = {"acceptance", "divergences", "energy error"}
     length = min((value.shape[1] for value in statistics.values()), default=0)
-    enough = length >= (LEAST_DRAWS if subsampled else LEAST_AGREEING)
-    apart = [disagreement(samples, subsampled)] if samples is not None and enough else []
+    apart = []
+    if length >= (LEAST_DRAWS if subsampled else LEAST_AGREEING):
+        told |= {"virial", "kinetic temperature"}
+        apart = [disagreement(samples, subsampled)] if samples is not None else []
     arrived = all(check.status != "fail" for check in apart)
-    told = {"acceptance", "divergences", "energy error", "weights"}
-    told |= {"virial", "kinetic temperature"} if enough else set()
-    told |= {"energy"} if apart else set()
     checks = [*sampler_checks(statistics, subsampled, arrived), *apart]
-    return [c for c in checks if c.name in told and (c.status == "fail" or (c.status == "warn" and c.name == "energy"))]
+    found = [check for check in checks if check.name in {*told, "weights"} and check.status == "fail"]
+    return found + [check for check in checks if apart and check.name == "energy" and check.status in ("fail", "warn")]

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.density import CHAIN_DTYPES, ENGINES, Density
+from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
 EVALUATIONS = 4  # of an iteration, about: what engine "auto" reckons with
-LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1}
-AUTO = "auto"
+LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
+OPEN = {"num_warmup": "auto", "seed": None}  # what stands for a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,7 @@ class Settings:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     num_samples: int = 1000
-    num_warmup: int | str = AUTO
+    num_warmup: int | str = "auto"
     num_chains: int = 4
     thinning: int = 1
     initial: Any = None
@@ -43,15 +42,11 @@ class Settings:
     chosen: str = ""
 
     def __post_init__(self) -> None:
-        counts = {name: least for name, least in LEAST.items() if name != "num_warmup" or self.num_warmup != AUTO}
-        checked = {name: arguments.whole(name, getattr(self, name), least) for name, least in counts.items()}
-        checked["seed"] = arguments.whole("seed", self.seed, 0, 2**64 - 1, none="no seed")
-        checked["chain_chunk"] = arguments.whole("chain_chunk", self.chain_chunk, 1, none="all chains at once")
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        arguments.one_of("engine", self.engine, ENGINES)
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if name not in OPEN or value != OPEN[name]:
+                object.__setattr__(self, name, arguments.whole(name, value, least))
         arguments.one_of("resume", self.resume, ("auto", True, False))
-        arguments.dtype("dtype", self.dtype, CHAIN_DTYPES)
         if self.device is not None and torch.device(self.device).type == "mps":
             raise ValueError(f"device is {str(self.device)!r}, which has no float64 to adapt step sizes in; use 'cpu'")
         if self.resume is True and self.store is None:
@@ -73,26 +68,18 @@ class Settings:
         :param engine: another than theirs.
         """
         num_warmup = Kernel.warmups[-1] if isinstance(self.num_warmup, str) else self.num_warmup  # or about so many
-        try:
-            return Density(
-                self.kernel.model,
-                self.args,
-                self.kwargs,
-                device=self.device,
-                dtype=self.dtype,
-                chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
-                engine=engine or self.engine,
-                batch_size=self.kernel.batch_size,
-                subsampled=self.kernel.subsampled,
-                evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
-            )
-        except Exception as error:  # a model may take arrays; if it fails they are the likeliest cause
-            named = [*enumerate(self.args), *((repr(name), value) for name, value in self.kwargs.items())]
-            if arrays := [str(name) for name, value in named if isinstance(value, np.ndarray)]:
-                are = "argument {} is a numpy array" if len(arrays) == 1 else "arguments {} are numpy arrays"
-                cast = f"floating-point ones by torch.as_tensor(x, dtype={self.dtype or torch.get_default_dtype()})"
-                raise TypeError(f"{are.format(', '.join(arrays))}; pass torch tensors, {cast}") from error
-            raise
+        return Density(
+            self.kernel.model,
+            self.args,
+            self.kwargs,
+            device=self.device,
+            dtype=self.dtype,
+            chain_chunk=chain_chunk if self.chain_chunk is None else self.chain_chunk,
+            engine=engine or self.engine,
+            batch_size=self.kernel.batch_size,
+            subsampled=self.kernel.subsampled,
+            evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
+        )
 
     def require_resumable(self, exists: bool) -> None:
         """:raises OSError: if a store exists that mustn't, or the other way round."""

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.randomness import independent_rows
@@ -33,33 +31,18 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
 
     :raises TypeError: if it is none of what :func:`~pyro_symmetric.mcmc.sample` takes.
     """
-    if initial is None or isinstance(initial, str | Mapping):
-        return initial
     if isinstance(initial, Posterior):
         return _last_draws(initial, num_chains)
     if hasattr(initial, "sample_posterior"):
         return lambda count: initial.sample_posterior((count,))
     if isinstance(initial, AutoGuide):
         return lambda count: _draws_of(initial, count, args, kwargs)
-    if callable(initial):
+    if isinstance(initial, str | Mapping | None) or callable(initial):
         return initial
     raise TypeError(
         f"initial is a {type(initial).__name__}; it must be one of {INITIALISATIONS}, weights, a Posterior, a guide "
         "or a function num_chains -> weights"
     )
-
-
-def described(settings: Any) -> str | None:
-    """The starts under some :class:`~pyro_symmetric.mcmc.settings.Settings`, for their fingerprint.
-
-    Weights by their hash; of guides and functions, whose draws can't be foretold, the type only.
-    """
-    initial = settings.initial
-    if isinstance(initial, Posterior):
-        initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
-    if initial is None or isinstance(initial, str):
-        return initial
-    return f"weights {digest(initial)}" if isinstance(initial, Mapping) else type(initial).__name__
 
 
 def starting_points(
@@ -69,45 +52,47 @@ def starting_points(
 
     :param initial: what :func:`resolve` returned. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
         far out, and ``"uniform"`` for any other model.
-    :param generator: what random numbers come from. PyTorch's global generators, which models and guides draw from, are
-        seeded from it for a while, and are afterwards as they were. ``None``: one that is seeded from the global one.
+    :param generator: what random numbers come from; ``None``: one that is seeded from PyTorch's global one.
     :raises ValueError: if there are none, or if given weights have none.
     """
     if generator is None:
         generator = torch.Generator(density.device).manual_seed(drawn_seed())
     if initial is None:
         initial = "prior" if density.is_network else "uniform"
-    if isinstance(initial, str) and initial not in INITIALISATIONS:
-        raise ValueError(f"initial is {initial!r}; it must be one of {INITIALISATIONS} or a dict of weights")
-
-    def draw(count: int) -> Tensor:
-        if initial == "uniform":
-            box = torch.rand(count, density.dim, generator=generator, device=density.device, dtype=density.dtype)
-            return (2 * box - 1) * RADIUS
-        if initial == "prior":
-            return density.draw_prior(count, generator)
-        if isinstance(initial, Mapping):
-            return _placed(density, initial, count, all_known=True)
-        with forked(generator, density.device):
-            return _placed(density, initial(count), count, all_known=False)
-
+    if isinstance(initial, str):
+        arguments.one_of("initial", initial, INITIALISATIONS, "a dict of weights")
+    z = _drawn(density, num_chains, initial, generator)
+    bad = _broken(density, z, generator)
     tries = 1 if isinstance(initial, Mapping) else MOST_TRIES
-    z, bad = draw(num_chains), torch.ones(num_chains, dtype=torch.bool, device=density.device)
-    for tried in range(tries):
-        if tried:
-            z[bad] = draw(int(bad.sum()))
-        bad = ~_is_finite(density, z, generator)
-        if not bool(bad.any()):
-            _tell_of_flat_sites(density, z)
-            return z
-    source = f"initial={initial!r}" if isinstance(initial, str) else "initial; does it fit the model and its data?"
-    raise ValueError(
-        f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no starting point with finite energy "
-        f"and gradient among {tries} draws of {source}; {_where_to_look(density)}"
-    )
+    for _ in range(tries - 1):
+        if bool(bad.any()):
+            z[bad] = _drawn(density, int(bad.sum()), initial, generator)
+            bad = _broken(density, z, generator)
+    if bool(bad.any()):
+        source = repr(initial) if isinstance(initial, str) else "what was given"
+        raise ValueError(
+            f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy and "
+            f"gradient among {tries} draws of initial={source}. Are all data finite, those under a mask, too, and "
+            "in the supports of their distributions? If so, give initial= weights where the density is finite"
+        )
+    _tell_of_flat_sites(density, z)
+    return z
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _drawn(density: Density, count: int, initial: Any, generator: torch.Generator) -> Tensor:
+    """Points ``(C, D)``; guides and functions draw from global generators, which are put back afterwards."""
+    if initial == "uniform":
+        box = torch.rand(count, density.dim, generator=generator, device=density.device, dtype=density.dtype)
+        return (2 * box - 1) * RADIUS
+    if initial == "prior":
+        return density.draw_prior(count, generator)
+    if isinstance(initial, Mapping):
+        return _placed(density, initial, count, all_known=True)
+    with forked(generator, density.device):
+        return _placed(density, initial(count), count, all_known=False)
 
 
 def _last_draws(posterior: Posterior, num_chains: int) -> Weights:
@@ -154,36 +139,23 @@ def _placed(density: Density, weights: Mapping[str, Tensor], count: int, all_kno
     return z.clone()
 
 
-def _where_to_look(density: Density) -> str:
-    data = [value for value in tree_leaves((density.target.args, density.target.kwargs)) if isinstance(value, Tensor)]
-    if not all(bool(torch.isfinite(value).all()) for value in data):
-        return (
-            "the data hold NaN or infinite values. A mask hides them from densities but not from gradients: replace "
-            "those that it hides by any number, as torch.nan_to_num does"
-        )
-    return "give initial= weights where the density is finite, if the data lie in the supports of their distributions"
-
-
 def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
     """Warn of entries on which the density doesn't depend, as its gradient is exactly zero at all starts and beside
     them. Proper priors have no such entries, and chains would go on along them for ever."""
     if density.row_counts:
         return
-    points = torch.cat([z, 0.9 * z + 0.1])
-    flat = (evaluated_once(density, points)[1] == 0).all(0)
-    if not bool(flat.any()):
-        return
-    entries = density.layout.unflatten(flat[None])
-    found = {site: (int(value.sum()), value.numel()) for site, value in entries.items() if bool(value.any())}
-    words = ", ".join(f"{count} of {size} entries of {site!r}" for site, (count, size) in found.items())
-    warnings.warn(
-        f"the density doesn't depend on {words}: no chain can settle there. Give the site a proper prior, or leave "
-        "it out; instead of obs_mask, observe the rows that are known alone",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    flat = (evaluated_once(density, torch.cat([z, 0.9 * z + 0.1]))[1] == 0).all(0)
+    entries = density.layout.unflatten(flat[None]).items() if bool(flat.any()) else ()
+    if words := [f"{int(v.sum())} of {v.numel()} entries of {site!r}" for site, v in entries if bool(v.any())]:
+        warnings.warn(
+            f"the density doesn't depend on {', '.join(words)}: no chain can settle there. Give the site a proper "
+            "prior, or leave it out; instead of obs_mask, observe the rows that are known alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
-def _is_finite(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
+def _broken(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
+    """Which chains' energy or gradient isn't finite, ``(C,)``."""
     energy, gradient = evaluated_once(density, z, independent_rows(density.row_counts, len(z), generator))
-    return torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1)
+    return ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))

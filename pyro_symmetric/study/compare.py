@@ -27,7 +27,7 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.fingerprint import differences, digest
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, load_json, save_json, write_text
+from pyro_symmetric.storage import StoreError, write_whole
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, make_method
 from pyro_symmetric.study.problem import Problem, build_problem
@@ -125,7 +125,7 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
     for line in results["concerns"]:
         say(line)
     study = Study(problem, fits, draws, plain(results), out)
-    write_text(out / RESULTS, json.dumps(study.results, indent=1, allow_nan=False), "table of results")
+    write_whole(out / RESULTS, json.dumps(study.results, indent=1, allow_nan=False).encode(), "table of results")
     write_report(study)
     return study
 
@@ -258,8 +258,8 @@ def claim(path: Path, problem: Problem) -> dict[str, Any]:
     :raises OSError: if it holds files of these names that no study wrote, or can't be made.
     """
     mark, noted = problem.fingerprint(), None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, StoreError):
-        noted = load_json(path / NOTED, "settings")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError):
+        noted = dict(json.loads((path / NOTED).read_text()))
     held = [name for name in (NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED) if os.path.lexists(path / name)]
     if held and (noted is None or noted.get("format") != FORMAT):
         raise FileExistsError(
@@ -271,7 +271,7 @@ def claim(path: Path, problem: Problem) -> dict[str, Any]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": mark}
-        save_json(path / NOTED, note, "settings")  # first: whose the rest is
+        write_whole(path / NOTED, json.dumps(note, indent=1).encode(), "settings")  # first: whose the rest is
         (path / SAMPLES).mkdir(exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise OSError(f"{path} can't be made a folder: {error}") from error

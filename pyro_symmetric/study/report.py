@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from pyro_symmetric import plots
 from pyro_symmetric.compare.frames import pooled_frame
-from pyro_symmetric.storage import write_text
+from pyro_symmetric.storage import write_whole
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import RISES, conclusion, tables
@@ -48,7 +48,7 @@ def write_report(study: Study) -> None:
         settings=study.results["settings"],
         environment=study.results["environment"],
     )
-    write_text(study.report, text, "report")
+    write_whole(study.report, text.encode(), "report")
 
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:

@@ -36,7 +36,7 @@ def two_modes():
 
 def recorded(draws: torch.Tensor) -> Agreement:
     """The record that is kept of draws ``(C, S, D)``."""
-    found = Agreement(draws[:, 0])
+    found = Agreement()
     z = draws.transpose(0, 1)
     for iteration, places in enumerate(z):
         found.record(iteration, places, places.square().sum(-1))
@@ -84,7 +84,7 @@ def test_chains_at_several_places_have_settled_and_chains_on_their_way_have_not(
     noise = torch.randn(4, 300)
 
     def found(places: torch.Tensor, *told: torch.Tensor) -> float:
-        kept = Agreement(places[:, 0])
+        kept = Agreement()
         for iteration in range(300):
             kept.record(iteration, places[:, iteration], *(value[:, iteration] for value in told or (noise,)))
         return kept.r_hat(300)
@@ -118,7 +118,7 @@ def test_chains_that_stand_still_or_are_no_numbers_never_agree():
 def test_what_is_kept_stays_bounded_and_a_coordinate_that_differs_is_seen():
     wide = torch.randn(200, 300, 20, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
     kept = recorded(wide)
-    assert torch.stack(kept.kept).numel() <= 2**22
+    assert torch.stack(kept.kept).shape[1] == 64  # chains
     assert kept.r_hat(300) < LIMIT
     wide[:50, 225:, 19] += 2.0  # on its way
     assert recorded(wide).r_hat(300) > 1.1

@@ -121,11 +121,7 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": torch.long}, ValueError, "dtype is torch.int64; it must be torch.float32 or torch.float64"),
         ({"resume": True}, ValueError, "resume is True, but store is not given"),
-        ({"resume": "maybe"}, ValueError, "resume is 'maybe'"),
-        ({"executor": 4}, TypeError, "executor is 4; it must be a concurrent.futures.Executor"),
-        ({"chain_chunk": 0}, ValueError, "chain_chunk is 0"),
         ({"initial": {"a": torch.zeros(3, 2)}}, ValueError, "lacks the sites"),
         ({"initial": {"a": torch.zeros(4, 2), "b": torch.ones(4)}}, ValueError, r"must be \(3,\), one for each chain"),
         ({"initial": {"a": torch.zeros(3, 5), "b": torch.ones(3)}}, ValueError, r"'a'.*\(3, 5\)"),

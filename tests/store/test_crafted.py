@@ -16,7 +16,7 @@ import torch
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.run import packed, unpacked
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, inside, load_json, load_tensors, save_tensors
+from pyro_symmetric.storage import StoreError, inside, load_tensors, save_tensors
 from pyro_symmetric.store import CHECKPOINT, KIND, LOCK, VERSION, Checkpoint, FolderRecorder, read_store
 
 SECRET = b"secret" * 100
@@ -119,10 +119,8 @@ def test_a_link_in_place_of_the_lock_is_not_followed(exists, path, tmp_path, sec
         {"arrays": None},
         {"metadata": None},
         {"fingerprint": 3},
-        {"state_bytes": "all"},
-        {"sums": [0]},
-        {"sums": [0, 0, 0]},
-        {"sums": "12"},
+        {"crc": 0},
+        {"crc": "12"},
     ],
     ids=str,
 )
@@ -131,12 +129,6 @@ def test_counts_shapes_and_dtypes_that_cannot_be_are_told(changes, path):
     for use in (read_store, Posterior.load, add):
         with pytest.raises(StoreError):
             use(path)
-
-
-def test_a_json_text_that_nests_too_deep_is_told(tmp_path):
-    (tmp_path / "deep.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(StoreError, match="damaged"):
-        load_json(tmp_path / "deep.json", "list")
 
 
 @links
@@ -163,7 +155,6 @@ def test_a_run_that_claims_another_iteration_is_refused(iteration, tmp_path):
     sampled(tmp_path / "run")
     checkpoint = Checkpoint.read(tmp_path / "run")
     at, more = unpacked(checkpoint.state, HMC(None))
-    more = {name: value for name, value in more.items() if name not in ("iteration", "generator", "state")}
     replace(checkpoint, state=packed(replace(at, iteration=iteration), more)).write(tmp_path / "run")
     with pytest.raises(StoreError, match="iteration"):
         sampled(tmp_path / "run")
@@ -172,7 +163,7 @@ def test_a_run_that_claims_another_iteration_is_refused(iteration, tmp_path):
 def test_a_run_without_a_fingerprint_is_refused(tmp_path):
     sampled(tmp_path / "run")
     replace(Checkpoint.read(tmp_path / "run"), fingerprint={}).write(tmp_path / "run")
-    with pytest.raises(StoreError, match="fingerprint"):
+    with pytest.raises(StoreError, match="call"):
         sampled(tmp_path / "run")
 
 
