@@ -45,7 +45,7 @@ class Agreement:
         return {"stride": self.stride, "kept": torch.stack(self.until(iterations)) if self.kept else None}
 
     def until(self, iterations: int) -> list[Tensor]:
-        """What is kept of the first iterations."""
+        """The places of the first iterations that are kept."""
         return self.kept[: -(-iterations // self.stride)]
 
     def record(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> None:
