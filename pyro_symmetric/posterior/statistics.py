@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,22 +79,41 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
 @np.errstate(all="ignore")
 def _part(series: NDArray[Any]) -> Array:
     """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
-    series = series.astype(np.float64)
-    rows, half = series.reshape(len(series), -1), series.shape[2] // 2
-    split = np.concatenate([series[..., :half], series[..., -half:]], axis=1)  # of an odd length, without the middle
-    scores = _normal_scores(split)
-    folded = _normal_scores(np.abs(split - np.median(split, axis=(1, 2), keepdims=True)))
-    tails = [effective_size(split <= limit[:, None, None]) for limit in np.quantile(rows, TAILS, axis=1)]
-    found = [np.fmax(_r_hat(scores), _r_hat(folded)), effective_size(scores), np.minimum(*tails)]
+    count, chains, length = series.shape
+    halves = np.delete(series, length // 2, axis=2) if length % 2 else series  # without the middle
+    split = halves.reshape(count, 2 * chains, length // 2).astype(np.float64)
+    rows, flat = series.reshape(count, -1).astype(np.float64), split.reshape(count, -1)
+    order = halves.reshape(count, -1).argsort(1)
+    ordered = np.take_along_axis(flat, order, 1)
+    scores = _normal_scores(order, ordered).reshape(split.shape)
+    limits = np.quantile(rows if length % 2 else ordered, TAILS, axis=1)
+    tails = [effective_size(split <= limit[:, None, None]) for limit in limits]
+    n = flat.shape[1]
+    folded = np.abs(ordered - (ordered[:, (n - 1) // 2, None] + ordered[:, n // 2, None]) / 2)
+    turned = folded.argsort(1, kind="stable")  # which merges what falls with what rises
+    far = _normal_scores(np.take_along_axis(order, turned, 1), np.take_along_axis(folded, turned, 1))
+    r_hat = np.fmax(_r_hat(scores), _r_hat(far.reshape(split.shape)))
+    found = [r_hat, effective_size(scores), np.minimum(*tails)]
     return np.where(np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1)), found, np.nan)
 
 
-def _normal_scores(split: Array) -> Array:
-    """Quantiles of the standard normal at every draw's rank among all of its quantity (Blom 1958)."""
-    from scipy.stats import rankdata  # which takes longer to import than the whole package
+def _normal_scores(order: NDArray[Any], ordered: Array) -> Array:
+    """Quantiles of the standard normal at the rank of every number in its row, of equal ones the mean (Blom 1958).
 
-    ranks = rankdata(split.reshape(len(split), -1), axis=1).reshape(split.shape)
-    return special.ndtri((ranks - 3 / 8) / (split[0].size + 1 / 4))
+    :param order: the places of each row's numbers from the least to the largest; ``ordered``: the numbers like this.
+    """
+    starts = np.flatnonzero(np.diff(ordered, axis=1, prepend=np.nan))
+    sizes = np.diff(starts, append=ordered.size)
+    twice = np.repeat(2 * (starts % order.shape[1]) + sizes + 1, sizes).reshape(order.shape)
+    scores = np.empty_like(ordered)
+    np.put_along_axis(scores, order, _quantiles(order.shape[1])[twice], 1)
+    return scores
+
+
+@lru_cache(maxsize=2)
+def _quantiles(n: int) -> Array:
+    """Those at half of 0, 1, ... 2n, as ranks of n numbers."""
+    return special.ndtri((np.arange(2 * n + 1) / 2 - 3 / 8) / (n + 1 / 4))
 
 
 def _r_hat(split: Array) -> Array:
@@ -112,7 +132,9 @@ def effective_size(split: NDArray[Any]) -> Array:
     _, chains, length = split.shape
     means, padded = split.mean(-1), fft.next_fast_len(2 * length, real=True)
     spectrum = fft.rfft(split - means[..., None], n=padded)
-    power = (spectrum.real**2 + spectrum.imag**2).mean(1)  # over chains, before it is transformed back
+    parts = spectrum.view(np.float64)
+    squares = np.einsum("qcf,qcf->qf", parts, parts) / chains  # over chains, before it is transformed back
+    power = squares[:, ::2] + squares[:, 1::2]
     covariance = fft.irfft(power, n=padded)[:, :length] / length
     pooled = covariance[:, 0] + means.var(1, ddof=1)
     rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
