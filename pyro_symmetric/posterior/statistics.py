@@ -26,7 +26,7 @@ TAILS = (0.05, 0.95)
 ROUNDING = 4.0  # of a sum, in units of the last place, about
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
-_PART_ENTRIES = 2**18  # what a thread works on at a time: a few megabytes, which its cache holds
+_PART_ENTRIES = 2**16  # what a thread works on at a time: a few megabytes with its copies, which its cache holds
 
 
 @dataclass(frozen=True, eq=False)
