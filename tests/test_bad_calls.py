@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributions import Normal
 
 import pyro_symmetric as ps
-from pyro_symmetric.compare import excess_mass, functional_collapse
+from pyro_symmetric.compare import functional_collapse
 
 PACKAGE = str(Path(ps.__file__).parent)
 NAN = math.nan
@@ -183,8 +183,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "total_variation": (lambda: ps.total_variation(PROBABILITIES + 0.1, PROBABILITIES), "p"),
     "total_variation, of a regression": (lambda: ps.total_variation((X[..., None], 0.0), (X[..., None], 1.0)), "noise"),
     "total_variation, of two kinds": (lambda: ps.total_variation(PROBABILITIES, (PROBABILITIES, 1.0)), "one kind"),
-    "compare.excess_mass": (lambda: excess_mass(broken(4), SYMMETRY), "0.weight"),
-    "compare.functional_collapse": (lambda: functional_collapse(PROBABILITIES, PROBABILITIES[:3]), "members"),
     "compare.functional_collapse, logits": (lambda: functional_collapse(-PROBABILITIES, PROBABILITIES), "logits"),
     "scores.classification": (lambda: ps.scores.classification(PROBABILITIES, Y + 1), "labels"),
     "scores.classification, logits": (lambda: ps.scores.classification(PROBABILITIES * 3, Y), "logits"),

@@ -29,7 +29,6 @@ from pyro_symmetric import (
     verify,
 )
 from pyro_symmetric.canonical import sorting_permutation
-from pyro_symmetric.compare import excess_mass
 from pyro_symmetric.groups import Axis, Group, Units
 
 TREE = Path(__file__).parent.parent
@@ -77,7 +76,6 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     "canonicalize signs": lambda d: canonicalize(weights(5, d), SIGNED)["in"],
     "canonicalize scales": lambda d: canonicalize(weights(5, d), SCALED)["in"],
     "minimal_mass": lambda d: minimal_mass(weights(5, d), SCALED).mass,
-    "excess_mass": lambda d: excess_mass(weights(5, d), SCALED),
     "sorting_permutation": lambda d: sorting_permutation(weights(5, d), SIGNED)["k"],
     "align": lambda d: align(weights(5, d), mean(1, d), SIGNED, cost="l2").cost,
     "align scales": lambda d: align(weights(5, d), mean(1, d), SCALED, cost="l2", restarts=2).cost,
@@ -93,7 +91,7 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
 }
 
 
-STAY = {"sample", "identity", "enumerate", "canonicalize signs", "canonicalize scales", "excess_mass"}
+STAY = {"sample", "identity", "enumerate", "canonicalize signs", "canonicalize scales"}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -91,7 +91,7 @@ def measure(count: int, parameters: int, seed: int, few: int) -> Row:
     with Peak() as peak:
         result = mmd({"w": x}, {"w": y})
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
-    part = mmd({"w": x[:few]}, {"w": y[:few]}).of("w")
+    part = mmd({"w": x[:few]}, {"w": y[:few]}).parts["w"]
     began = time.process_time()
     expected = naive(x[:few], y[:few], torch.from_numpy(part["bandwidth"]))
     # ordered pairs within both sides, and those across

@@ -69,7 +69,7 @@ def invariance(make: Callable[[], tuple[nn.Module, Tensor]], kind: str, draws: i
                 name: torch.cat([value[: draws // 2], moved[name][draws // 2 :]]) for name, value in weights.items()
             }
         result = invariance_tests(independent(weights), group, level=LEVEL)
-        first = result.of(result.parts[0])
+        first = next(iter(result.parts.values()))
         return {
             "index": first["index_p_value"] <= LEVEL,
             "marginals": first["marginal_p_value"] <= LEVEL,

@@ -10,11 +10,7 @@ from pyro_symmetric.compare.diversity import (
     pairwise_mutual_information,
     predictive_entropy,
 )
-from pyro_symmetric.compare.dynamics import (
-    SortingTracker,
-    excess_mass,
-    kendall_tau,
-)
+from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
 from pyro_symmetric.compare.frames import common_frame
 from pyro_symmetric.compare.independence import independent_draws
 from pyro_symmetric.compare.invariance import invariance_tests
@@ -34,7 +30,6 @@ __all__ = [
     "SortingTracker",
     "common_frame",
     "diagnose",
-    "excess_mass",
     "functional_collapse",
     "independent_draws",
     "invariance_tests",

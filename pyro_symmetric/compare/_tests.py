@@ -14,32 +14,27 @@ SIMULATIONS = 9_999
 _CHUNK_ENTRIES = 2**22
 
 
-def chi_square_uniform(counts: Tensor) -> tuple[Tensor, str, Tensor]:
+def chi_square_uniform(counts: Tensor) -> Tensor:
     """Pearson's test that ``counts`` ``batch_shape + (n,)`` come from a uniform multinomial, of equal totals.
 
     If the expected count is under 5 (the usual rule of Cochran), the p-value is the rank of the statistic among those
     of simulated uniform multinomial draws (Davison & Hinkley 1997, section 4.2.1): exact in size.
 
-    :returns: the statistics ``batch_shape``, ``"chi-square"`` or ``"simulated multinomial"``, the p-values
-        ``batch_shape``.
+    :returns: the p-values ``batch_shape``.
     """
     from scipy.stats import chisquare  # which takes a quarter of a second to load
 
     statistic, upper = map(np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1))
     n, draws = counts.shape[-1], int(counts.sum(-1).max())
     if draws >= 5 * n:
-        return torch.from_numpy(statistic), "chi-square", torch.from_numpy(upper)
+        return torch.from_numpy(upper)
     simulated = np.random.default_rng(drawn_seed()).multinomial(draws, np.full(n, 1 / n), size=SIMULATIONS)
     drawn = np.sort(chisquare(simulated, axis=1).statistic)
     reached = SIMULATIONS - np.searchsorted(drawn, statistic * (1 - 1e-12))
-    return (
-        torch.from_numpy(statistic),
-        "simulated multinomial",
-        torch.from_numpy(np.asarray((reached + 1) / (SIMULATIONS + 1))),
-    )
+    return torch.from_numpy(np.asarray((reached + 1) / (SIMULATIONS + 1)))
 
 
-def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor, float]:
+def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, float]:
     """Two-sample Kolmogorov-Smirnov tests of ``x[first[t]]`` against ``y[second[t]]``, for all ``t``, two-sided and
     exact. (SciPy's takes a millisecond each.)
 
@@ -47,8 +42,7 @@ def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> t
     :param y: samples of the same size, ``(rows, h)``.
     :param first: which rows of ``x``, ``(T,)``.
     :param second: which rows of ``y``, ``(T,)``.
-    :returns: statistics ``(T,)``, p-values ``(T,)`` (conservative if values are tied), the smallest possible
-        p-value.
+    :returns: p-values ``(T,)`` (conservative if values are tied), and the smallest possible one.
     """
     h = x.shape[-1]
     x, y = x.sort(-1).values.contiguous(), y.sort(-1).values.contiguous()
@@ -64,7 +58,7 @@ def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> t
         below = (torch.searchsorted(other, values, right=False) - before[a]).amax(-1)
         steps[part] = torch.maximum(above, below)
     table = _exact_table(h).to(x.device)
-    return steps.double() / h, table[steps], float(table[-1])
+    return table[steps], float(table[-1])
 
 
 def _exact_table(h: int) -> Tensor:

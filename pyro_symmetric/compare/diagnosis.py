@@ -15,7 +15,7 @@ coordinates of each site by themselves, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import diagnostics
-from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked, graded
+from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.samples import Draws, chains_of
@@ -85,29 +85,22 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
-        found = {check.name: {k: v for k, v in vars(check).items() if k != "name"} for check in self.checks}
-        statistics = {
-            space: {site: numbers.summary() for site, numbers in by_site.items()}
-            for space, by_site in self.statistics.items()
-        }
-        return plain({"ok": self.ok, "checks": found, "statistics": statistics})
+        numbers = {space: {site: n.summary() for site, n in own.items()} for space, own in self.statistics.items()}
+        return plain({"ok": self.ok, "checks": {c.name: vars(c) for c in self.checks}, "statistics": numbers})
 
     def full(self) -> str:
         """All checks, and a table of each space by site."""
-        parts = [self._text(self.checks)]
-        for space, by_site in self.statistics.items():
-            rows = [site_row(site, numbers) for site, numbers in by_site.items()]
-            parts.append(f"{space}\n{table([HEAD, *rows])}")
-        return "\n\n".join(parts)
+        rows = {space: [site_row(site, n) for site, n in own.items()] for space, own in self.statistics.items()}
+        return "\n\n".join([self._shown(self.checks), *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items())])
 
     def __repr__(self) -> str:
         """The outcome in a word, and the checks that didn't pass."""
-        return self._text(self.failed)
+        return self._shown(self.failed)
 
-    def _text(self, checks: Sequence[Check]) -> str:
+    def _shown(self, checks: Any) -> str:
         chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        rows = [(check.status, check.name, check.words) for check in checks]
         head = f"{chains} of {self.num_samples} draws: {'ok' if self.ok else 'not ok'}"
+        rows = [(check.status, check.name, check.words) for check in checks]
         return "\n".join([head, *([table(rows, left=(0, 1, 2))] if rows else [])])
 
 
@@ -143,47 +136,70 @@ def diagnose(
     :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
+    arguments.whole("num_draws", num_draws, 1)
     posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)
-    _check_arguments(posterior, predictions, num_draws)
+    if not any(value.numel() for value in posterior.samples.values()):
+        raise ValueError("posterior holds no numbers; it must have a chain, a draw and an entry")
+    shape = (posterior.num_chains, posterior.num_samples)
+    if predictions is not None and tuple(predictions.shape[:2]) != shape:
+        raise ValueError(f"predictions has shape {tuple(predictions.shape)}; it must be (chains, draws, ...), {shape}")
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
-    checks, statistics, spaces = _before(posterior, predictions), Statistics(), dict[str, Any]()
-    if posterior.kind == "chains" and all(check.status != "fail" for check in checks):
-        spaces = _spaces(posterior, symmetry, model, x, predictions)
-        made = {f"{space} {s!r}": v for space in (MODULO, PREDICTIONS) for s, v in spaces.get(space, {}).items()}
-        if (sound := diagnostics.finite(made)).status == "fail":
-            checks, spaces = [sound], {}
-    if spaces:
-        if posterior.num_samples >= LEAST_DRAWS:
-            statistics = {k: {s: chain_statistics(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
-        agreed = _agreement(statistics, _is_network(posterior))
-        arrived = all(check.status != "fail" for check in agreed)
-        guess = "acceptance_rate" not in posterior.statistics
-        known = posterior.source and posterior.source.subsampled
-        subsampled = guess if known is None else known
-        checks += [
-            diagnostics.moving(posterior.samples),
-            *agreed,
-            *diagnostics.starts(posterior.metadata),
-            *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
-            *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
-        ]
-    return Diagnosis(tuple(checks), statistics, posterior.num_chains, posterior.num_samples)
+    given = {WEIGHTS: posterior.samples}
+    given |= {DENSITY: {DENSITY: posterior.statistics["lp"]}} if "lp" in posterior.statistics else {}
+    given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
+    checks = [_finite(given)]
+    if checks[0].status == "pass" and posterior.kind == "independent":
+        count = math.prod(shape)
+        limits, found = (EFFECTIVE_DRAWS[0], 0.0), f"{count} independent draws"
+        checks.append(checked("effective draws", float(count), limits, found, "means are rough"))
+    elif checks[0].status == "pass":
+        checks += diagnostics.copies(posterior.samples)
+    if posterior.kind == "independent" or any(check.status == "fail" for check in checks):
+        return Diagnosis(tuple(checks), {}, *shape)
+    spaces = _spaces(posterior, symmetry, model, x, given)
+    if (sound := _finite(spaces)).status == "fail":
+        return Diagnosis((sound,), {}, *shape)
+    statistics = {}
+    if posterior.num_samples >= LEAST_DRAWS:
+        statistics = {k: {s: chain_statistics(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
+    agreed = _agreement(statistics, _is_network(posterior))
+    arrived = all(check.status != "fail" for check in agreed)
+    guess = "acceptance_rate" not in posterior.statistics
+    known = posterior.source and posterior.source.subsampled
+    subsampled = guess if known is None else known
+    checks += [
+        diagnostics.moving(posterior.samples),
+        *agreed,
+        *diagnostics.starts(posterior.metadata),
+        *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
+        *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
+    ]
+    return Diagnosis(tuple(checks), statistics, *shape)
 
 
-def _before(posterior: Posterior, predictions: Tensor | None) -> list[Check]:
-    """Look at what must hold before all else; of independent draws, at how many there are."""
-    drawn = {f"site {site!r}": value for site, value in posterior.samples.items()}
-    drawn |= {DENSITY: posterior.statistics["lp"]} if "lp" in posterior.statistics else {}
-    drawn |= {} if predictions is None else {PREDICTIONS: predictions}
-    sound = diagnostics.finite(drawn)
-    if sound.status != "pass":
-        return [sound]
-    if posterior.kind == "chains":
-        return [sound, *diagnostics.copies(posterior.samples)]
-    count, limits = posterior.num_chains * posterior.num_samples, (EFFECTIVE_DRAWS[0], 0.0)
-    found = f"{count} independent draws"
-    return [sound, checked("effective draws", float(count), limits, found, "means are rough")]
+def _finite(spaces: dict[str, Any]) -> Check:
+    return diagnostics.finite({f"{space} {s!r}": value for space, own in spaces.items() for s, value in own.items()})
+
+
+def _to_predict(posterior: Posterior, model: BayesianModel | None, x: Tensor | None) -> tuple[Any, Any]:
+    """The network's model and inputs: those that are given, else those that the posterior was drawn from."""
+    what = "a BayesianModel; of another model, pass predictions=predict(posterior.samples, model, x, kind='mean')"
+    arguments.instance("model", model, (BayesianModel, type(None)), what)
+    source = posterior.source
+    if model is None and source is not None and isinstance(source.model, BayesianModel):
+        model = source.model
+        x = source.kwargs.get("x", next(iter(source.args), None)) if x is None else x
+    elif model is None and x is not None:
+        raise ValueError("x is given, but no model; pass model=, or predictions=")
+    return model, x
+
+
+def _is_network(posterior: Posterior) -> bool:
+    """True if the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
+    if posterior.source is not None:
+        return isinstance(posterior.source.model, nn.Module)
+    return any("." in site for site in posterior.samples)
 
 
 # do the chains agree ------------------------------------------------------------------------------------------------
@@ -191,24 +207,17 @@ def _before(posterior: Posterior, predictions: Tensor | None) -> list[Check]:
 
 @torch.no_grad()
 def _spaces(
-    posterior: Posterior,
-    symmetry: Symmetry | Group | None,
-    model: BayesianModel | None,
-    x: Tensor | None,
-    predictions: Tensor | None,
+    posterior: Posterior, symmetry: Any, model: Any, x: Any, given: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     """The spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
-    spaces = {WEIGHTS: posterior.samples}
+    spaces = dict(given)
     if symmetry is not None:
         spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
-    if "lp" in posterior.statistics:
-        spaces[DENSITY] = {DENSITY: posterior.statistics["lp"]}
-    if predictions is None and model is not None and x is not None:
+    if PREDICTIONS not in given and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
-        predictions = predict(posterior.samples, model, rows, kind="mean", progress=False)
-    if predictions is not None:
-        spaces[PREDICTIONS] = {PREDICTIONS: predictions}
-    held = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
+        spaces[PREDICTIONS] = {PREDICTIONS: predict(posterior.samples, model, rows, kind="mean", progress=False)}
+    ordered = (name for name in (WEIGHTS, MODULO, DENSITY, PREDICTIONS) if name in spaces)
+    held = {name: {site: v for site, v in spaces[name].items() if v.numel()} for name in ordered}
     return {space: by_site for space, by_site in held.items() if by_site}
 
 
@@ -223,74 +232,59 @@ def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
     decisive = [best, *density] if best else density if density and is_network else [WEIGHTS, *density]
     # A network's weights that disagree tell nothing: they may sit in copies of a mode.
     blind: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
-    grave = [name for name in decisive if name != WEIGHTS or not is_network]
     hint = ", as they do in copies of a mode" if best else ", or sit in copies of a mode (symmetry= tells)"
-    checks = [
-        _r_hat(name, by_site, "fail" if name in grave else blind, hint if name == WEIGHTS else "")
-        for name, by_site in statistics.items()
-    ]
+    checks = []
+    for name, by_site in statistics.items():
+        grave = name in decisive and (name != WEIGHTS or not is_network)
+        found = _r_hat(name, by_site, hint if name == WEIGHTS else "")
+        checks.append(replace(found, status=blind) if found.status == "fail" and not grave else found)
     return [*checks, _effective({name: statistics[name] for name in decisive})]
 
 
-def _r_hat(space: str, by_site: Mapping[str, ChainStatistics], at_worst: Status, hint: str) -> Check:
-    """The R-hat of the worst site.
+def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
+    """The R-hat of the worst site; of a site's entries the one that few exceed, or the largest if it is over 1.1 and
+    five times as far from 1 as that. (Of chains that agree the largest of 2,000 entries is at most three times as far:
+    two chains of 8 draws, the worst case.)
 
-    :param at_worst: the status of chains that disagree.
     :param hint: what else their disagreement may come of.
     """
-    worst = {site: _beyond_chance(_known([numbers], "r_hat")) for site, numbers in by_site.items()}
+    worst = {}
+    for site, numbers in by_site.items():
+        known = numbers.r_hat[~numbers.r_hat.isnan()]
+        usual, largest = exceeded_by_few(known), float(known.max()) if len(known) else math.nan
+        worst[site] = largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual
     site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))
     if math.isnan(worst[site]):
         return Check(space, "unknown", "R-hat can't be told: the draws never change")
     of = "" if site == space else f" of site {site!r}"
-    advice = "run longer" if graded(worst[site], R_HAT) == "warn" else f"the chains disagree{hint}"
-    found = checked(space, worst[site], R_HAT, f"R-hat{of} {worst[site]:.3f}", advice)
-    return replace(found, status=at_worst) if found.status == "fail" else found
-
-
-def _beyond_chance(r_hats: Tensor) -> float:
-    """The R-hat that few exceed, or the largest if it is over 1.1 and five times as far from 1 as that.
-
-    Of chains that agree the largest of 2,000 entries is at most three times as far (two chains of 8 draws, the worst
-    case)."""
-    usual = exceeded_by_few(r_hats)
-    largest = float(r_hats.max()) if len(r_hats) else usual
-    return largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual
+    advice = "run longer" if worst[site] <= R_HAT[1] else f"the chains disagree{hint}"
+    return checked(space, worst[site], R_HAT, f"R-hat{of} {worst[site]:.3f}", advice)
 
 
 def _effective(measured: Statistics) -> Check:
-    least = {
-        (space, site): -exceeded_by_few(-torch.minimum(_known([n], "ess_bulk"), _known([n], "ess_tail")))
-        for space, by_site in measured.items()
-        for site, n in by_site.items()
-    }
+    """The least effective draws of bulk and tails, of each site's entries but the few that are worse by chance."""
+    least = {}
+    for space, by_site in measured.items():
+        for site, numbers in by_site.items():
+            sizes = torch.minimum(numbers.ess_bulk, numbers.ess_tail)
+            least[space, site] = -exceeded_by_few(-sizes[~sizes.isnan()])
     space, site = min(least, key=lambda name: (math.isnan(least[name]), least[name]))
     if math.isnan(least[space, site]):
         return Check("effective draws", "unknown", "they can't be told: the draws never change")
-    of = space if site == space else f"site {site!r} ({space})"
-    advice = "more draws, or more chains"
-    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, f"{least[space, site]:.0f} of {of}", advice)
+    found = f"{least[space, site]:.0f} of {space if site == space else f'site {site!r} ({space})'}"
+    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, found, "more draws, or more chains")
 
 
 def _looked_at(draws: Tensor) -> Tensor:
     """All entries; of very many draws evenly spaced ones, as many as take some seconds."""
-    most = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel()))
-    entries = draws.shape[2:].numel()
+    most, entries = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel())), draws.shape[2:].numel()
     return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
-
-
-def _known(statistics: Iterable[ChainStatistics], name: str) -> Tensor:
-    """The values of all entries that have one, ``(K,)``."""
-    values = torch.cat([getattr(numbers, name).flatten() for numbers in statistics])
-    return values[~values.isnan()]
 
 
 # the energy ---------------------------------------------------------------------------------------------------------
 
 
-def _temperature(
-    posterior: Posterior, symmetry: Symmetry | Group | None, num_draws: int, subsampled: bool, arrived: bool
-) -> list[Check]:
+def _temperature(posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool) -> list[Check]:
     """The temperature of the draws as they came or, where that is too uncertain to tell, a pass of the aligned ones.
 
     Copies that lie far apart make it uncertain, as most of a draw's distance to the other chains is that to their
@@ -326,37 +320,3 @@ def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: 
             found.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
     grave = [check for check in found if check.status in ("warn", "fail")]
     yield max(grave, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=found[0])
-
-
-# arguments ----------------------------------------------------------------------------------------------------------
-
-
-def _check_arguments(posterior: Posterior, predictions: Tensor | None, num_draws: int) -> None:
-    arguments.whole("num_draws", num_draws, 1)
-    if not any(value.numel() for value in posterior.samples.values()):
-        raise ValueError("posterior holds no numbers; it must have a chain, a draw and an entry")
-    shape = (posterior.num_chains, posterior.num_samples)
-    if predictions is not None and tuple(predictions.shape[:2]) != shape:
-        raise ValueError(f"predictions has shape {tuple(predictions.shape)}; it must be (chains, draws, ...), {shape}")
-
-
-def _to_predict(
-    posterior: Posterior, model: BayesianModel | None, x: Tensor | None
-) -> tuple[BayesianModel | None, Tensor | None]:
-    """The network's model and inputs: those that are given, else those that the posterior was drawn from."""
-    what = "a BayesianModel; of another model, pass predictions=predict(posterior.samples, model, x, kind='mean')"
-    arguments.instance("model", model, (BayesianModel, type(None)), what)
-    source = posterior.source
-    if model is None and source is not None and isinstance(source.model, BayesianModel):
-        model = source.model
-        x = source.kwargs.get("x", next(iter(source.args), None)) if x is None else x
-    elif model is None and x is not None:
-        raise ValueError("x is given, but no model; pass model=, or predictions=")
-    return model, x
-
-
-def _is_network(posterior: Posterior) -> bool:
-    """True if the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
-    if posterior.source is not None:
-        return isinstance(posterior.source.model, nn.Module)
-    return any("." in site for site in posterior.samples)

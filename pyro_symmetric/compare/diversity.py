@@ -12,15 +12,12 @@ nats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.results import plain
-from pyro_symmetric.posterior.tables import table
 
 _CHUNK_ENTRIES = 2**22
 
@@ -76,12 +73,11 @@ def pairwise_mutual_information(probabilities: Tensor, name: str = "probabilitie
     return upper + upper.T
 
 
-@dataclass(frozen=True, eq=False)
-class FunctionalCollapse:
+class FunctionalCollapse(NamedTuple):
     """Similarity of an ensemble's members as functions; see :func:`functional_collapse`.
 
-    :param within: mutual information of every pair of members on inputs from the distribution, ``(S, S)`` in nats.
-    :param outside: the same on inputs from elsewhere, ``(S, S)``.
+    :param within: mutual information of every pair of members on inputs from the distribution, ``(pairs,)`` in nats.
+    :param outside: the same on inputs from elsewhere.
     :param correlation: Pearson's correlation of the two over pairs; NaN if one of them is constant.
     :param rank_correlation: Spearman's.
     """
@@ -91,27 +87,6 @@ class FunctionalCollapse:
     correlation: float
     rank_correlation: float
 
-    def below(self, threshold: float) -> tuple[float, float]:
-        """The share of pairs with less mutual information than ``threshold`` nats: within, outside."""
-        within, outside = (_pairs(values) for values in (self.within, self.outside))
-        return float((within < threshold).double().mean()), float((outside < threshold).double().mean())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON: summaries over pairs."""
-        found: dict[str, Any] = {
-            name: {"mean": v.mean(), "median": v.median(), "minimum": v.min(), "maximum": v.max()}
-            for name, v in (("within", _pairs(self.within)), ("outside", _pairs(self.outside)))
-        }
-        found |= {"correlation": self.correlation, "rank_correlation": self.rank_correlation}
-        return plain({**found, "members": len(self.within)})
-
-    def __repr__(self) -> str:
-        found = self.to_dict()
-        rows = [("inputs", *found["within"])]
-        rows += [(name, *(f"{v:.3g}" for v in found[name].values())) for name in ("within", "outside")]
-        head = f"Pairwise mutual information of {len(self.within):,} members in nats (collapsed at 0, log 2 at most)"
-        return f"{head}\n{table(rows)}\n  correlation {self.correlation:.3f}, of ranks {self.rank_correlation:.3f}"
-
 
 @torch.no_grad()
 def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> FunctionalCollapse:
@@ -120,8 +95,8 @@ def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> Fun
 
     >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
     >>> result = ps.compare.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
-    >>> result.within.shape, result.outside.shape
-    (torch.Size([4, 4]), torch.Size([4, 4]))
+    >>> result.within.shape, result.outside.shape  # of six pairs
+    (torch.Size([6]), torch.Size([6]))
 
     :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
     :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
@@ -136,9 +111,10 @@ def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> Fun
             f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
             "of the same members, at least 3"
         )
-    values = torch.stack([_pairs(within), _pairs(outside)]).cpu()
-    ranks = torch.from_numpy(rankdata(values.numpy(), axis=1))
-    return FunctionalCollapse(within, outside, *(float(torch.corrcoef(rows)[0, 1]) for rows in (values, ranks)))
+    first, second = torch.triu_indices(len(within), len(within), 1, device=within.device)
+    pairs = torch.stack([within[first, second], outside[first, second]])
+    ranks = torch.from_numpy(rankdata(pairs.cpu().numpy(), axis=1))
+    return FunctionalCollapse(*pairs, *(float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks)))
 
 
 def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
@@ -163,14 +139,6 @@ def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
             "probabilities (are these logits?)"
         )
     return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _pairs(matrix: Tensor) -> Tensor:
-    first, second = torch.triu_indices(len(matrix), len(matrix), 1, device=matrix.device)
-    return matrix[first, second]
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-r"""Symmetries along training and at its end.
+r"""Symmetries along training.
 
 Units of a layer may be sorted by a key that is read off their weights (see
 :func:`~pyro_symmetric.canonical.forms.canonicalize`). How far the sorting permutation still changes from one training
@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.symmetry import Symmetry, plain_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior.samples import Draws, samples_of
 from pyro_symmetric.weights import require_finite
 
 _CHUNK_ENTRIES = 2**24  # pairs of units at a time
@@ -87,21 +85,18 @@ class SortingTracker:
 
         :param weights: the network, or weights of any batch shape (an ensemble in training), always the same.
         """
-        if isinstance(weights, nn.Module):
-            weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
-        arguments.weights("weights", weights, "a network")
-        held = {site: weights[site].detach() for site in self.group.required_sites if site in weights}
-        require_finite(held)
-        now = sorting_permutation(held, self.group, self.key)
+        weights = plain_weights(weights, self.group) if isinstance(weights, nn.Module) else weights
+        require_finite(weights)
+        now = sorting_permutation(weights, self.group, self.key)
         last, self._last = self._last, now
-        if last is not None and last.batch_shape != now.batch_shape:
+        if last is None:
+            return
+        if last.batch_shape != now.batch_shape:
             raise ValueError(
                 f"weights has batch shape {tuple(now.batch_shape)}, but {tuple(last.batch_shape)} the last time; a "
                 "tracker follows one run (or one batch of runs)"
             )
         for name, taus in self._taus.items():
-            if last is None:
-                break
             tau = kendall_tau(last[name].to(now[name].device), now[name]).cpu()
             taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
 
@@ -114,30 +109,5 @@ class SortingTracker:
     @property
     def mean(self) -> Tensor:
         """Kendall's tau averaged over all pairs of units."""
-        history = self.history
-        pairs = {name: self.group[name].count * (self.group[name].size - 1) / 2 for name in history}
-        if not history:
-            raise ValueError("the group permutes no two units; there is no order to follow")
-        return torch.stack([pairs[name] * value for name, value in history.items()]).sum(0) / sum(pairs.values())
-
-
-def excess_mass(weights: Draws, symmetry: Symmetry | Group) -> Tensor:
-    r"""The share of the weights' mass that scalings alone could take away,
-    :math:`1 - \min_\lambda \|\lambda \cdot w\|^2 / \|w\|^2`, biases left out.
-
-    0 if weights lie at the minimum of their orbit, where weight decay would end; how far from it training ended is
-    figure 2 of Laurent et al. (2024). Weights of units that have no best scale (dead ones, those before
-    batch normalisation) are left out of both masses.
-
-    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
-    >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
-    >>> weights = {"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])}
-    >>> round(float(ps.compare.excess_mass(weights, symmetry)), 3)  # of 4 ** 2 + 1 ** 2, 2 ** 2 + 2 ** 2 are needed
-    0.529
-
-    :param weights: site -> tensor ``batch_shape + site_shape``; or a ``Posterior``, draws chain after chain.
-    :param symmetry: the scalings, or a network's symmetry.
-    :returns: ``batch_shape``, float64, in [0, 1); NaN if all weights are 0.
-    """
-    found = minimal_mass(samples_of(weights), group_of(symmetry, "symmetry").scalings.without_buffers())
-    return (1 - found.mass / found.given).clamp(min=0)
+        pairs = {name: self.group[name].count * (self.group[name].size - 1) / 2 for name in self._taus}
+        return torch.stack([pairs[name] * value for name, value in self.history.items()]).sum(0) / sum(pairs.values())

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from pyro_symmetric.compare.layers import samples_given
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import Draws
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.weights import require_finite
-
-_PART_NUMBERS = 2**24  # copied at a time
 
 
 def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
@@ -31,7 +28,7 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     if posterior.kind == "independent":
         return total
     known = statistics or {site: chain_statistics(value) for site, value in posterior.samples.items()}
-    distances = (_from_mean(part) for value in posterior.samples.values() for part in _parts(value))
+    distances = ((v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in posterior.samples.values())
     found = [*known.values(), *map(chain_statistics, distances)]
     sizes = torch.cat([size.reshape(-1) for numbers in found for size in (numbers.ess_bulk, numbers.ess_tail)])
     worst = min(sizes[~sizes.isnan()].tolist(), default=0.0)
@@ -59,16 +56,3 @@ def thinned(weights: Draws, name: str = "weights") -> Posterior:
     keep = slice(None) if count == total else evenly_spaced(total, count)
     kept = {site: value[keep] for site, value in weights.get_samples().items()}
     return Posterior.from_samples(kept, kind="independent")
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _parts(draws: Tensor) -> Sequence[Tensor]:
-    """The entries of a site ``(chains, draws, ...)``, a few at a time: they may be a mapped file's."""
-    return draws[..., None].flatten(2).split(max(1, _PART_NUMBERS // max(1, draws.shape[:2].numel())), dim=2)
-
-
-def _from_mean(draws: Tensor) -> Tensor:
-    """Distance of each draw from the mean of all chains' draws of an entry."""
-    return (draws - draws.mean((0, 1), keepdim=True, dtype=torch.float64)).abs()

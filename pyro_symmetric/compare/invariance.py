@@ -22,7 +22,6 @@ small, so that of chains only as many draws are taken as count as independent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,28 +30,28 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare._tests import chi_square_uniform, holm, kolmogorov_smirnov
 from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.results import SignificanceTest
+from pyro_symmetric.compare.results import Parts, SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.places import rows
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import Draws, samples_of
 
-P_VALUES = ("index_p_value", "marginal_p_value")
+MOST_TESTS = 50_000  # of Kolmogorov and Smirnov, for one set of units; of more a fixed pseudo-random part is made
 
 
 @torch.no_grad()
 def invariance_tests(
-    weights: Draws, group: Group | Symmetry, *, level: float = 0.05, max_tests: int = 50_000, thin: bool = True
+    weights: Draws, group: Group | Symmetry, *, level: float = 0.05, thin: bool = True
 ) -> SignificanceTest:
     """Test whether a posterior's draws are invariant under ``group``, by Holm's method over both tests of all sets.
 
     The weights of a unit are those of the sites along whose first axis it lies (of a layer its incoming weights and its
-    bias); units that lie along no first axis are tested on all their sites. Of recurrent weights, unit ``i``'s weight
-    from unit ``i + k`` is compared with unit ``j``'s from ``j + k``. The result's numbers, for each set of units:
-    ``index_counts``, in how many draws each unit of each copy held the largest weight, ``index_statistic``,
-    ``index_method`` and ``index_p_value``; of the Kolmogorov-Smirnov tests of pairs of units their number, smallest
-    p-value, rejections, largest statistic and smallest possible p-value (``marginal_tests`` ...); both adjusted.
+    bias); units that lie along no first axis are tested on all their sites. Sites along two of whose axes they lie,
+    such as recurrent weights, are left out. The result's parts, for each set of units: ``index_counts``, in how many
+    draws each unit of each copy held the largest weight, and of the two tests the p-values, also adjusted
+    (``index_adjusted``, ``marginal_adjusted``), the number of Kolmogorov-Smirnov tests and of their rejections.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> draws = torch.randn(200, 3, 2)
@@ -64,119 +63,66 @@ def invariance_tests(
         used, evenly spaced, as :func:`~pyro_symmetric.compare.independent_draws` counts.
     :param group: the group, or a network's symmetry, of which the permutations count; single units are passed over.
     :param level: the family-wise level of the tests.
-    :param max_tests: Kolmogorov-Smirnov tests of one set of units; of more a fixed pseudo-random part is made.
     :param thin: ``False`` takes all draws of chains as independent, as the paper does; p-values are then too small.
     :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
     """
     arguments.fraction("level", level)
-    arguments.whole("max_tests", max_tests, 1)
     group = group_of(group).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
-    sites = group.required_sites
-    kept: Mapping[str, Tensor] = {}
-    if sites and thin and isinstance(weights, Posterior):
-        kept = thinned(Posterior({site: weights.samples[site] for site in sites}, kind=weights.kind)).get_samples()
-    elif sites:
-        known = {site: samples[site] for site in sites}
-        kept = thinned(Posterior.from_samples(known, kind="independent")).get_samples()
-    draws = len(next(iter(kept.values()))) if kept else 0
-    found: list[dict[str, Any]] = []
-    for name, size in group.factors.items():
-        if size > 1 and (axes := _unit_axes(group, name)):
-            parts = [_unit_weights(kept, group, name, axis) for axis in axes]
-            names = ", ".join(dict.fromkeys(axis.site for axis in axes))
-            marginals = [part.transpose(1, 2).flatten(2) for part in parts]
-            tests = _index_test(parts) | _marginal_tests(marginals, level, max_tests)
-            found.append({"name": name, "size": size, "sites": names, **tests})
-    p_values = torch.tensor([[units[key] for key in P_VALUES] for units in found], dtype=torch.float64, device="cpu")
-    adjusted = holm(p_values.reshape(-1)).reshape(-1, 2)
-    smallest = adjusted.amin(1)
-    p_value = float(smallest.min()) if found else 1.0
-    own: dict[str, list[Any]] = {"p_value": smallest.tolist()}
-    own |= {"index_adjusted": adjusted[:, 0].tolist(), "marginal_adjusted": adjusted[:, 1].tolist()}
-    own |= {key: [units[key] for units in found] for key in (found[0] if found else {})}
-    counts = _padded(own.pop("index_counts", []))
-    return SignificanceTest(
-        title="Invariance",
-        num_samples=(draws,),
-        axis="units",
-        parts=tuple(own.pop("name", [])),
-        numbers={**own, "index_counts": counts.numpy()},
-        shown=("size", "index_adjusted", "marginal_adjusted", "marginal_rejected", "marginal_tests"),
-        verdict=_verdict(found, adjusted, level, draws),
-        p_value=p_value,
-        level=level,
-    )
+    axes = {name: own for name, size in group.factors.items() if size > 1 and (own := _unit_axes(group, name))}
+    if not axes:
+        draws = len(next(iter(samples.values())))
+        verdict = "nothing to test: the group permutes no two units"
+        return SignificanceTest("Invariance", (draws,), 1.0, level, verdict, {})
+    if isinstance(weights, Posterior) and thin:
+        posterior = Posterior({site: weights.samples[site] for site in group.required_sites}, kind=weights.kind)
+    else:
+        posterior = Posterior.from_samples({site: samples[site] for site in group.required_sites}, kind="independent")
+    kept = thinned(posterior).get_samples()
+    draws, parts, floors = len(kept[group.required_sites[0]]), Parts(), []
+    for name, own in axes.items():
+        shape = (group[name].copies, group[name].size)
+        values = [kept[axis.site].detach().reshape(-1, *group.view_shapes[axis.site]) for axis in own]
+        units = torch.cat([rows(v, a, v.dim() - 1).unflatten(1, shape) for v, a in zip(values, own, strict=True)], -1)
+        found, floor = _marginal_tests(units.transpose(1, 2).flatten(2), level)
+        sites = ", ".join(dict.fromkeys(axis.site for axis in own))
+        parts[name] = {"size": group[name].size, "sites": sites, **_index_test(units), **found}
+        floors.append(floor)
+    p_values = [part[test] for part in parts.values() for test in ("index_p_value", "marginal_p_value")]
+    adjusted = holm(torch.tensor(p_values, dtype=torch.float64, device="cpu"))
+    for part, (index, marginal) in zip(parts.values(), adjusted.reshape(-1, 2).tolist(), strict=True):
+        part |= {"index_adjusted": index, "marginal_adjusted": marginal}
+    p_value, weak = float(adjusted.min()), sum(floor * 2 * len(parts) > level for floor in floors)
+    return SignificanceTest("Invariance", (draws,), p_value, level, _verdict(parts, p_value, level, draws, weak), parts)
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _padded(counts: list[Tensor]) -> Tensor:
-    """Counts ``(copies, n)`` of sets of several sizes, NaN if there is no unit."""
-    copies, size = (max((count.shape[dim] for count in counts), default=0) for dim in (0, 1))
-    result = torch.full((len(counts), copies, size), torch.nan, dtype=torch.float64, device="cpu")
-    for row, count in zip(result, counts, strict=True):
-        row[: count.shape[0], : count.shape[1]] = count
-    return result
-
-
-def _verdict(found: list[dict[str, Any]], adjusted: Tensor, level: float, draws: int) -> str:
+def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) -> str:
     """The finding, in one line."""
-    if not found:
-        return "nothing to test: the group permutes no two units"
-    smallest = adjusted.amin(1)
-    p_value = float(smallest.min())
     known = f"at level {level:g} (p-value {'< 1e-12' if p_value < 1e-12 else f'{p_value:.2g}'}, {draws:,} draws)"
+    failed = {name: min(own["index_adjusted"], own["marginal_adjusted"]) for name, own in parts.items()}
     if p_value <= level:
-        failed, place = int((smallest <= level).sum()), int(smallest.argmin())
-        what = " and ".join(
-            name for name, own in zip(("index", "marginals"), adjusted[place].tolist(), strict=True) if own <= level
-        )
-        return f"not invariant {known}: {failed} of {len(found)} sets of units, first {found[place]['name']!r}: {what}"
-    weak = sum(units["marginal_smallest_possible"] * 2 * len(found) > level for units in found)
+        count, first = sum(own <= level for own in failed.values()), min(failed, key=failed.__getitem__)
+        return f"not invariant {known}: {count} of {len(parts)} sets of units, first {first!r}"
     few = f"; too few draws for the marginal tests of {weak} sets of units" if weak else ""
     return f"no sign against invariance {known}{few}"
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
-    """The axes at which to look at units: their rows if they have any. Axes are those of the group's view."""
+    """The axes of the group's view at which to look at units: their rows if they have any."""
     pairs = [pair for pair in zip(group[name].axes, group.axes(name), strict=True) if not pair[0].buffer]
-    viewed = [axis for _, axis in pairs]
-    # Units that meet themselves on one flattened axis (tied grouped convolutions) have no position of their own there.
-    alone = [a for a in viewed if sum((a.site, a.dim) == (b.site, b.dim) for b in viewed) == 1]
-    rows = [axis for own, axis in pairs if own.dim == 0 and own.span == 1]
-    return [axis for axis in rows if any(axis is a for a in alone)] or alone
+    sites = [axis.site for _, axis in pairs]
+    alone = [(own, axis) for own, axis in pairs if sites.count(axis.site) == 1]
+    first = [axis for own, axis in alone if own.dim == 0 and own.span == 1]
+    return first or [axis for _, axis in alone]
 
 
-def _unit_weights(weights: Mapping[str, Tensor], group: Group, name: str, axis: Axis) -> Tensor:
-    """Each unit's weights in one site, ``(draws, copies, n, positions)``; invariance makes those of one copy and
-    position alike."""
-    value = weights[axis.site].detach().reshape(-1, *group.view_shapes[axis.site])
-    value = value.movedim(1 + axis.dim, 1)
-    plain, units = axis.fills(group.view_shapes[axis.site][axis.dim]), group[name]
-    value = value.unsqueeze(2) if plain else value[:, axis.index.T.to(value.device)]
-    value = value.unflatten(1, (units.copies, units.size))  # (draws, copies, n, blocks, other axes)
-    for dim, members in group.members(axis.site).items():
-        if dim == axis.dim or all(owner != name for owner, _ in members):
-            continue
-        # They lie along another axis as well: for unit i of each copy, rotate that axis so that its own place comes
-        # first.
-        places = torch.arange(units.size, device="cpu")
-        turned = (places[:, None] + places) % units.size
-        turned = turned.reshape(units.size, *[1] * (len(units.shape) - 1), units.size).expand(-1, *units.shape)
-        index = group.element({name: turned}).axis_index(axis.site, dim).to(value.device)
-        place = 4 + dim - (dim > axis.dim)
-        view = [1] * value.dim()
-        view[2], view[place] = index.shape
-        value = value.take_along_dim(index.reshape(view), dim=place)
-    return value.reshape(len(value), units.copies, units.size, -1)
+def _index_test(units: Tensor) -> dict[str, Any]:
+    """In how many draws each unit of each copy holds the largest weight, and Pearson's test that it is any unit's.
 
-
-def _index_test(units: list[Tensor]) -> dict[str, Any]:
-    """In how many draws each unit of each copy holds the largest weight, and Pearson's test that it is any unit's."""
-    largest = torch.stack([part.amax(-1) for part in units]).amax(0)  # (draws, copies, n)
+    :param units: ``(draws, copies, n, positions)``.
+    """
+    largest = units.amax(-1)
     winners = largest == largest.amax(-1, keepdim=True)
     # ties, as of weights that are exactly 0: drawn, so that the index stays uniform under invariance
     tied = bool((winners.sum(-1) > 1).any())
@@ -184,44 +130,32 @@ def _index_test(units: list[Tensor]) -> dict[str, Any]:
     copies, n = largest.shape[1:]
     counts = torch.bincount((index + n * torch.arange(copies, device=index.device)).flatten(), minlength=copies * n)
     counts = counts.reshape(copies, n).cpu()
-    statistic, method, p_values = chi_square_uniform(counts)
-    return {
-        "index_counts": counts,
-        "index_statistic": float(statistic.max()),
-        "index_method": method,
-        "index_p_value": min(1.0, copies * float(p_values.min())),
-    }
+    return {"index_counts": counts.numpy(), "index_p_value": min(1.0, copies * float(chi_square_uniform(counts).min()))}
 
 
-def _marginal_tests(units: list[Tensor], level: float, max_tests: int) -> dict[str, Any]:
-    """Kolmogorov-Smirnov tests of pairs of units.
+def _marginal_tests(units: Tensor, level: float) -> tuple[dict[str, Any], float]:
+    """Kolmogorov-Smirnov tests of pairs of units, and the least p-value that they can have together.
 
-    :param units: each site's weights, ``(draws, n, positions)``; units of several copies are compared copy by copy, a
-        copy's positions beside the next one's.
+    :param units: ``(draws, n, positions)``; units of several copies are compared copy by copy, a copy's positions
+        beside the next one's.
     """
-    draws, n, _ = units[0].shape
-    positions = sum(part.shape[-1] for part in units)
+    draws, n, positions = units.shape
     first, second = torch.triu_indices(n, n, 1, device="cpu")
     fixed = torch.Generator("cpu").manual_seed(0)  # the same part at every call, and the user's stream left alone
-    kept = max(1, min(positions, max_tests // len(first)))
-    chosen = torch.zeros(positions, dtype=torch.bool, device="cpu")
-    chosen[torch.randperm(positions, generator=fixed, device="cpu")[:kept]] = True
-    if len(first) > max_tests:
-        subset = torch.randperm(len(first), generator=fixed, device="cpu")[:max_tests]
+    kept = max(1, min(positions, MOST_TESTS // len(first)))
+    chosen = torch.randperm(positions, generator=fixed, device="cpu")[:kept]
+    if len(first) > MOST_TESTS:
+        subset = torch.randperm(len(first), generator=fixed, device="cpu")[:MOST_TESTS]
         first, second = first[subset], second[subset]
-    columns = chosen.split([part.shape[-1] for part in units])
-    samples = torch.cat([part[..., c.to(part.device)] for part, c in zip(units, columns, strict=True)], dim=-1)
-    half = draws // 2
+    half, samples = draws // 2, units[..., chosen.to(units.device)]
     even, odd = (samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half) for start in (0, 1))
     offset = n * torch.arange(kept, device="cpu")[:, None]  # row of (position, unit) in the flattened samples
-    statistics, p_values, floor = kolmogorov_smirnov(
-        even, odd, (offset + first).reshape(-1).to(samples.device), (offset + second).reshape(-1).to(samples.device)
-    )
+    pairs = [(offset + side).reshape(-1).to(units.device) for side in (first, second)]
+    p_values, floor = kolmogorov_smirnov(even, odd, *pairs)
     tests = p_values.numel()
-    return {
+    found = {
         "marginal_tests": tests,
         "marginal_p_value": min(1.0, tests * float(p_values.min())),
         "marginal_rejected": int((holm(p_values) <= level).sum()),
-        "marginal_largest": float(statistics.max()),
-        "marginal_smallest_possible": min(1.0, tests * floor),
     }
+    return found, min(1.0, tests * floor)

@@ -60,14 +60,10 @@ class PairedSamples:
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
         p, q = self.weights = (samples_given(weights_p, SIDES[0]), samples_given(weights_q, SIDES[1]))
-        here, there = ({site for site in side if not is_running_statistic(site)} for side in self.weights)
-        if here != there:
-            raise ValueError(
-                f"weights_p and weights_q must have the same sites; only in weights_p: {sorted(here - there)}, only in "
-                f"weights_q: {sorted(there - here)}"
-            )
         self.layers = group_sites(p)
         sites = [site for members in self.layers.values() for site in members]
+        if odd := set(sites) ^ {site for site in q if not is_running_statistic(site)}:
+            raise ValueError(f"weights_p and weights_q must have the same sites; only one has {sorted(odd)}")
         if not sites:
             raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         for site in sites:
@@ -82,12 +78,10 @@ class PairedSamples:
     def columns(self, layer: str, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The layer's samples in rows, at most ``chunk`` weights at a time; never in half precision."""
         for site in self.layers[layer]:
-            p, q = (
-                side[site].detach().flatten(1) if self.shapes[site] else side[site][:, None] for side in self.weights
-            )
+            p, q = (side[site].detach()[..., None].flatten(1) for side in self.weights)
             dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
-            for start in range(0, p.shape[1], chunk):
-                yield p[:, start : start + chunk].detach().to(dtype), q[:, start : start + chunk].detach().to(dtype)
+            for pair in zip(p.split(chunk, 1), q.split(chunk, 1), strict=True):
+                yield pair[0].to(dtype), pair[1].to(dtype)
 
     def require_finite(self, layer: str) -> None:
         """:raises ValueError: naming the side and the site, if a weight of the layer is NaN or infinite."""
@@ -99,9 +93,6 @@ class PairedSamples:
         return sum(self.shapes[site].numel() for site in self.layers[layer])
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
 def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
     """Check the two sides of a site."""
     if p.dim() == 0 or q.dim() == 0 or q.shape[1:] != p.shape[1:]:
@@ -109,8 +100,5 @@ def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
             f"{site!r} has shape {tuple(p.shape)} in weights_p and {tuple(q.shape)} in weights_q; both must be samples "
             "(samples, *site_shape) of one site shape. Of chains (chains, draws, ...) pass a Posterior"
         )
-    for name, value in zip(SIDES, (p, q), strict=True):
-        if not value.is_floating_point():
-            raise ValueError(f"{name}[{site!r}] has dtype {value.dtype}; only floating-point weights have distances")
-    if p.device != q.device:
-        raise ValueError(f"{site!r} lies on {p.device} in weights_p and on {q.device} in weights_q; move one")
+    if not p.is_floating_point() or not q.is_floating_point():
+        raise ValueError(f"{site!r} holds {p.dtype} and {q.dtype}; only floating-point weights have distances")

@@ -27,7 +27,7 @@ samples, orders and kernels (Westfall & Young 1993).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.compare.layers import PairedSamples
-from pyro_symmetric.compare.results import DistanceResult, Result, SignificanceTest
+from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
 from pyro_symmetric.posterior.samples import Draws
 
 NUM_BANDWIDTHS = 10
@@ -47,7 +47,9 @@ _LEAST_CHUNK = 64  # weights of one sample
 
 
 @torch.no_grad()
-def mmd(weights_p: Draws, weights_q: Draws, *, bandwidths: Result | None = None) -> DistanceResult:
+def mmd(
+    weights_p: Draws, weights_q: Draws, *, bandwidths: DistanceResult | SignificanceTest | None = None
+) -> DistanceResult:
     """Squared maximum mean discrepancy, unbiased, per layer and over twenty kernels.
 
     >>> result = ps.mmd({"0.weight": torch.randn(100, 5, 3)}, {"0.weight": torch.randn(80, 5, 3) + 1})
@@ -55,9 +57,9 @@ def mmd(weights_p: Draws, weights_q: Draws, *, bandwidths: Result | None = None)
     True
 
     The result's totals are ``median``, ``mean`` and ``maximum`` over the kernels, averaged over layers by their number
-    of weights. Its numbers: the same of each layer, ``num_weights``, and of each layer and kernel (ten
-    Gaussian ones, ten Laplace) ``squared``, the squared discrepancy, and ``bandwidth``. Weights are taken as they come:
-    modulo a symmetry, ``mmd(*common_frame(p, q, symmetry))``.
+    of weights. Its parts: the same of each layer, ``num_weights``, and of each kernel (ten Gaussian ones, ten Laplace)
+    ``squared``, the squared discrepancy, and ``bandwidth``. Weights are taken as they come: modulo a symmetry,
+    ``mmd(*common_frame(p, q, symmetry))``.
 
     Time grows with samples² times weights, memory beyond the inputs with samples² alone, some ``24 (m + n)²`` bytes.
     Weights are read in slices, so memory-mapped tensors (``Posterior.load``) need not fit into memory.
@@ -65,33 +67,37 @@ def mmd(weights_p: Draws, weights_q: Draws, *, bandwidths: Result | None = None)
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites, ``n`` samples. Samples are taken as independent; autocorrelated ones leave the
         estimate unbiased only up to their autocorrelation.
-    :param bandwidths: an earlier result, of the test too, whose bandwidths are used again, so that several comparisons
-        use the same kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
+    :param bandwidths: an earlier result of the same layers, of the test too, whose bandwidths are used again, so that
+        several comparisons use the same kernels. Default: a grid chosen for these samples by :func:`bandwidth_grid`.
     :raises ValueError: if the sites or shapes don't fit, a side has fewer than two samples, or a weight isn't finite.
     """
     samples = PairedSamples(weights_p, weights_q, minimum=2)
-    given = {} if bandwidths is None else _bandwidths_of(bandwidths, samples)
     m, n = samples.num_samples
     of_p = (torch.arange(m + n, device="cpu") < m).double()[:, None]
-    values, widths = _over_kernels(
-        samples, of_p, lambda d, layer, norm: given[layer][norm] if given else bandwidth_grid(d[:m, m:])
-    )
-    table = values[..., 0]
+
+    def grid(distances: Tensor, layer: str, norm: int) -> Tensor:
+        if bandwidths is None:
+            return bandwidth_grid(distances[:m, m:])
+        return torch.as_tensor(bandwidths.parts[layer]["bandwidth"]).split(NUM_BANDWIDTHS)[NORMS.index(norm)]
+
+    values, widths = _over_kernels(samples, of_p, grid)
+    squared = values[..., 0]
     counts = torch.tensor([samples.num_weights(layer) for layer in samples.layers], device="cpu")
-    by_layer = {"median": table.quantile(0.5, dim=1), "mean": table.mean(1), "maximum": table.amax(1)}
+    by_layer = {"median": squared.quantile(0.5, dim=1), "mean": squared.mean(1), "maximum": squared.amax(1)}
     share = (counts / counts.sum()).double()
+    of_layers = {name: value.tolist() for name, value in (("num_weights", counts), *by_layer.items())}
     return DistanceResult(
         title="Squared MMD (over 20 kernels)",
         num_samples=samples.num_samples,
-        axis="layer",
-        parts=tuple(samples.layers),
-        numbers={
-            "num_weights": counts.numpy(),
-            **{name: value.numpy() for name, value in by_layer.items()},
-            "squared": table.numpy(),
-            "bandwidth": widths.numpy(),
-        },
         totals={name: float(value @ share) for name, value in by_layer.items()},
+        parts={
+            layer: {
+                **{name: own[k] for name, own in of_layers.items()},
+                "squared": squared[k].numpy(),
+                "bandwidth": widths[k].numpy(),
+            }
+            for k, layer in enumerate(samples.layers)
+        },
     )
 
 
@@ -114,8 +120,8 @@ def mmd_test(
     :func:`~pyro_symmetric.compare.independent_draws`). A test of equality modulo a symmetry is
     ``mmd_test(*common_frame(p, q, symmetry))``: no frame that it finds looks at which sample a draw belongs to.
 
-    The result's numbers: of each layer its ``p_value``, adjusted for the number of layers and kernels, and
-    ``largest_mmd``; of each layer and kernel ``squared`` (the squared discrepancy) and ``bandwidth``.
+    The result's parts: of each layer its ``p_value``, adjusted for the number of layers and kernels, and
+    ``largest_mmd``; of each kernel ``squared`` (the squared discrepancy) and ``bandwidth``.
 
     Time beyond the distances: 20 kernels × layers × (m + n)² × permutations multiplications.
 
@@ -127,12 +133,7 @@ def mmd_test(
         so few permutations can't reject at the level.
     """
     arguments.fraction("level", level)
-    arguments.whole("num_permutations", num_permutations, 1)
-    if num_permutations < LEAST_ORDERS or level * (num_permutations + 1) < 1:
-        raise ValueError(
-            f"num_permutations is {num_permutations}; at level {level} at least "
-            f"{max(LEAST_ORDERS, round(1 / level))} are needed"
-        )
+    arguments.whole("num_permutations", num_permutations, max(LEAST_ORDERS, math.ceil(1 / level) - 1))
     samples = PairedSamples(thinned(weights_p, "weights_p"), thinned(weights_q, "weights_q"), minimum=2)
     m, n = samples.num_samples
     # orders of the pooled sample, the observed one first, the same for every layer
@@ -145,24 +146,22 @@ def mmd_test(
     largest = ((values - values.mean(2, keepdim=True)) / deviation).amax(1)  # (layers, orders)
     scores = largest.amax(0)
     p_value = float((scores >= scores[0]).double().mean())
-    by_layer = {
-        name: float((scores >= own[0]).double().mean()) for name, own in zip(samples.layers, largest, strict=True)
+    parts: Parts = {
+        layer: {
+            "p_value": float((scores >= largest[k, 0]).double().mean()),
+            "largest_mmd": float(values[k, :, 0].amax()),
+            "squared": values[k, :, 0].numpy(),
+            "bandwidth": widths[k].numpy(),
+        }
+        for k, layer in enumerate(samples.layers)
     }
-    return SignificanceTest(
-        title="Two-sample test",
-        num_samples=samples.num_samples,
-        axis="layer",
-        parts=tuple(by_layer),
-        numbers={
-            "p_value": list(by_layer.values()),
-            "largest_mmd": values[..., 0].amax(1).tolist(),
-            "squared": values[..., 0].numpy(),
-            "bandwidth": widths.numpy(),
-        },
-        verdict=_verdict(p_value, by_layer, level, samples.num_samples),
-        p_value=p_value,
-        level=level,
-    )
+    against = f"{m:,} samples against {n:,}, p-value {p_value:.2g}"
+    verdict = f"no difference seen at level {level:g} ({against})"
+    if p_value <= level:
+        p_values = {layer: own["p_value"] for layer, own in parts.items()}
+        failed, worst = sum(p <= level for p in p_values.values()), min(p_values, key=p_values.__getitem__)
+        verdict = f"different at level {level:g} ({against}): {failed} of {len(parts)} layers, first of all {worst!r}"
+    return SignificanceTest("Two-sample test", samples.num_samples, p_value, level, verdict, parts)
 
 
 def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
@@ -219,7 +218,7 @@ def _over_kernels(
 def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
     """City-block or Euclid's distances of all pairs of the pooled samples, ``(m + n, m + n)`` in float64."""
     total = sum(samples.num_samples)
-    result = None
+    result = torch.zeros((), device="cpu")
     for pair in samples.columns(layer, max(_LEAST_CHUNK, _CACHE_ENTRIES // total)):
         pooled = torch.cat(pair)
         if norm == 1:
@@ -227,9 +226,7 @@ def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
         else:  # |x - y|² = |x|² + |y|² - 2 xy; centred, so that little cancels
             centred = pooled.double() - pooled.double().mean(0)
             part = centred @ centred.T
-        result = part if result is None else result.add_(part)
-    if result is None:
-        raise ValueError(f"layer {layer!r} holds no weights; leave it out")
+        result = result + part
     if norm == 1:
         upper = result.new_zeros(total, total)
         upper[tuple(torch.triu_indices(total, total, 1, device=result.device))] = result
@@ -254,24 +251,3 @@ def _discrepancies(distances: Tensor, bandwidth: float, norm: int, of_p: Tensor)
     across = from_p.sum(0) - within_p
     within_q = kernel.sum() - within_p - 2 * across
     return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
-
-
-def _bandwidths_of(earlier: Result, samples: PairedSamples) -> dict[str, dict[int, Tensor]]:
-    """Layer -> norm -> the bandwidths of an earlier result."""
-    arguments.instance("bandwidths", earlier, Result, "an earlier result of mmd")
-    if "bandwidth" not in earlier.numbers or set(samples.layers) != set(earlier.parts):
-        raise ValueError(
-            f"bandwidths is the {earlier.title} of the layers {sorted(earlier.parts)}; it must be a result of mmd, of "
-            f"the layers {sorted(samples.layers)}"
-        )
-    held = {name: torch.from_numpy(earlier.of(name)["bandwidth"]) for name in samples.layers}
-    return {name: dict(zip(NORMS, both.split(NUM_BANDWIDTHS), strict=True)) for name, both in held.items()}
-
-
-def _verdict(p_value: float, by_layer: Mapping[str, float], level: float, num_samples: tuple[int, int]) -> str:
-    m, n = num_samples
-    against = f"{m:,} samples against {n:,}, p-value {p_value:.2g}"
-    if p_value > level:
-        return f"no difference seen at level {level:g} ({against})"
-    failed, worst = sum(p <= level for p in by_layer.values()), min(by_layer, key=by_layer.__getitem__)
-    return f"different at level {level:g} ({against}): {failed} of {len(by_layer)} layers, first of all {worst!r}"

@@ -9,8 +9,6 @@ distance serves regressions, whose predictive distributions are mixtures of Gaus
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -21,15 +19,15 @@ from pyro_symmetric.posterior.statistics import evenly_spaced
 
 Prediction = Tensor | tuple[Tensor, Tensor | float]
 
-_EDGES = (256, 512, 2048, 8192)  # of each predictive's own bins, until more of them change nothing
-_SETTLED = 1e-3  # the change by which that is seen
+BINS = 2048  # that each of two mixtures is cut into
+GOLDEN = (5**0.5 - 1) / 2
 _POOL_ENTRIES = 2**24  # places of bins of some inputs that may be held at once
 _CHUNK_ENTRIES = 2**18  # a processor's cache holds them
 
 
 @torch.no_grad()
 def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
-    r"""Total variation of two predictive distributions: ``mean`` and ``maximum`` over inputs, and of each input.
+    r"""Total variation of two predictive distributions: ``mean`` and ``maximum`` over inputs; ``each`` input's.
 
     >>> round(ps.total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])).value, 3)
     0.3
@@ -38,16 +36,15 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
 
     .. math:: \frac12 \sum_b |P(b) - Q(b)| \le \mathrm{TV}(p, q),
 
-    by their exact distribution functions. A bin holds about 1/512 of each at most, and only bins in which the densities
-    cross lose anything: about 1e-6 between two Gaussians one deviation apart. Predictives of many members with little
-    noise cross more often; bins are made finer, up to 1/8192, until the distance changes by less than a thousandth, and
-    a warning says so if it still does. With several outputs the marginals are compared and averaged.
+    by their exact distribution functions. A bin holds about 1/2048 of each at most, and only bins in which the
+    densities cross lose anything: about 1e-7 between two Gaussians one deviation apart. Predictives of many members
+    with so little noise that they hardly overlap cross in most of them, and lie farther apart than is told. With
+    several outputs the marginals are compared and averaged.
 
     :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or for a regression the pair
         ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
         inputs, outputs)`` or ``(inputs, outputs)``.
     :param q: the other, for the same inputs; members may differ in number.
-    :return: a result whose number ``distance`` is that of each input.
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
@@ -67,53 +64,33 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
     else:
         first, second = (side[0].mean(0, dtype=torch.float64) for side in sides)
         by_input = (first - second).abs().sum(-1) / 2
-    values = by_input.cpu().numpy()
     return DistanceResult(
         title="Total variation of predictions",
         num_samples=tuple(len(side[0]) for side in sides),
-        axis="input",
-        parts=tuple(map(str, range(len(values)))),
-        numbers={"distance": values},
-        totals={"mean": float(values.mean()), "maximum": float(values.max())},
+        totals={"mean": float(by_input.mean()), "maximum": float(by_input.max())},
+        each=by_input.cpu(),
     )
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
 def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
-    """The distance at each input, of pairs of means and scales ``(S, N, D)``."""
-    some = max(1, _POOL_ENTRIES // (max(len(first[0]), _EDGES[-1]) * max(1, first[0][0, 0].numel())))
-    parts = zip(*(value.split(some, 1) for side in (first, second) for value in side), strict=True)
-    found, changes = zip(*(_settled((p, p_scale), (q, q_scale)) for p, p_scale, q, q_scale in parts), strict=True)
-    if (changing := max(changes)) > _SETTLED:
-        warnings.warn(
-            f"the total variation of some predictions is {changing:.1g} larger with {_EDGES[-1]:,} bins than with "
-            f"{_EDGES[-2]:,}: predictions with so little noise that they hardly overlap lie farther apart than is told",
-            UserWarning,
-            stacklevel=4,
-        )
+    """The distance at each input, of pairs of means and scales ``(S, N, D)``; some inputs at a time."""
+    members = max(len(first[0]), len(second[0]))
+    some = max(1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel())))
+    found = []
+    for m, s, n, t in zip(*(value.split(some, 1) for side in (first, second) for value in side), strict=True):
+        edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
+        found.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
     return torch.cat(found).mean(-1)
 
 
-def _settled(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
-    """The distance at each input, and by how much the last refinement of the bins changed it."""
-    pools = [_quantiles(*side) for side in (first, second)]
-    value, change = torch.zeros_like(first[0][0]), 1.0
-    for edges in _EDGES:
-        places = torch.cat([pool[evenly_spaced(len(pool), edges)] for pool in pools]).sort(0).values
-        finer = (_masses(*first, places) - _masses(*second, places)).abs().sum(0) / 2
-        value, change = finer, float((finer - value).max())
-        if edges > _EDGES[0] and change <= _SETTLED:
-            break
-    return value, change
-
-
 def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
-    """Quantiles of all members of a mixture in rising order, ``(P, N, ...)``, which cut it into about equal parts."""
-    levels = -(-_EDGES[-1] // len(means))
-    at = torch.special.ndtri((torch.arange(levels, dtype=means.dtype, device=means.device) + 0.5) / levels)
-    return (means + scale * at.reshape(-1, *[1] * means.dim())).flatten(0, 1).sort(0).values
+    """Places that cut a mixture into about equal parts, ``(bins, N, ...)``: of its members' quantiles, all sorted. Each
+    member has levels of its own, so that members that are alike have different ones."""
+    levels = -(-BINS // len(means))
+    own = (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5) * GOLDEN % 1
+    at = torch.special.ndtri((torch.arange(levels, device=means.device)[:, None] + own) / levels)
+    every = (means + scale * at.reshape(*at.shape, *[1] * (means.dim() - 1))).flatten(0, 1).sort(0).values
+    return every[evenly_spaced(len(every), BINS).to(every.device)]
 
 
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:

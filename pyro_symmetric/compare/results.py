@@ -1,95 +1,45 @@
-"""Results of comparisons: distances and tests, with the numbers of their parts, as text and as JSON."""
+"""Results of comparisons: numbers of everything together and of each part, as text and as JSON."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.posterior.tables import table
 
 MOST_LINES = 60  # of a table
 
-
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Result:
-    """Numbers of the parts that were compared.
-
-    :param title: what was measured, and of what.
-    :param num_samples: how many draws of each side were used.
-    :param axis: what the parts are: ``"layer"``, ``"units"``, ``"input"``.
-    :param parts: their names.
-    :param numbers: name -> one number for each part, or an array whose first axis runs over the parts.
-    :param shown: the numbers in the printed table; by default all with one for each part.
-    """
-
-    title: str
-    num_samples: tuple[int, ...]
-    axis: str
-    parts: tuple[str, ...]
-    numbers: Mapping[str, Any]
-    shown: Sequence[str] = ()
-
-    @property
-    def table(self) -> Any:
-        """A :class:`pandas.DataFrame` of all that is one number for each part."""
-        import pandas  # which takes half a second to load
-
-        columns = {name: values for name, values in self.numbers.items() if np.ndim(values) == 1}
-        return pandas.DataFrame(columns, index=pandas.Index(self.parts, name=self.axis))
-
-    def of(self, part: str) -> dict[str, Any]:
-        """The numbers of one part: a number, or an array if there are further axes.
-
-        >>> mmd(p, q).of("0")["median"]
-        """
-        place = self.parts.index(arguments.one_of("part", part, self.parts))
-        rows = {name: values[place] for name, values in self.numbers.items()}
-        return {name: value if np.ndim(value) else plain(value) for name, value in rows.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON: of everything together, and ``parts`` of each part."""
-        parts = {part: self.of(part) for part in self.parts}
-        return plain({"title": self.title, **self._overall(), "num_samples": self.num_samples, "parts": parts})
-
-    def __repr__(self) -> str:
-        if not self.parts:
-            return self._head()
-        more = [f"... of {len(self.parts):,}"] if len(self.parts) > MOST_LINES else []
-        shown = self.table[list(self.shown)] if self.shown else self.table
-        rows = shown.head(MOST_LINES).rename_axis(index=None, columns=self.axis)
-        text = rows.rename(columns=lambda name: name.replace("_", " ")).to_string(float_format="{:.3g}".format)
-        return "\n".join([self._head(), text, *more])
-
-    def _overall(self) -> dict[str, Any]:
-        """The numbers of everything together."""
-        raise NotImplementedError
-
-    def _head(self) -> str:
-        """The first line."""
-        raise NotImplementedError
+Parts = dict[str, dict[str, Any]]  # part -> name -> a number, or an array of them
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class DistanceResult(Result):
+@dataclass(frozen=True, eq=False, repr=False)
+class DistanceResult:
     """The distance between two sets of draws.
 
     >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
     >>> result = ps.mmd(p, q)
     >>> isinstance(result, ps.compare.DistanceResult), result.value == result["median"]  # of everything together
     (True, True)
-    >>> result.parts, result.of("0")["num_weights"]  # of one layer
-    (('0', '2'), 6)
+    >>> list(result.parts), result.parts["0"]["num_weights"]  # of each layer
+    (['0', '2'], 6)
 
+    :param title: what was measured.
+    :param num_samples: how many draws of each side were used.
     :param totals: name -> the number for everything together; the first is :attr:`value`.
+    :param parts: layer -> name -> a number, or an array of one for each kernel.
+    :param each: what is known of smaller parts: site -> the distance of every weight; of predictions, of every input.
     """
 
-    totals: Mapping[str, float]
+    title: str
+    num_samples: tuple[int, ...]
+    totals: dict[str, float]
+    parts: Parts = field(default_factory=dict)
+    each: Any = None
 
     @property
     def value(self) -> float:
@@ -99,42 +49,51 @@ class DistanceResult(Result):
     def __getitem__(self, name: str) -> float:
         return self.totals[name]
 
-    def _overall(self) -> dict[str, Any]:
-        return {"value": self.value, **self.totals}
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        found = {"title": self.title, "value": self.value, **self.totals}
+        return plain({**found, "num_samples": self.num_samples, "parts": self.parts})
 
-    def _head(self) -> str:
+    def __repr__(self) -> str:
         against = " against ".join(f"{count:,}" for count in self.num_samples)
-        totals = ", ".join(f"{name.replace('_', ' ')} {value:.3g}" for name, value in self.totals.items())
-        return f"{self.title}, {against} samples: {totals}"
+        totals = ", ".join(f"{name} {value:.3g}" for name, value in self.totals.items())
+        return f"{self.title}, {against} samples: {totals}\n{by_part(self.parts)}".rstrip()
 
 
-@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class SignificanceTest(Result):
+@dataclass(frozen=True, eq=False, repr=False)
+class SignificanceTest:
     """The result of a test of a null hypothesis.
 
     >>> test = mmd_test(p, q)
     >>> test.rejected == (test.p_value <= test.level)
     True
 
-    :param verdict: what was found, in one line.
+    :param title: what was tested.
+    :param num_samples: how many draws of each side were used.
     :param p_value: of the null hypothesis, adjusted for everything that was looked at.
     :param level: the probability of rejecting a true null hypothesis is at most this.
+    :param verdict: what was found, in one line.
+    :param parts: layer or units -> name -> a number, or an array of them.
     """
 
-    verdict: str
+    title: str
+    num_samples: tuple[int, ...]
     p_value: float
     level: float
+    verdict: str
+    parts: Parts
 
     @property
     def rejected(self) -> bool:
         """True if the null hypothesis is rejected at the level."""
         return self.p_value <= self.level
 
-    def _overall(self) -> dict[str, Any]:
-        return {"p_value": self.p_value, "level": self.level, "rejected": self.rejected, "verdict": self.verdict}
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return plain({**vars(self), "rejected": self.rejected})
 
-    def _head(self) -> str:
-        return f"{self.title}: {self.verdict}"
+    def __repr__(self) -> str:
+        return f"{self.title}: {self.verdict}\n{by_part(self.parts)}".rstrip()
 
 
 class Scores(dict[str, Any]):
@@ -161,6 +120,19 @@ def _numbers_of(scores: Mapping[Any, Any], prefix: str = "") -> Any:
             yield f"{prefix}{name}", f"{value:.4g}"
         elif isinstance(value, dict):
             yield from _numbers_of(value, f"{prefix}{name} ")
+
+
+def by_part(parts: Parts) -> str:
+    """A line for each part, and a column for each single number that it has; of many parts the first."""
+    first = next(iter(parts.values()), {})
+    names = [name for name, value in first.items() if isinstance(value, int | float)]
+    rows = [(part, *(_short(own[name]) for name in names)) for part, own in list(parts.items())[:MOST_LINES]]
+    more = [f"  ... of {len(parts):,}"] if len(parts) > MOST_LINES else []
+    return "\n".join([table([("", *(name.replace("_", " ") for name in names)), *rows]), *more]) if rows else ""
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def plain(value: Any) -> Any:

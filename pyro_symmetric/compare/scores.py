@@ -18,7 +18,6 @@ information of :mod:`.diversity`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +25,9 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.diversity import mean_entropy, members_of, predictive_entropy
 from pyro_symmetric.compare.results import Scores
+from pyro_symmetric.weights import require_finite
+
+LEVELS = tuple(k / 20 for k in range(1, 20))  # of central predictive intervals
 
 
 @torch.no_grad()
@@ -87,17 +89,14 @@ def classification(
 
 
 @torch.no_grad()
-def regression(
-    means: Tensor, noise_scale: Tensor | float, targets: Tensor, *, levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95)
-) -> Scores:
+def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> Scores:
     r"""Score a regression whose members predict Gaussians: the predictive is their mixture.
 
     .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
 
     * ``log_predictive_density``: mean log density of the targets, in nats per input.
     * ``rmse``, ``mae``: root mean squared, and mean absolute, error of the mean prediction.
-    * ``coverage``: level of the central predictive interval -> share of targets inside.
-    * ``calibration_levels``, ``calibration_coverage``: the same of the levels 0.05, 0.10, ... 0.95.
+    * ``coverage``: level of the central predictive interval, 0.05, 0.1, ... 0.95 -> share of targets inside.
     * ``calibration_error``: mean absolute difference of the two.
 
     ``y`` lies in the mixture's own central interval of level ``c`` if its distribution function at ``y`` lies within
@@ -107,31 +106,25 @@ def regression(
     :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
         anything that broadcasts with ``(S, N, D)``.
     :param targets: ``(N, D)``, or ``(N,)`` of a single output.
-    :param levels: levels of the central intervals to report, each between 0 and 1.
     :raises ValueError: if shapes don't fit or values are not finite or not positive.
     """
     means, scale = gaussians(means, noise_scale)
     shape = tuple(arguments.tensor("targets", targets).shape)
     if shape != means.shape[1:] and (*shape, 1) != means.shape[1:]:
         raise ValueError(f"targets has shape {shape}, but means predicts {tuple(means.shape[1:])}, inputs and outputs")
-    _require_finite("targets", targets)
+    require_finite({"targets": targets}, "regression")
     targets = targets.reshape(means.shape[1:]).to(means)
-    for level in arguments.listed("levels", levels, object, "numbers"):
-        arguments.fraction("each of levels", level)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
     distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
-    grid = torch.arange(1, 20, dtype=torch.float64, device=distance.device) / 20
-    covered = (distance <= grid[:, None] / 2).double().mean(-1)
+    coverage = {level: float((distance <= level / 2).double().mean()) for level in LEVELS}
     error = means.mean(0) - targets
     return Scores(
         log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean()) - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
-        coverage={float(level): float((distance <= level / 2).double().mean()) for level in levels},
-        calibration_error=float((covered - grid).abs().mean()),
-        calibration_levels=grid.cpu(),
-        calibration_coverage=covered.cpu(),
+        coverage=coverage,
+        calibration_error=sum(abs(share - level) for level, share in coverage.items()) / len(coverage),
     )
 
 
@@ -149,7 +142,7 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
         if arguments.tensor(name, value).dim() != 1 or value.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
-        _require_finite(name, value)
+    require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
     try:
         import sklearn.metrics as metrics
     except ImportError as error:
@@ -172,24 +165,12 @@ def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -
             "of one prediction. Of a single output, give it an axis: means[..., None]"
         )
     means = means.double() if means.dim() == 3 else means.double()[None]
-    _require_finite(name, means)
-    if not isinstance(noise_scale, Tensor):
-        arguments.positive("noise_scale", noise_scale)
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
     scale = scale[:, None, None] if scale.shape == means.shape[:1] else scale
-    _require_finite("noise_scale", scale)
+    require_finite({name: means, "noise_scale": scale}, "predictions")
     if not bool((scale > 0).all()):
         raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
-    try:
-        return means, scale.expand(means.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"noise_scale has shape {tuple(scale.shape)}, but {name} has {tuple(means.shape)}; it must be a number, "
-            f"({len(means)},) for one of each member, or broadcast with them"
-        ) from None
-
-
-# small steps --------------------------------------------------------------------------------------------------------
+    return means, scale.expand(means.shape)
 
 
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
@@ -219,8 +200,3 @@ def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Sc
     rows = (torch.ones_like(confidence), confidence, correct)
     count, total, right = (torch.bincount(index, row, num_bins).cpu() for row in rows)
     return Scores(edges=edges.cpu(), confidence=total / count, accuracy=right / count, count=count.long())
-
-
-def _require_finite(name: str, value: Tensor) -> None:
-    if not bool(torch.isfinite(value).all()):
-        raise ValueError(f"{name} holds NaN or infinite values")

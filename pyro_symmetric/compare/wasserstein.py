@@ -13,7 +13,6 @@ marginals and different dependence are at distance 0.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,23 +27,13 @@ from pyro_symmetric.weights import Weights, unflatten
 _CHUNK_ENTRIES = 2**23  # values sorted at a time
 
 
-@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class MarginalDistance(DistanceResult):
-    """The distances of all weights' marginals.
-
-    :param by_site: site -> the distance of each weight, float64, on the CPU.
-    """
-
-    by_site: Weights
-
-
 @torch.no_grad()
-def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> MarginalDistance:
+def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> DistanceResult:
     """One-dimensional Wasserstein distance between the marginals of every weight.
 
     The plain estimate from samples: of order ``samples ** -0.5`` and positive, not 0, if the marginals are equal. The
-    result's totals are ``mean``, ``median`` and ``maximum`` over all weights. Its numbers: the same over each layer's
-    weights, and ``num_weights``; ``by_site`` holds the distance of each weight.
+    result's totals are ``mean``, ``median`` and ``maximum`` over all weights; its parts the same over each layer's
+    weights, and ``num_weights``; ``each`` the distance of each weight, float64, on the CPU.
 
     >>> p = {"w": torch.randn(100, 3)}
     >>> round(ps.marginal_wasserstein(p, {"w": p["w"] + 2.0}).value, 3)
@@ -58,30 +47,18 @@ def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> Ma
     arguments.number("p", p, least=1)
     samples = PairedSamples(weights_p, weights_q)
     step = max(1, _CHUNK_ENTRIES // sum(samples.num_samples))
-    by_layer, by_site = {}, Weights()
+    by_layer, each = {}, Weights()
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
-        parts = [_distance(x, y, p) for x, y in samples.columns(layer, step)]
-        by_layer[layer] = torch.cat(parts).cpu() if parts else torch.zeros(0, device="cpu")
-        shapes = {site: samples.shapes[site] for site in sites}
-        by_site |= unflatten(by_layer[layer], {site: shapes[site] for site in sites})
-    totals = _summary(torch.cat(list(by_layer.values())))
-    summaries = [_summary(values) for values in by_layer.values()]
-    return MarginalDistance(
+        by_layer[layer] = torch.cat([_distance(x, y, p) for x, y in samples.columns(layer, step)]).cpu()
+        each |= unflatten(by_layer[layer], {site: samples.shapes[site] for site in sites})
+    return DistanceResult(
         title=f"Wasserstein-{p:g} distance of marginals",
         num_samples=samples.num_samples,
-        axis="layer",
-        parts=tuple(by_layer),
-        numbers={
-            "num_weights": [values.numel() for values in by_layer.values()],
-            **{name: [one[name] for one in summaries] for name in totals},
-        },
-        totals=totals,
-        by_site=by_site,
+        totals=_summary(torch.cat(list(by_layer.values()))),
+        parts={layer: {"num_weights": len(values), **_summary(values)} for layer, values in by_layer.items()},
+        each=each,
     )
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:

@@ -7,7 +7,7 @@ One convention for every function:
   ``(samples, *site_shape)``; one of chains is refused wherever a group or the other side knows the sites' shapes.
 * Functions of chains (``diagnose``, ``summary``, ``relabel``) take a dictionary as successive states of Markov chains,
   ``(chains, draws, *site_shape)``.
-* Functions of each draw by itself (``canonicalize``, ``minimal_mass``, ``excess_mass``, ``predict``) take a dictionary
+* Functions of each draw by itself (``canonicalize``, ``minimal_mass``, ``predict``) take a dictionary
   of any batch shape, which their results keep; of a posterior they return a number for each draw, chain after chain.
 * What are draws again is a posterior, if one was given, and a dictionary otherwise.
 """

@@ -107,7 +107,9 @@ def _project(draws: Mapping[str, Weights]) -> dict[str, plots.Array]:
 def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, Figure]:
     predictions = {name: row["prediction"] for name, row in rows.items()}
     if not problem.is_classification:
-        curves = {n: (p["calibration_levels"], p["calibration_coverage"]) for n, p in predictions.items()}
+        curves = {
+            n: ([float(level) for level in p["coverage"]], [*p["coverage"].values()]) for n, p in predictions.items()
+        }
         caption = "Share of test targets inside the central predictive interval of each level."
         labels = "level of the interval", "share of targets inside"
         return "Calibration", caption, plots.calibration(curves, *labels, problem.settings.reference)

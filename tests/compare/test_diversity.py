@@ -1,4 +1,3 @@
-import json
 import math
 
 import numpy as np
@@ -51,19 +50,16 @@ def test_collapse_equals_the_correlation_over_pairs_in_scipy():
     within, outside = (torch.randn(7, n, 3).mul(2).softmax(-1) for n in (5, 8))
     found = functional_collapse(within, outside)
     rows, columns = np.triu_indices(7, 1)
-    x, y = found.within.numpy()[rows, columns], found.outside.numpy()[rows, columns]
+    x, y = (pairwise_mutual_information(p).numpy()[rows, columns] for p in (within, outside))
+    np.testing.assert_array_equal([found.within, found.outside], [x, y])
     assert found.correlation == pytest.approx(pearsonr(x, y).statistic)
     assert found.rank_correlation == pytest.approx(spearmanr(x, y).statistic)
-    assert found.below(float(np.median(x)) + 1e-9)[0] == pytest.approx(11 / 21)
-    assert "7 members" in repr(found)
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["within"]["mean"] == pytest.approx(x.mean())
 
 
 def test_copies_of_one_member_have_collapsed():
     p = torch.randn(1, 6, 3).softmax(-1).expand(4, -1, -1)
     found = functional_collapse(p, p)
-    assert found.below(1e-6) == (1.0, 1.0)
+    assert float(torch.cat([found.within, found.outside]).max()) < 1e-6
     assert math.isnan(found.correlation)
-    assert found.to_dict()["correlation"] is None
     with pytest.raises(ValueError, match="holds 4 members and ood_probabilities 3"):
         functional_collapse(p, p[:3])

@@ -4,7 +4,7 @@ from scipy.stats import kendalltau
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.compare.dynamics import SortingTracker, excess_mass, kendall_tau
+from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
 
 
 def orders(*shape):
@@ -80,21 +80,3 @@ def test_the_order_of_units_in_several_copies_is_averaged_over_copies():
     assert tracker.history["row"].tolist() == pytest.approx([(1 - 2 / 3 + 1) / 2, (1 + 1 - 2 / 3) / 2])
     assert tracker.history["head"].tolist() == [1, 1]
     assert tracker.mean.tolist() == pytest.approx([(6 * 2 / 3 + 1) / 7] * 2)  # 6 pairs of rows and one of heads
-
-
-def test_excess_mass_is_what_the_closed_form_says_for_one_unit():
-    # |a|^2 s^2 + |b|^2 / s^2 is least at 2 |a| |b|
-    net = nn.Sequential(nn.Linear(2, 1), nn.ReLU(), nn.Linear(1, 1))
-    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
-    weights = {name: torch.randn(6, *p.shape, dtype=torch.float64) for name, p in net.named_parameters()}
-    a, b = weights["0.weight"].flatten(1).norm(dim=1), weights["2.weight"].flatten(1).norm(dim=1)
-    torch.testing.assert_close(excess_mass(weights, symmetry), 1 - 2 * a * b / (a**2 + b**2))
-
-
-def test_the_minimum_has_no_excess_and_a_rescaled_copy_has():
-    net = relu_net()
-    symmetry = ps.find_symmetry(net, torch.randn(3, 2))
-    weights = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
-    least = ps.minimal_mass(weights, symmetry).weights
-    assert float(excess_mass(least, symmetry).max()) < 1e-6
-    assert float(excess_mass(symmetry.scalings.sample((4,))(least), symmetry).min()) > 1e-3

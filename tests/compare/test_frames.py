@@ -98,7 +98,7 @@ def test_the_discrepancy_of_equal_samples_is_zero_on_average_in_the_aligned_fram
         return ps.common_frame(draws(OVERLAPPING, 15), draws(OVERLAPPING, 25), GROUP)
 
     kernels = ps.mmd(*pair())
-    found = [ps.mmd(*pair(), bandwidths=kernels).of("w")["squared"] for _ in range(40)]
+    found = [ps.mmd(*pair(), bandwidths=kernels).parts["w"]["squared"] for _ in range(40)]
     values = torch.tensor(np.stack(found))
     z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
     assert float(z.abs().max()) < 5

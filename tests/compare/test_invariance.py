@@ -1,6 +1,5 @@
 import json
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -14,12 +13,6 @@ from pyro_symmetric.posterior.posterior import Posterior
 def invariance_tests(weights, group, **options):
     """Of independent draws."""
     return compare.invariance_tests(Posterior.from_samples(weights, kind="independent"), group, **options)
-
-
-def counts_of(factor):
-    """The counts of a set of units, ``(copies, n)``."""
-    kept = factor["index_counts"][:, ~np.isnan(factor["index_counts"]).all(0)]
-    return kept[~np.isnan(kept).all(1)].tolist()
 
 
 def mlp_group(inputs=3, hidden=6, outputs=2):
@@ -52,14 +45,13 @@ def test_a_chain_in_one_copy_is_found_out():
     # index: a uniform one would have to hold one unit in nearly all of 200 draws; false alarm nil
     group = mlp_group()
     result = invariance_tests(one_copy(group, 200), group)
-    factor = result.of("hidden")
+    factor = result.parts["hidden"]
     assert result.rejected
     assert result.p_value < 1e-6
     assert factor["index_adjusted"] < 1e-6
     assert factor["marginal_adjusted"] < 1e-6
     assert factor["marginal_rejected"] > factor["marginal_tests"] / 2
     assert "not invariant" in result.verdict
-    assert "'hidden'" in result.verdict
 
 
 @pytest.mark.stochastic
@@ -78,7 +70,7 @@ def test_units_that_depend_on_each_other_within_a_draw_do_no_harm():
     p_values = []
     for _ in range(200):
         w = torch.randn(60, 1)
-        p_values.append(invariance_tests({"w": torch.cat([w, -w], 1)}, group).of("unit")["marginal_p_value"])
+        p_values.append(invariance_tests({"w": torch.cat([w, -w], 1)}, group).parts["unit"]["marginal_p_value"])
     assert (torch.tensor(p_values) < 0.1).double().mean() < 0.19
 
 
@@ -89,7 +81,7 @@ def test_equal_index_with_unequal_marginals_is_found_by_the_marginals():
     w = torch.randn(400, 4, 2)
     w[..., 1] += 50
     w[:, 2, 0] *= 5
-    factor = invariance_tests({"w": w}, group).of("unit")
+    factor = invariance_tests({"w": w}, group).parts["unit"]
     assert factor["marginal_p_value"] < 1e-6
     assert factor["index_p_value"] > 1e-4  # false alarm 1e-4
 
@@ -101,8 +93,8 @@ def test_index_counts_name_the_unit_with_the_largest_incoming_weight():
     for s in range(50):
         per_unit = [max(*weights["0.weight"][s, i].tolist(), float(weights["0.bias"][s, i])) for i in range(6)]
         expected[per_unit.index(max(per_unit))] += 1
-    factor = invariance_tests(weights, group).of("hidden")
-    assert counts_of(factor) == [expected.tolist()]
+    factor = invariance_tests(weights, group).parts["hidden"]
+    assert factor["index_counts"].tolist() == [expected.tolist()]
     assert factor["sites"] == "0.weight, 0.bias"
 
 
@@ -116,7 +108,7 @@ def test_marginal_p_value_equals_a_loop_with_scipy():
         for i in range(4)
         for j in range(i + 1, 4)
     ]
-    factor = invariance_tests(weights, group).of("hidden")
+    factor = invariance_tests(weights, group).parts["hidden"]
     assert factor["marginal_tests"] == 24
     assert factor["marginal_p_value"] == pytest.approx(min(1.0, 24 * min(p_values)), rel=1e-6)
     level = sorted(24 * p for p in p_values)[3] * 0.9  # somewhere in the middle
@@ -126,7 +118,7 @@ def test_marginal_p_value_equals_a_loop_with_scipy():
             break
         expected += 1
     if level < 1:
-        found = invariance_tests(weights, group, level=level).of("hidden")["marginal_rejected"]
+        found = invariance_tests(weights, group, level=level).parts["hidden"]["marginal_rejected"]
         assert found == expected
 
 
@@ -173,42 +165,18 @@ def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
     assert invariance_tests(one_copy(group, 120), group, level=1e-3).rejected
 
 
-@pytest.mark.stochastic
-def test_recurrent_diagonals_are_compared_with_diagonals():
-    # every unit's weight from itself is larger than the others': invariant, though not column by column
-    group = gate_group()
-    hh = torch.randn(400, 15, 5) + 20 * torch.eye(5).repeat(3, 1)
-    result = invariance_tests({"ih": torch.randn(400, 15, 2), "hh": hh}, group, level=1e-4)  # false alarm 1e-4
-    assert not result.rejected
-    assert result.of("cell")["marginal_tests"] == 10 * 3 * (2 + 5)
-
-
 def test_units_of_several_copies_are_tested_copy_by_copy():
     weights = {"in": torch.randn(60, 6, 2), "out": torch.randn(60, 2, 6)}
-    together = invariance_tests(weights, nested_group()).of("row")
+    together = invariance_tests(weights, nested_group()).parts["row"]
     alone = []
     for copy in (slice(0, 3), slice(3, 6)):
         group = Group.declare({"in": ("row", None)}, {"in": torch.Size([3, 2])})
-        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).of("row"))
+        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).parts["row"])
     assert together["size"] == 3
-    assert counts_of(together) == [counts_of(one)[0] for one in alone]
-    assert together["index_statistic"] == pytest.approx(max(one["index_statistic"] for one in alone))
+    assert together["index_counts"].tolist() == [one["index_counts"][0].tolist() for one in alone]
     assert together["index_p_value"] == pytest.approx(min(1, 2 * min(one["index_p_value"] for one in alone)))
     assert together["marginal_tests"] == sum(one["marginal_tests"] for one in alone) == 2 * 3 * 2
-    assert together["marginal_largest"] == max(one["marginal_largest"] for one in alone)
     assert together["marginal_p_value"] == pytest.approx(min(1, 2 * min(one["marginal_p_value"] for one in alone)))
-
-
-def test_few_tests_can_be_asked_for():
-    group = mlp_group(inputs=20, hidden=8)
-    weights = one_copy(group, 100)
-    pairs = 28
-    for limit, expected in ((10_000, pairs * 21), (3 * pairs + 5, 3 * pairs), (10, 10)):
-        state = torch.get_rng_state()
-        result = invariance_tests(weights, group, max_tests=limit)
-        assert result.of("hidden")["marginal_tests"] == expected
-        assert torch.equal(torch.get_rng_state(), state)  # the user's random stream is left alone
-        assert result.rejected
 
 
 def test_a_group_without_units_to_exchange_has_nothing_to_test():

@@ -40,7 +40,7 @@ def test_mmd_equals_a_naive_double_loop(dtype, shift, scale, monkeypatch):
     p, q = ({site: value.to(dtype) for site, value in w.items()} for w in (p, q))
     monkeypatch.setattr(MODULE, "_CACHE_ENTRIES", 1)
     monkeypatch.setattr(MODULE, "_LEAST_CHUNK", 4)
-    layer = mmd(p, q).of("0")
+    layer = mmd(p, q).parts["0"]
     x, y = (flat(w, ["0.weight", "0.bias"]) for w in (p, q))
     grid_2 = naive_grid(np.array([np.linalg.norm(a - b) for a in x for b in y]))
     grid_1 = naive_grid(np.array([np.abs(a - b).sum() for a in x for b in y]))
@@ -58,10 +58,9 @@ def test_layers_count_by_their_number_of_weights():
     p = {"0.weight": torch.randn(20, 6, 2), "2.weight": torch.randn(20, 1, 3), "noise_scale": torch.rand(20)}
     q = {site: torch.randn_like(value) + 0.3 for site, value in p.items()}
     result = mmd(p, q)
-    assert result.numbers["num_weights"].tolist() == [12, 3, 1]
+    assert [own["num_weights"] for own in result.parts.values()] == [12, 3, 1]
     for statistic in ("median", "mean", "maximum"):
-        parts = [result.of(layer)[statistic] for layer in ("0", "2", "noise_scale")]
-        assert result.table[statistic].tolist() == parts
+        parts = [result.parts[layer][statistic] for layer in ("0", "2", "noise_scale")]
         assert result[statistic] == pytest.approx(np.average(parts, weights=[12, 3, 1]))
     assert result.value == result["median"]
 
@@ -83,7 +82,7 @@ def test_expectation_under_gaussians_is_the_closed_form():
 
     kernels, errors = mmd(*draw()), []
     for _ in range(40):
-        layer = mmd(*draw(), bandwidths=kernels).of("w")
+        layer = mmd(*draw(), bandwidths=kernels).parts["w"]
         truth = torch.tensor([expected(float(s)) for s in layer["bandwidth"][:10]])
         errors.append(torch.from_numpy(layer["squared"][:10]) - truth)
     errors = torch.stack(errors)
@@ -100,7 +99,7 @@ def test_equal_distributions_give_zero_on_average_under_given_kernels():
         return {"w": torch.randn(15, 4)}, {"w": torch.randn(12, 4)}
 
     kernels = mmd(*draw())
-    values = torch.tensor(np.stack([mmd(*draw(), bandwidths=kernels).of("w")["squared"] for _ in range(300)]))
+    values = torch.tensor(np.stack([mmd(*draw(), bandwidths=kernels).parts["w"]["squared"] for _ in range(300)]))
     z = values.mean(0) / (values.std(0) / len(values) ** 0.5)
     assert float(z.abs().max()) < 5
     assert bool((values < 0).any())  # an unbiased estimate of 0 must fall below it
@@ -127,7 +126,9 @@ def test_the_unit_of_the_weights_changes_nothing(unit):
     p, q = ({"w": torch.randn(20, 2, dtype=torch.float64)} for _ in range(2))
     q["w"] += 1
     scaled = ({"w": unit * side["w"]} for side in (p, q))
-    np.testing.assert_allclose(mmd(*scaled).of("w")["squared"], mmd(p, q).of("w")["squared"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        mmd(*scaled).parts["w"]["squared"], mmd(p, q).parts["w"]["squared"], rtol=1e-9, atol=1e-12
+    )
     assert mmd(p, q)["median"] > 0.05
 
 
@@ -136,7 +137,7 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
     p, q = {"w": torch.randn(40, 300)}, {"w": torch.randn(30, 300) + 0.1}
     there = mmd({"w": p["w"].cuda()}, {"w": q["w"].cuda()})
     here = mmd(p, q)
-    np.testing.assert_allclose(there.of("w")["squared"], here.of("w")["squared"], atol=1e-6, rtol=0)
+    np.testing.assert_allclose(there.parts["w"]["squared"], here.parts["w"]["squared"], atol=1e-6, rtol=0)
 
 
 def test_a_symmetry_is_removed_from_both_sides():

@@ -14,7 +14,7 @@ NORMAL = torch.distributions.Normal(0.0, 1.0)
 
 def total_variation(p, q):
     """Of each input."""
-    return torch.from_numpy(compare.total_variation(p, q).numbers["distance"])
+    return compare.total_variation(p, q).each
 
 
 def test_of_two_classifiers_it_is_the_most_that_an_event_s_probabilities_differ_by():

@@ -23,9 +23,9 @@ def test_the_p_value_is_the_rank_of_the_largest_standardised_discrepancy():
     table = []
     for order in orders:  # the first nine places are p's
         sides = ({"0.w": pooled[order.argsort()[places]]} for places in (slice(9), slice(9, None)))
-        table.append(mmd(*sides, bandwidths=found).of("0")["squared"])
+        table.append(mmd(*sides, bandwidths=found).parts["0"]["squared"])
     table = np.stack(table)
-    np.testing.assert_allclose(found.of("0")["squared"], table[0], atol=1e-6)
+    np.testing.assert_allclose(found.parts["0"]["squared"], table[0], atol=1e-6)
     scores = ((table - table.mean(0)) / table.std(0)).max(1)
     assert found.p_value == pytest.approx(float((scores >= scores[0] - 1e-9).mean()))
 
@@ -54,8 +54,8 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
     p = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3)}
     q = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3) + 1}
     result = mmd_test(p, q, level=2e-4, num_permutations=9_999)
-    assert result.of("2")["p_value"] == result.p_value <= 2e-4
-    assert result.of("0")["p_value"] > 2e-4
+    assert result.parts["2"]["p_value"] == result.p_value <= 2e-4
+    assert result.parts["0"]["p_value"] > 2e-4
     assert "1 of 2 layers, first of all '2'" in result.verdict
 
 

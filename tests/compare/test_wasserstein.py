@@ -10,7 +10,7 @@ from pyro_symmetric.compare import marginal_wasserstein
 @pytest.mark.parametrize(("m", "n"), [(20, 20), (20, 30), (17, 5), (1, 4), (12, 18)])
 def test_first_order_equals_scipy(m, n):
     p, q = {"0.w": torch.randn(m, 3, 2)}, {"0.w": 2 * torch.randn(n, 3, 2) + 1}
-    found = marginal_wasserstein(p, q).by_site["0.w"].numpy()
+    found = marginal_wasserstein(p, q).each["0.w"].numpy()
     for i, j in np.ndindex(3, 2):
         expected = wasserstein_distance(p["0.w"][:, i, j].numpy(), q["0.w"][:, i, j].numpy())
         assert float(found[i, j]) == pytest.approx(expected, rel=1e-6)
@@ -44,9 +44,9 @@ def test_layers_are_summarised(monkeypatch):
     whole = marginal_wasserstein(p, q)
     monkeypatch.setattr("pyro_symmetric.compare.wasserstein._CHUNK_ENTRIES", 18 * 3)
     result = marginal_wasserstein(p, q)
-    values = {site: result.by_site[site].numpy().reshape(-1) for site in p}
+    values = {site: result.each[site].numpy().reshape(-1) for site in p}
     first = np.concatenate([values["0.w"], values["0.b"]])
-    layer = result.of("0")
+    layer = result.parts["0"]
     expected = {"num_weights": 12, "median": np.median(first), "mean": first.mean(), "maximum": first.max()}
     assert layer == pytest.approx(expected)
     everything = np.concatenate([first, values["1.w"]])
@@ -54,8 +54,8 @@ def test_layers_are_summarised(monkeypatch):
         {"median": np.median(everything), "mean": everything.mean(), "maximum": everything.max()}
     )
     assert result.value == result["mean"]
-    assert result.by_site["0.w"].shape == (4, 2)
-    assert result.table.equals(whole.table)
+    assert result.each["0.w"].shape == (4, 2)
+    assert result.parts == whole.parts
 
 
 @pytest.mark.parametrize(("p", "scale"), [(8, 1e-45), (20, 1e-17), (50, 1e-8), (50, 1e8), (400, 1.0)])

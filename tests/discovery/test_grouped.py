@@ -208,7 +208,9 @@ def test_a_grouped_kernel_that_is_used_twice_moves_rows_and_columns_alike() -> N
 
     symmetry = checked(Twice(), images(), 2 * 6**2, signs=6)
     drawn = symmetry.permutations.sample((40,))({k: torch.randn(40, *s) for k, s in symmetry.site_shapes.items()})
-    tested = invariance_tests(Posterior.from_samples(drawn, kind="independent"), symmetry.permutations).of("a")["sites"]
+    tested = invariance_tests(Posterior.from_samples(drawn, kind="independent"), symmetry.permutations).parts["a"][
+        "sites"
+    ]
     assert "b.weight" not in tested.split(", ")
     assert "b.bias" in tested.split(", ")
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import pyro_symmetric as ps
-from pyro_symmetric.compare import excess_mass
 
 CHAINS, DRAWS = 3, 40
 GROUP = ps.Group.declare({"w": ("k", None), "b": ("k",)}, {"w": torch.zeros(2, 3), "b": torch.zeros(2)})
@@ -32,7 +31,6 @@ OF_EACH = {
     "canonicalize": (lambda p: flat(ps.canonicalize(p, GROUP, warn=False)), DECLARED),
     "minimal_mass": (lambda p: ps.minimal_mass(p, SYMMETRY).mass, NETWORKS),
     "minimal_mass's weights": (lambda p: flat(ps.minimal_mass(p, SYMMETRY).weights, "0.weight"), NETWORKS),
-    "excess_mass": (lambda p: excess_mass(p, SYMMETRY), NETWORKS),
     "predict": (lambda p: ps.predict(p, ps.BayesianModel(NET), torch.ones(4, 2), progress=False), NETWORKS),
 }
 OF_CHAINS = {

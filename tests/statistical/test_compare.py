@@ -43,8 +43,8 @@ def test_invariance_tests_keep_their_level(draws):
         results.append(invariance_tests(weights, symmetry, level=LEVEL))
     bound = stats.binom.ppf(1 - 2e-4, REPETITIONS, LEVEL)
     assert sum(result.rejected for result in results) <= bound
-    index = torch.tensor([result.of("first")["index_p_value"] for result in results])
-    marginal = torch.tensor([result.of("first")["marginal_p_value"] for result in results])
+    index = torch.tensor([result.parts["first"]["index_p_value"] for result in results])
+    marginal = torch.tensor([result.parts["first"]["marginal_p_value"] for result in results])
     assert int((index <= LEVEL).sum()) <= bound
     assert int((marginal <= LEVEL).sum()) <= bound
     if draws == 200:
@@ -81,7 +81,7 @@ def test_single_marginal_tests_are_exact():
     # each of three levels: false alarm under 2e-4
     symmetry = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     p_values = torch.tensor(
-        [invariance_tests({"w": torch.randn(200, 2)}, symmetry).of("unit")["marginal_p_value"] for _ in range(1000)]
+        [invariance_tests({"w": torch.randn(200, 2)}, symmetry).parts["unit"]["marginal_p_value"] for _ in range(1000)]
     )
     attainable = _exact_table(100)
     for level in (0.05, 0.2, 0.5):
@@ -99,7 +99,7 @@ def test_mmd_is_unbiased_under_given_kernels_and_slightly_positive_under_its_own
 
     kernels = mmd(*draw())
     given, own = (
-        torch.stack([torch.from_numpy(mmd(*draw(), bandwidths=used).of("w")["squared"]) for _ in range(3000)])
+        torch.stack([torch.from_numpy(mmd(*draw(), bandwidths=used).parts["w"]["squared"]) for _ in range(3000)])
         for used in (kernels, None)
     )
     z = given.mean(0) / given.std(0) * 3000**0.5

@@ -74,8 +74,11 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
     if options.out is not None:
         figure(result, f"{network}_{width}_{seed}", options)
     return {
-        **result.to_dict(),
-        "below": list(result.below(COLLAPSED)),
+        "members": members,
+        **{kind: {"mean": float(getattr(result, kind).mean())} for kind in ("within", "outside")},
+        "below": [float((pairs < COLLAPSED).double().mean()) for pairs in (result.within, result.outside)],
+        "correlation": result.correlation,
+        "rank_correlation": result.rank_correlation,
         "accuracy": scores.accuracy,
         "auroc": scores.detection["maximum_probability"].auroc,
         "single_accuracy": float((within.argmax(-1) == data.test_y[: options.inputs]).double().mean()),
@@ -83,12 +86,10 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
 
 
 def figure(result: Any, name: str, options: Any) -> None:
-    first, second = torch.triu_indices(len(result.within), len(result.within), 1)
     picture, axes = new_figure(1, 1, size=(4.2, 3.6))
-    x, y = result.within[first, second].numpy(), result.outside[first, second].numpy()
-    axes[0, 0].hexbin(x, y, gridsize=60, bins="log", cmap="Blues", linewidths=0)
+    axes[0, 0].hexbin(result.within, result.outside, gridsize=60, bins="log", cmap="Blues", linewidths=0)
     axes[0, 0].set(
-        title=f"{len(result.within):,} members, correlation {result.correlation:.2f}",
+        title=f"{len(result.within):,} pairs, correlation {result.correlation:.2f}",
         xlabel="mutual information of a pair, test digits (nats)",
         ylabel="digits 8 and 9",
     )

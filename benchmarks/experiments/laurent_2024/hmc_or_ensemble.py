@@ -31,7 +31,7 @@ from pyro_symmetric.ensembles import ensemble
 
 def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
     weights, result = posterior.get_samples(), invariance_tests(posterior, group)
-    units = result.of(result.parts[0])
+    units = next(iter(result.parts.values()))
     order = ps.canonical.sorting_permutation(weights, group, "max")["0"]
     return {
         "samples": name,
