@@ -78,7 +78,9 @@ def mmd(
     def grid(distances: Tensor, layer: str, norm: int) -> Tensor:
         if bandwidths is None:
             return bandwidth_grid(distances[:m, m:])
-        return torch.as_tensor(bandwidths.parts[layer]["bandwidth"]).split(NUM_BANDWIDTHS)[NORMS.index(norm)]
+        return torch.as_tensor(bandwidths.parts[layer]["bandwidth"], device="cpu").split(NUM_BANDWIDTHS)[
+            NORMS.index(norm)
+        ]
 
     values, widths = _over_kernels(samples, of_p, grid)
     squared = values[..., 0]
