@@ -165,7 +165,7 @@ class Descent:
                 break
             todo = [todo[k] for k in torch.randperm(len(todo), device="cpu").tolist()]
         parts = [{n: v for own in state.elements.values() for n, v in own.parts[k].items()} for k in range(4)]
-        element = Element._of_parts(self.group, parts, (self.batch,))
+        element = Element(self.group, *parts, (self.batch,))
         return Ended(element, self._total(state), torch.full((self.batch,), not todo, device="cpu"))
 
     def at(self, element: Element) -> State:
@@ -341,20 +341,20 @@ def chosen(taken: Tensor, one: Element, other: Element) -> Element:
         {name: torch.where(taken.reshape(-1, *[1] * (v.dim() - 1)), v, theirs[name]) for name, v in mine.items()}
         for mine, theirs in zip(one.parts, other.parts, strict=True)
     ]
-    return Element._of_parts(one.group, parts, one.batch_shape)
+    return Element(one.group, *parts, one.batch_shape)
 
 
 def reshaped(element: Element, shape: Sequence[int]) -> Element:
     """The elements of a batch ``(B,)`` as a batch of another shape."""
     parts = [{name: v.reshape(*shape, *v.shape[1:]) for name, v in part.items()} for part in element.parts]
-    return Element._of_parts(element.group, parts, shape)
+    return Element(element.group, *parts, shape)
 
 
 def put(element: Element, rows: Tensor, other: Element) -> Element:
     """A batch ``(B,)`` in which some elements are those of another batch."""
     pairs = zip(element.parts, other.parts, strict=True)
     parts = [{name: value.index_copy(0, rows, theirs[name]) for name, value in mine.items()} for mine, theirs in pairs]
-    return Element._of_parts(element.group, parts, element.batch_shape)
+    return Element(element.group, *parts, element.batch_shape)
 
 
 def recentred(element: Element) -> Element:

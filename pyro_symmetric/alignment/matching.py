@@ -152,7 +152,7 @@ def align(
         {n: torch.cat([one.element.parts[k][n] for one in found]) for n in part}
         for k, part in enumerate(found[0].element.parts)
     ]
-    element = reshaped(Element._of_parts(group, parts, (sum(len(one.cost) for one in found),)), shape).to(device)
+    element = reshaped(Element(group, *parts, (sum(len(one.cost) for one in found),)), shape).to(device)
     most = max(len(one.ends) for one in found)
     ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
     total, initial, converged = (

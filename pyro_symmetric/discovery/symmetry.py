@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.groups.group import table
+from pyro_symmetric.groups.units import table
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_sites
 
@@ -56,7 +56,7 @@ class Symmetry:
             f"Symmetry of log-order {least}{group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
             f"{flips} signs, {len(group.names('shift'))} shifts"
         )
-        return "\n".join([head, *table(group)]) if group.units else head
+        return "\n".join([head, *table(group.units)]) if group.units else head
 
     # the group and its parts ----------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Symmetry:
         group = self.group
         for move in ("permute", "flip", "scale"):
             group = group.without([name for name in group.names(move) if not _leaves(group, name, move, kept)], move)
-        return replace(self, group=group.leaving(self.buffers))
+        return replace(self, group=group.without_buffers(self.buffers))
 
     def without_buffers(self) -> Symmetry:
         """The same symmetry acting on parameters alone, whatever that does to predictions: to compare weights."""

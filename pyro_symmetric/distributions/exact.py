@@ -124,7 +124,7 @@ def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
         found = sets_of(own, frozenset(group.site_shapes)).get(name)
         sites = {axis.site for axis in found.lone} if found and found.matched and not found.shared else set()
         narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
-        if sites and narrow and not group.children(name) and all(map(sites.isdisjoint, chosen.values())):
+        if sites and narrow and len(group.family(name)) == 1 and all(map(sites.isdisjoint, chosen.values())):
             chosen[name] = sites
     rest = [name for name in group.units if name not in chosen]
     return group.without(rest) if rest else group, group.without(chosen) if chosen else group

@@ -143,7 +143,7 @@ class UnitDensities:
         for name, one in self.sets.items():
             if not one.lone or name not in elements.group.units:
                 continue
-            images, signs = elements.unit_index(name).expand(*shape, -1), elements.signs.get(name)
+            images, signs = elements.images(name).expand(*shape, -1), elements.signs.get(name)
             moving = images != torch.arange(images.shape[-1], device=images.device)
             if signs is not None:
                 signs = signs.flatten(len(elements.batch_shape)).expand(*shape, -1).gather(-1, images)
@@ -351,8 +351,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
     log_tau, element = like.new_full(shape, units.log_order(names), dtype=torch.float64), Element(group, **options)
     if others := units.sets.keys() - set(names):
         uniform = group.without(names).sample(shape, device=like.device, dtype=like.dtype)
-        for numbers in (*uniform.images.values(), *uniform.signs.values()):  # the first is the identity
-            numbers[0] = 1.0 if numbers.is_floating_point() else torch.arange(numbers.shape[-1], device=like.device)
+        for move, numbers in uniform.numbers.items():  # the first is the identity
+            numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
         element = Element(group, uniform.permutations, uniform.signs, **options)
         units.place(others, element, {a.site for other in others for a in units.sets[other].shared})
     permutations, signs = dict(element.permutations), dict(element.signs)

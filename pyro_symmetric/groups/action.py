@@ -106,7 +106,7 @@ class Action:
                 for v in (vector.double(), self(vector.double(), element))
             )
             total = total + (before - after).to(total)
-        for site in self.sites if element.log_scales else ():
+        for site in self.sites if "scale" in element.numbers else ():
             for dim in self.group.members(site):
                 logs = element.axis_multiplier(site, dim, torch.float64).abs().log().sum(-1)
                 shape = self.group.view_shapes[site]
@@ -133,7 +133,7 @@ class Action:
             return True
         blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
         flattened = self.group.view_shapes[site] != self.group.site_shapes[site]
-        return not flattened and all(dim < blocks for dim in self.group.dims(site))
+        return not flattened and all(dim < blocks for dim in self.group.members(site))
 
 
 def is_real(support: Constraint) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.places import permute_axes
-from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.groups.units import Units
 
 if TYPE_CHECKING:
     from pyro_symmetric.groups.group import Group
@@ -19,14 +19,15 @@ DRAWS = 32  # two exchanges that don't commute are missed with probability (3/4)
 AT_ONCE = 2**20  # positions of an axis, times elements, that are moved together: memory that is at hand again and again
 
 
-def check_axis(name: str, axis: Axis, site_shapes: Mapping[str, torch.Size]) -> None:
-    """An axis lies within its site, and no two units share a position."""
-    shape, index = site_shapes.get(axis.site), axis.index
-    if shape is None or axis.dim + axis.span > len(shape):
-        raise ValueError(f"the units {name!r} lie along {axis}, but the known sites are {dict(site_shapes)}")
-    outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
-    if outside or index.unique().numel() != index.numel():
-        raise ValueError(f"the index of {name!r} names a position of {axis} twice, or one outside: {index.tolist()}")
+def check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -> None:
+    """Each axis lies within its site, and no two units of a set share a position."""
+    for name, axis in ((one.name, axis) for one in units for axis in one.axes):
+        shape, index = site_shapes.get(axis.site), axis.index
+        if shape is None or axis.dim + axis.span > len(shape):
+            raise ValueError(f"the units {name!r} lie along {axis}, but the known sites are {dict(site_shapes)}")
+        outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
+        if outside or index.unique().numel() != index.numel():
+            raise ValueError(f"the index of {name!r} names a position of {axis} twice, or one outside: {index}")
 
 
 def check_group(group: Group) -> None:

@@ -1,13 +1,15 @@
 r"""Elements of a group: batches of shifts, signs, scales and permutations in reduced form.
 
 An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m`` (signs times scales), then its
-permutations ``p``, with one image for each unit, counted through all copies, the moves of what it lies inside included:
+permutations ``p``:
 
 .. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
 
-So permutations of a product are one gather and those of an inverse one argsort, :math:`(p r)(i) = r(p(i))`;
-permutations carry multipliers into multipliers, :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements
-are unique but for signs: flipping all rows of a matrix flips all of its columns, too.
+All units are numbered through, and of each move an element holds one tensor, ``batch_shape + (units,)``. The image of a
+unit is where it comes from, with the moves of all that it lies inside. So permutations of a product are one gather and
+those of an inverse one argsort, :math:`(p r)(i) = r(p(i))`; they carry multipliers into multipliers,
+:math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements are unique but for signs: flipping all rows of a
+matrix flips all of its columns, too.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.groups.places import along_axis, lay_out, permute_axes
-from pyro_symmetric.groups.units import MOVES, Axis, Move, Units
+from pyro_symmetric.groups.places import along_axis, permute_axes
+from pyro_symmetric.groups.units import MOVES, Move
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
@@ -32,10 +34,9 @@ ByName = dict[str, Tensor]
 
 
 class Element:
-    """A batch of elements of a :class:`~pyro_symmetric.groups.group.Group`, in reduced form; its methods build them.
+    """A batch of elements of a :class:`~pyro_symmetric.groups.group.Group`, whose methods build them.
 
-    ``g(weights)`` acts, ``g @ h`` composes (``(g @ h)(w) == g(h(w))``), ``g.inverse()`` inverts. Batch shapes of
-    elements and weights broadcast.
+    ``g(weights)`` acts, ``(g @ h)(w) == g(h(w))``, ``g.inverse()`` inverts; batch shapes broadcast.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> g = group.element({"unit": torch.tensor([2, 0, 1])})
@@ -44,14 +45,14 @@ class Element:
     >>> isinstance(g, ps.groups.Element), (g @ g.inverse()).equal(group.identity())
     (True, True)
 
-    :param group: the group; the other arguments are trusted. Of each move, the units that are left out stay, and those
-        that the group doesn't have are passed over.
+    :param group: the group; the other arguments are trusted. Units that are left out stay, others' are passed over.
     :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` of a copy receives
         what unit ``permutations[..., i]`` of that copy had, before what they lie inside moves.
     :param signs: name -> 1 and -1.
     :param log_scales: name -> logarithms of multipliers.
     :param shifts: name -> constants that are added.
     :param batch_shape: of the batch, if it is larger than what these tell.
+    :ivar numbers: move that the group has -> the numbers of all units, ``batch_shape + (units,)``.
     """
 
     def __init__(
@@ -66,62 +67,86 @@ class Element:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.group = group
-        given = [part or {} for part in (permutations, signs, log_scales, shifts)]
-        known = [value for part in given for value in part.values()]
-        device = device or (known[0].device if known else torch.device("cpu"))
-        real = dtype or next((v.dtype for v in known if v.is_floating_point()), torch.get_default_dtype())
-        parts: list[ByName] = []
-        for move, part in zip(MOVES, given, strict=True):
-            names = group.names(move)
-            parts.append({n: part[n] if n in part else _neutral(move, group[n], device, real) for n in names})
-        shapes = {v.shape[: v.dim() - len(group[name].shape)] for part in parts for name, v in part.items()}
-        shapes.add(torch.Size(batch_shape))
-        # Of few elements, broadcasting takes longer than anything else.
-        self.batch_shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
-        if len(shapes) > 1:
-            parts = [{n: v.expand(*self.batch_shape, *group[n].shape) for n, v in part.items()} for part in parts]
-        images, self.signs, self.log_scales, self.shifts = parts
-        self.images: ByName = {}
-        for name in group.carried:
-            outer = self.images.get(group[name].parent or "")
-            self.images[name] = _through_copies(group[name], images.get(name), outer)
+        self.group, given = group, {}
+        for move, part in zip(MOVES, (permutations, signs, log_scales, shifts), strict=True):
+            given[move] = {name: part[name] for name in group.names(move) if part and name in part}
+        known = [(group[name], value) for part in given.values() for name, value in part.items()]
+        device = device or (known[0][1].device if known else torch.device("cpu"))
+        dtype = dtype or next((v.dtype for _, v in known if v.is_floating_point()), torch.get_default_dtype())
+        shapes = (value.shape[: value.dim() - len(one.shape)] for one, value in known)
+        self.batch_shape = torch.broadcast_shapes(tuple(batch_shape), *shapes)
+        self.numbers: dict[Move, Tensor] = {}
+        for move in (move for move in MOVES if group.names(move)):
+            pieces = []
+            for name, one in group.units.items():
+                value = given[move].get(name)
+                if value is None and move == "permute":
+                    value = torch.arange(one.size, device=device).expand(one.shape)
+                elif value is None:
+                    value = torch.full(one.shape, float(move == "flip"), device=device, dtype=dtype)
+                pieces.append(value.expand(*self.batch_shape, *one.shape).flatten(len(self.batch_shape)))
+            self.numbers[move] = torch.cat(pieces, -1)
+        if "permute" in self.numbers:
+            steps = images = self.numbers["permute"] + group.nesting[0].to(device)
+            for _ in range(group.depth):  # each time one level further inside moves along
+                images = steps.gather(-1, _carried(group, images))
+            self.numbers["permute"] = images
 
-    @classmethod
-    def _made(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
-        """An element of complete numbers of one batch shape, its permutations counted through all copies."""
-        element = cls.__new__(cls)
-        element.group, element.batch_shape = group, torch.Size(batch_shape)
-        element.images, element.signs, element.log_scales, element.shifts = parts
+    def _changed(self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]) -> Element:
+        """An element of the same group whose numbers are these, changed."""
+        element = Element.__new__(Element)
+        element.group, element.batch_shape = self.group, torch.Size(batch_shape)
+        element.numbers = {move: change(move, value) for move, value in self.numbers.items()}
         return element
 
-    @classmethod
-    def _of_parts(cls, group: Group, parts: Sequence[ByName], batch_shape: Sequence[int]) -> Element:
-        permutations, signs, log_scales, shifts = parts
-        return cls(group, permutations, signs, log_scales, shifts, batch_shape)
+    # its numbers ----------------------------------------------------------------------------------------------------
 
     @cached_property
+    def steps(self) -> Tensor:
+        """Where each unit comes from before what it lies inside moves, counted through, ``batch_shape + (units,)``."""
+        images = self.numbers["permute"]
+        return images.gather(-1, _carried(self.group, images).argsort(-1)) if self.group.depth else images
+
+    @property
     def permutations(self) -> ByName:
         """Name of the units -> images within each copy, ``batch_shape + units.shape``."""
-        return {name: self._inside(self.group[name]) for name in self.group.names("permute")}
+        return self._by_name("permute")
 
-    def _inside(self, units: Units) -> Tensor:
-        images, outer = self.images[units.name], self.images.get(units.parent or "")
-        if units.copies == 1:
-            return images
-        inside = images.unflatten(-1, (units.copies, units.size)) % units.size
-        return inside if outer is None else inside.gather(-2, outer.argsort(-1).unsqueeze(-1).expand_as(inside))
+    @property
+    def signs(self) -> ByName:
+        """Name of the units -> 1 and -1, likewise."""
+        return self._by_name("flip")
+
+    @property
+    def log_scales(self) -> ByName:
+        """Name of the units -> logarithms of multipliers, likewise."""
+        return self._by_name("scale")
+
+    @property
+    def shifts(self) -> ByName:
+        """Name of the units -> constants that are added, likewise."""
+        return self._by_name("shift")
+
+    @property
+    def parts(self) -> tuple[ByName, ByName, ByName, ByName]:
+        """Permutations, signs, log-scales and shifts."""
+        return self.permutations, self.signs, self.log_scales, self.shifts
+
+    def _by_name(self, move: Move) -> ByName:
+        if move not in self.numbers:
+            return {}
+        numbers = self.steps - self.group.nesting[0].to(self.device) if move == "permute" else self.numbers[move]
+        return {n: numbers[..., self.group.slots[n]].unflatten(-1, self.group[n].shape) for n in self.group.names(move)}
 
     def __getitem__(self, name: str) -> Tensor:
         """The permutation of some units within each copy, ``batch_shape + units.shape``."""
-        if name not in self.group.names("permute"):
-            raise ValueError(f"the units {name!r} aren't permuted; those that are: {list(self.group.names('permute'))}")
         return self.permutations[name]
 
-    def unit_index(self, name: str) -> Tensor:
+    def images(self, name: str) -> Tensor:
         """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
-        if name in self.images:
-            return self.images[name]
+        at = self.group.slots[name]
+        if "permute" in self.numbers:
+            return self.numbers["permute"][..., at] - at.start
         return torch.arange(self.group[name].count, device=self.device).expand(*self.batch_shape, -1)
 
     def __repr__(self) -> str:
@@ -129,25 +154,15 @@ class Element:
         return f"Element(batch_shape={tuple(self.batch_shape)}, {', '.join(sizes) or 'trivial'})"
 
     @property
-    def parts(self) -> tuple[ByName, ByName, ByName, ByName]:
-        """Permutations, signs, log-scales and shifts."""
-        return self.permutations, self.signs, self.log_scales, self.shifts
-
-    @property
-    def _parts(self) -> tuple[ByName, ByName, ByName, ByName]:
-        return self.images, self.signs, self.log_scales, self.shifts
-
-    @property
     def device(self) -> torch.device | None:
         """The device of the numbers; None if there are none."""
-        return next((value.device for part in self._parts for value in part.values()), None)
+        return next((value.device for value in self.numbers.values()), None)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
         """The same elements on another device; signs, scales and shifts in another precision."""
         arguments.dtype("dtype", dtype)
-        return self._each(
-            lambda value, _: value.to(device=device, dtype=dtype if value.is_floating_point() else None),
-            self.batch_shape,
+        return self._changed(
+            lambda move, value: value.to(device=device, dtype=None if move == "permute" else dtype), self.batch_shape
         )
 
     def select(self, index: int | slice | Tensor | tuple[Any, ...]) -> Element:
@@ -155,11 +170,11 @@ class Element:
         device, given = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
         here = tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)
         shape = torch.empty(self.batch_shape, device=device)[here].shape
-        return self._each(lambda value, _: value[here] if self.batch_shape else value, shape)
+        return self._changed(lambda _, value: value[here], shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """The same elements, repeated to a larger batch."""
-        return self._each(lambda value, own: value.expand(*batch_shape, *own), batch_shape)
+        return self._changed(lambda _, value: value.expand(*batch_shape, -1), batch_shape)
 
     def within(self, group: Group) -> Element:
         """The element of another group that has the same numbers for the units of both, and leaves all others."""
@@ -168,53 +183,42 @@ class Element:
     def equal(self, other: Element) -> bool:
         """True if both are the same elements, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
-        return self.batch_shape == other.batch_shape and all(
-            mine.keys() == theirs.keys() and all(torch.equal(v, theirs[name].to(v)) for name, v in mine.items())
-            for mine, theirs in zip(self._parts, other._parts, strict=True)
+        same = self.batch_shape == other.batch_shape and self.group.slots == other.group.slots
+        return (same and self.numbers.keys() == other.numbers.keys()) and all(
+            torch.equal(value, other.numbers[move].to(value)) for move, value in self.numbers.items()
         )
-
-    def _each(self, change: Callable[[Tensor, tuple[int, ...]], Tensor], batch_shape: Sequence[int]) -> Element:
-        """Change all numbers, given with the shape that those of one element have."""
-        images = {name: change(value, value.shape[-1:]) for name, value in self.images.items()}
-        parts = [{n: change(value, self.group[n].shape) for n, value in part.items()} for part in self._parts[1:]]
-        return Element._made(self.group, [images, *parts], batch_shape)
 
     # algebra --------------------------------------------------------------------------------------------------------
 
     def inverse(self) -> Element:
         """The element with ``g.inverse() @ g`` the identity."""
-        parts = [
-            {name: images.argsort(-1) for name, images in self.images.items()},
-            {name: self._carried(name, value.reciprocal(), False) for name, value in self.signs.items()},
-            {name: self._carried(name, -value, False) for name, value in self.log_scales.items()},
-            {name: -value for name, value in self.shifts.items()},
-        ]
-        return Element._made(self.group, parts, self.batch_shape)
+        images = self.numbers.get("permute")
+
+        def inverted(move: Move, value: Tensor) -> Tensor:
+            if move == "permute":
+                return value.argsort(-1)
+            value = value.reciprocal() if move == "flip" else -value
+            return value if images is None or move == "shift" else value.gather(-1, images)
+
+        return self._changed(inverted, self.batch_shape)
 
     def __matmul__(self, other: Element) -> Element:
         if not isinstance(other, Element):
             return NotImplemented
-        mine, theirs, whole = self, other, self.group.whole
-        if mine.group is not theirs.group and mine.group != theirs.group:
-            if whole is not theirs.group.whole and whole != theirs.group.whole:
-                raise ValueError("only elements of one group compose; these belong to two different groups")
-            mine, theirs = mine.within(whole), theirs.within(whole)  # of two restrictions of one group
-        shape = torch.broadcast_shapes(mine.batch_shape, theirs.batch_shape)
-        mine, theirs = mine.expand(shape), theirs.expand(shape).to(mine.device)
-        parts = [
-            {name: theirs.images[name].gather(-1, images) for name, images in mine.images.items()},
-            {name: theirs._carried(name, own, True) * theirs.signs[name] for name, own in mine.signs.items()},
-            {name: theirs._carried(name, own, True) + theirs.log_scales[name] for name, own in mine.log_scales.items()},
-            {name: own + theirs.shifts[name] for name, own in mine.shifts.items()},
-        ]
-        return Element._made(mine.group, parts, shape)
+        if self.group is not other.group and self.group != other.group:
+            raise ValueError("only elements of one group compose; these are of two different groups, see within(group)")
+        shape = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
+        mine, theirs = self.expand(shape), other.expand(shape).to(self.device)
+        back = theirs.numbers["permute"].argsort(-1) if "permute" in theirs.numbers else None
 
-    def _carried(self, name: str, numbers: Tensor, back: bool) -> Tensor:
-        r"""Numbers of units as this element's permutations carry them: :math:`m_{p(i)}`, or with the inverse."""
-        if name not in self.images:
-            return numbers
-        index = self.images[name].argsort(-1) if back else self.images[name]
-        return numbers.reshape(index.shape).gather(-1, index).reshape(numbers.shape)
+        def product(move: Move, own: Tensor) -> Tensor:
+            if move == "permute":
+                return theirs.numbers[move].gather(-1, own)
+            if move != "shift" and back is not None:
+                own = own.gather(-1, back)
+            return own * theirs.numbers[move] if move == "flip" else own + theirs.numbers[move]
+
+        return mine._changed(product, shape)
 
     # action ---------------------------------------------------------------------------------------------------------
 
@@ -223,8 +227,7 @@ class Element:
 
         Sites that the group doesn't move are passed on, expanded to the same batch shape; dtypes stay.
 
-        :raises ValueError: if sites are missing, running statistics included, or don't fit; if there are another
-            network's.
+        :raises ValueError: if sites are missing, running statistics included, or don't fit; or another network's.
         """
         own = acted_shape(self.group, weights)
         shape = torch.broadcast_shapes(self.batch_shape, own)
@@ -242,22 +245,24 @@ class Element:
         :param site_dims: the number of trailing axes that are the site's, if its shape isn't that which the group knows
             (unconstrained coordinates may have fewer entries along axes that nothing moves).
         """
-        dims = tuple(self.group.members(site))
-        if not dims:
+        members = self.group.members(site)
+        if not members:
             return value
         if site_dims is None:
-            viewed = self.on_site(site, self.group.view(site, value), len(self.group.view_shapes[site]))
-            return self.group.view_back(site, viewed)
-        for dim in dims if self.shifts else ():
-            value = value + along_axis(self.axis_shift(site, dim).to(value), dim, site_dims)
-        if self.signs or self.log_scales:
+            dims = len(self.group.view_shapes[site])
+            moved = self.on_site(site, self.group.view(site, value), dims)
+            return moved.reshape(*moved.shape[: moved.dim() - dims], *self.group.site_shapes[site])
+        if "shift" in self.numbers:
+            for dim in members:
+                value = value + along_axis(self.axis_shift(site, dim).to(value), dim, site_dims)
+        if "flip" in self.numbers or "scale" in self.numbers:
             epsilon = self.group.epsilon(site)
             value = value + epsilon if epsilon else value
-            for dim in dims:
+            for dim in members:
                 value = value * along_axis(self.axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
             value = value - epsilon if epsilon else value
-        moved = {dim: self.axis_index(site, dim).to(value.device) for dim in dims if self.group.movers(site, dim)}
-        return permute_axes(value, moved, site_dims)
+        permuted = (dim for dim, own in members.items() if any("permute" in self.group[name].moves for name, _ in own))
+        return permute_axes(value, {dim: self.axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
 
     def axis_index(self, site: str, dim: int) -> Tensor:
         """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``.
@@ -266,10 +271,11 @@ class Element:
         """
         length = self.group.view_shapes[site][dim]
         every = full = torch.arange(length, device=self.device).expand(*self.batch_shape, -1)
-        for name, axis in self.group.movers(site, dim):
-            units, step = self.group[name], self[name]
-            if units.copies > 1:
-                step = (step + torch.arange(0, units.count, units.size, device=step.device).unsqueeze(-1)).flatten(-2)
+        for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
+            if "permute" not in self.group[name].moves:
+                continue
+            at = self.group.slots[name]
+            step = self.steps[..., at] - at.start
             if not axis.fills(length):
                 places = axis.index.T.to(step.device)  # of each unit
                 came = places[step].flatten(-2)
@@ -282,38 +288,25 @@ class Element:
 
         :param dtype: computed in at least this precision.
         """
-        length = self.group.view_shapes[site][dim]
-        full = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
-        for name, axis in self.group.members(site).get(dim, []):
-            numbers = [self.signs[name]] if axis.exponent % 2 and name in self.signs else []
-            if axis.exponent and name in self.log_scales:
-                logs = self.log_scales[name]
-                logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
-                numbers.append((axis.exponent * logs).exp())
-            for own in numbers:
-                full = full * self._laid_out(own, axis, 1.0, length)
-        return full
+        factor = torch.ones(self.group.view_shapes[site][dim], dtype=dtype, device=self.device)
+        slots, exponents = self.group.multiplied(site, dim, self.device)
+        if "scale" in self.numbers:
+            logs = _at(self.numbers["scale"], slots, 0.0)
+            logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
+            factor = factor * (logs * exponents.to(logs)).sum(-2).exp()
+        if "flip" in self.numbers:
+            factor = factor * torch.where(exponents % 2 == 1, _at(self.numbers["flip"], slots, 1.0), 1.0).prod(-2)
+        return factor.expand(*self.batch_shape, -1)
 
     def axis_shift(self, site: str, dim: int) -> Tensor:
-        """The summand at each position of this axis, added first of all."""
-        length = self.group.view_shapes[site][dim]
-        full = torch.zeros(*self.batch_shape, length, device=self.device)
-        for name, axis in self.group.members(site).get(dim, []):
-            if name in self.shifts:
-                full = full + self._laid_out(self.shifts[name], axis, 0.0, length)
-        return full
-
-    def _laid_out(self, numbers: Tensor, axis: Axis, filler: float, length: int) -> Tensor:
-        flat = numbers.flatten(len(self.batch_shape))
-        return flat if axis.fills(length) else lay_out(flat, axis.index, filler, length)
+        """The summand at each position of this axis, added first of all: ``batch_shape + (length,)``."""
+        if "shift" not in self.numbers:
+            return torch.zeros(self.group.view_shapes[site][dim], device=self.device)
+        return _at(self.numbers["shift"], self.group.multiplied(site, dim, self.device)[0], 0.0).sum(-2)
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
-    """The batch shape of weights that an element is to move.
-
-    :raises TypeError: if they are no weights.
-    :raises ValueError: if sites are missing, running statistics included, or don't fit; if there are another network's.
-    """
+    """The batch shape of weights that an element is to move, which must be its own network's, and all of them."""
     arguments.weights("weights", weights)
     require_buffers(weights, group.buffers)
     group.require_own(weights)
@@ -333,15 +326,13 @@ def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: st
 def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | None) -> ByName:
     """A user's numbers for one move, as tensors.
 
-    :param argument: what messages call it.
     :raises ValueError: if units are unknown or don't admit the move, or numbers aren't what they must be.
     """
     found = {}
     for name, value in (given or {}).items():
         if move not in group[name].moves:
             raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
-        called, shape = f"{argument}[{name!r}]", group[name].shape
-        numbers = as_tensor(value)
+        shape, numbers = group[name].shape, as_tensor(value)
         if move == "permute":
             wanted = f"rows, each a permutation of 0 .. {shape[-1] - 1}"
             right = numbers.sort(-1).values == torch.arange(numbers.shape[-1], device=numbers.device)
@@ -351,28 +342,18 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
             right = numbers.abs() == 1 if move == "flip" else torch.isfinite(numbers)
             numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
         if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(right.all()):
-            raise ValueError(f"{called} has shape {tuple(numbers.shape)}: {numbers}; it must end in {shape}, {wanted}")
+            raise ValueError(f"{argument}[{name!r}] is {numbers}; its shape must end in {shape}, with {wanted}")
         found[name] = numbers
     return found
 
 
-def _neutral(move: Move, units: Units, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
-    """Numbers that move nothing."""
-    if move == "permute":
-        return torch.arange(units.size, device=device).expand(units.shape)
-    return torch.full(units.shape, float(move == "flip"), device=device, dtype=dtype)
+def _carried(group: Group, images: Tensor) -> Tensor:
+    """Where each unit comes from if only what it lies inside moves, as images tell."""
+    _, parent, size = group.nesting.to(images.device)
+    return torch.arange(group.size, device=images.device) + size * (images[..., parent] - parent)
 
 
-def _through_copies(units: Units, images: Tensor | None, outer: Tensor | None) -> Tensor:
-    """Images within each copy (None: all stay) as places among all units, moved along with the units outside."""
-    if outer is None and units.copies == 1 and images is not None:
-        return images
-    batch = torch.broadcast_shapes(
-        *(v.shape[:n] for v, n in ((images, -len(units.shape)), (outer, -1)) if v is not None)
-    )
-    device = (outer if images is None else images).device  # type: ignore[union-attr]
-    copies = torch.arange(units.copies, device=device).expand(*batch, -1) if outer is None else outer
-    inside = torch.arange(units.size, device=device) if images is None else images
-    inside = inside.expand(*batch, *units.shape).reshape(*batch, units.copies, units.size)
-    inside = inside.gather(-2, copies.unsqueeze(-1).expand_as(inside))
-    return (copies.unsqueeze(-1) * units.size + inside).flatten(-2)
+def _at(numbers: Tensor, slots: Tensor, filler: float) -> Tensor:
+    """Numbers of units at the positions of an axis, ``batch_shape + slots.shape``; ``filler`` where no unit lies."""
+    known = torch.cat([numbers, numbers.new_full((*numbers.shape[:-1], 1), filler)], -1)
+    return known[..., slots]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +15,7 @@ from pyro_symmetric import arguments
 
 Move = Literal["permute", "flip", "scale", "shift"]
 MOVES: tuple[Move, ...] = get_args(Move)
+LISTED = 6  # axes of each set of units in a table; of more, the number is told
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,6 @@ class Axis:
     span: int = 1
 
     def __post_init__(self) -> None:
-        arguments.whole("dim", self.dim, 0)
-        arguments.whole("exponent", self.exponent)
-        arguments.whole("span", self.span, 1)
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
             raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor (blocks, count)")
@@ -111,18 +109,12 @@ class Units:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")))
         object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves else frozenset())
-        arguments.whole(f"size of {self.name!r}", self.size, 1)
-        arguments.whole(f"copies of {self.name!r}", self.copies, 1)
         for axis in self.axes:
             if axis.index.shape[1] != self.count:
                 raise ValueError(
                     f"the index of {self.name!r} on {axis} has shape {tuple(axis.index.shape)}; it must be "
                     f"(blocks, {self.count}), one column for each unit"
                 )
-
-    def __repr__(self) -> str:
-        moves = ", ".join(move for move in MOVES if move in self.moves)
-        return f"Units({self.name!r}, {self.number}, {moves or 'no moves'}; {', '.join(map(str, self.axes))})"
 
     @property
     def number(self) -> str:
@@ -149,3 +141,65 @@ def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
     if not moves or not set(moves) <= set(MOVES):
         raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
     return frozenset(moves)  # type: ignore[arg-type]
+
+
+# several sets of units ------------------------------------------------------------------------------------------------
+
+
+def outer_first(units: Sequence[Units]) -> dict[str, Units]:
+    """Units by name, in the given order, but each after its parent."""
+    named, ordered = {one.name: one for one in units}, {}
+    if len(named) < len(units):
+        raise ValueError(f"two sets of units have one name: {[one.name for one in units]}; each needs its own")
+    for one in units:
+        line = [one]
+        while (name := line[-1].parent) is not None:
+            if name not in named or named[name].count != line[-1].copies or named[name] in line:
+                raise ValueError(
+                    f"the units {line[-1].name!r} lie in {name!r}, in {line[-1].copies} copies; there must be such "
+                    "units, one copy in each, and none may lie inside themselves"
+                )
+            line.append(named[name])
+        ordered |= {outer.name: outer for outer in reversed(line)}
+    return ordered
+
+
+def with_moves(units: Sequence[Units]) -> list[Units]:
+    """Units that have a move, with the axes that it touches; outer ones come first, as they were given.
+
+    Units that lie between others that move, and have no move themselves, stay with all their axes: they still carry
+    those inside. What lies inside nothing that permutes has no parent.
+    """
+    carried: set[str | None] = set()
+    for one in units:
+        carried |= {one.name} if "permute" in one.moves or one.parent in carried else set()
+    kept: list[Units] = []
+    carriers: set[str | None] = set()
+    for one in reversed(units):
+        if not one.moves and one.name not in carriers:
+            continue
+        axes = one.axes if one.name in carriers else tuple(axis for axis in one.axes if axis.touched(one.moves))
+        kept.append(replace(one, axes=axes, parent=one.parent if one.parent in carried else None))
+        carriers.add(kept[-1].parent)
+    return kept[::-1]
+
+
+def table(units: Mapping[str, Units]) -> list[str]:
+    """Lines with aligned columns: the units, their number, their moves, the axes along which they lie.
+
+    Units that lie inside others stand below them, indented.
+    """
+    rows = [("units", "number", "moves", "axes")]
+
+    def add(parent: str | None, indent: str) -> None:
+        for one in (own for own in units.values() if own.parent == parent):
+            axes = [
+                *map(str, one.axes[:LISTED]),
+                *([f"... {len(one.axes) - LISTED} more"] if one.axes[LISTED:] else []),
+            ]
+            rows.append((indent + one.name, one.number, ", ".join(m for m in MOVES if m in one.moves), ", ".join(axes)))
+            add(one.name, indent + "  ")
+
+    add(None, "")
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]

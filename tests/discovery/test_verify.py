@@ -87,7 +87,7 @@ def wrong_permutations(group: Group) -> Iterator[tuple[str, list[Units]]]:
     used = {(axis.site, axis.dim) for one in group.units.values() for axis in one.axes}
     earlier: list[Units] = []
     for one in group.units.values():
-        if group.children(one.name):
+        if len(group.family(one.name)) > 1:
             continue  # what lies inside would no longer do so
         for k, axis in enumerate(one.axes):
             where = f"{axis.site}[{axis.dim}]"

@@ -121,6 +121,7 @@ def test_restrictions_act_as_the_whole_and_their_elements_compose(seed):
     numbers = [
         getattr(part, kind) for part, kind in zip(parts, ("shifts", "log_scales", "signs", "permutations"), strict=True)
     ]
+    parts = [part.within(group) for part in parts]
     whole = group.element(numbers[3], signs=numbers[2], log_scales=numbers[1], shifts=numbers[0])
     step = weights
     for part in parts:
@@ -135,7 +136,7 @@ def test_restrictions_act_as_the_whole_and_their_elements_compose(seed):
 def test_groups_and_their_parts_go_through_files(seed):
     group = drawn_group(seed)
     parts = [group, group.restricted("permute", "scale"), *(group.without([name]) for name in group.units)]
-    parts += [group.leaving([site]) for site in group.site_shapes]
+    parts += [group.without_buffers([site]) for site in group.site_shapes]
     for part in parts:
         assert Group.from_dict(json.loads(json.dumps(part.to_dict()))) == part
         assert part.sample()(weights_of(part)).keys() == part.site_shapes.keys()
