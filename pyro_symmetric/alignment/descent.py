@@ -164,8 +164,10 @@ class Descent:
             if not todo:
                 break
             todo = [todo[k] for k in torch.randperm(len(todo), device="cpu").tolist()]
-        parts = [{n: v for own in state.elements.values() for n, v in own.parts[k].items()} for k in range(4)]
-        element = Element(self.group, *parts, (self.batch,))
+        permutations, signs = (
+            {name: v for own in state.elements.values() for name, v in own.parts[k].items()} for k in range(2)
+        )
+        element = Element(self.group, permutations, signs, batch_shape=(self.batch,), dtype=torch.float64)
         return Ended(element, self._total(state), torch.full((self.batch,), not todo, device="cpu"))
 
     def at(self, element: Element) -> State:
@@ -337,24 +339,17 @@ def acted(element: Element, site: str, value: Tensor) -> Tensor:
 
 def chosen(taken: Tensor, one: Element, other: Element) -> Element:
     """Take of two batches ``(B,)`` the elements of the first where ``taken``, else of the second."""
-    parts = [
-        {name: torch.where(taken.reshape(-1, *[1] * (v.dim() - 1)), v, theirs[name]) for name, v in mine.items()}
-        for mine, theirs in zip(one.parts, other.parts, strict=True)
-    ]
-    return Element(one.group, *parts, one.batch_shape)
+    return one.changed(lambda move, v: torch.where(taken.unsqueeze(-1), v, other.numbers[move]), one.batch_shape)
 
 
 def reshaped(element: Element, shape: Sequence[int]) -> Element:
     """The elements of a batch ``(B,)`` as a batch of another shape."""
-    parts = [{name: v.reshape(*shape, *v.shape[1:]) for name, v in part.items()} for part in element.parts]
-    return Element(element.group, *parts, shape)
+    return element.changed(lambda _, value: value.reshape(*shape, value.shape[-1]), shape)
 
 
 def put(element: Element, rows: Tensor, other: Element) -> Element:
     """A batch ``(B,)`` in which some elements are those of another batch."""
-    pairs = zip(element.parts, other.parts, strict=True)
-    parts = [{name: value.index_copy(0, rows, theirs[name]) for name, value in mine.items()} for mine, theirs in pairs]
-    return Element(element.group, *parts, element.batch_shape)
+    return element.changed(lambda move, v: v.index_copy(0, rows, other.numbers[move]), element.batch_shape)
 
 
 def recentred(element: Element) -> Element:

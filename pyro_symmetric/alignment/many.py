@@ -109,9 +109,8 @@ class Frame:
         """Members that did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
         moved, here = self.element.to("cpu"), self.element.group.identity()
         result = torch.zeros(moved.batch_shape, dtype=torch.bool, device="cpu")
-        for mine, neutral in zip(moved.parts[:2], here.parts[:2], strict=True):
-            for name, value in mine.items():
-                result |= (value != neutral[name].to(value)).flatten(result.dim()).any(-1)
+        for move, still in here.numbers.items():
+            result |= (moved.numbers[move] != still).any(-1) if move in ("permute", "flip") else False
         return result
 
     @property

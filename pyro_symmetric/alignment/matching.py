@@ -148,11 +148,8 @@ def align(
             shown = shown_by(activations, own, first.loc, group) if activations is not None else None
             found.append(search(fixed, {site: value[:, rows] for site, value in came.items()}, shown))
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    parts = [
-        {n: torch.cat([one.element.parts[k][n] for one in found]) for n in part}
-        for k, part in enumerate(found[0].element.parts)
-    ]
-    element = reshaped(Element(group, *parts, (sum(len(one.cost) for one in found),)), shape).to(device)
+    joined = lambda move, _: torch.cat([one.element.numbers[move] for one in found])  # noqa: E731
+    element = reshaped(found[0].element.changed(joined, (sum(len(one.cost) for one in found),)), shape).to(device)
     most = max(len(one.ends) for one in found)
     ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
     total, initial, converged = (

@@ -92,8 +92,8 @@ class Element:
                 images = steps.gather(-1, _carried(group, images))
             self.numbers["permute"] = images
 
-    def _changed(self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]) -> Element:
-        """An element of the same group whose numbers are these, changed."""
+    def changed(self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]) -> Element:
+        """An element of the same group whose numbers are these, changed move by move."""
         element = Element.__new__(Element)
         element.group, element.batch_shape = self.group, torch.Size(batch_shape)
         element.numbers = {move: change(move, value) for move, value in self.numbers.items()}
@@ -103,7 +103,7 @@ class Element:
 
     @cached_property
     def steps(self) -> Tensor:
-        """Where each unit comes from before what it lies inside moves, counted through, ``batch_shape + (units,)``."""
+        """Images as if what units lie inside stayed, counted through all copies: ``batch_shape + (units,)``."""
         images = self.numbers["permute"]
         return images.gather(-1, _carried(self.group, images).argsort(-1)) if self.group.depth else images
 
@@ -161,7 +161,7 @@ class Element:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
         """The same elements on another device; signs, scales and shifts in another precision."""
         arguments.dtype("dtype", dtype)
-        return self._changed(
+        return self.changed(
             lambda move, value: value.to(device=device, dtype=None if move == "permute" else dtype), self.batch_shape
         )
 
@@ -170,11 +170,11 @@ class Element:
         device, given = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
         here = tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)
         shape = torch.empty(self.batch_shape, device=device)[here].shape
-        return self._changed(lambda _, value: value[here], shape)
+        return self.changed(lambda _, value: value[here], shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """The same elements, repeated to a larger batch."""
-        return self._changed(lambda _, value: value.expand(*batch_shape, -1), batch_shape)
+        return self.changed(lambda _, value: value.expand(*batch_shape, -1), batch_shape)
 
     def within(self, group: Group) -> Element:
         """The element of another group that has the same numbers for the units of both, and leaves all others."""
@@ -200,7 +200,7 @@ class Element:
             value = value.reciprocal() if move == "flip" else -value
             return value if images is None or move == "shift" else value.gather(-1, images)
 
-        return self._changed(inverted, self.batch_shape)
+        return self.changed(inverted, self.batch_shape)
 
     def __matmul__(self, other: Element) -> Element:
         if not isinstance(other, Element):
@@ -218,7 +218,7 @@ class Element:
                 own = own.gather(-1, back)
             return own * theirs.numbers[move] if move == "flip" else own + theirs.numbers[move]
 
-        return mine._changed(product, shape)
+        return mine.changed(product, shape)
 
     # action ---------------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
 
 
 def _carried(group: Group, images: Tensor) -> Tensor:
-    """Where each unit comes from if only what it lies inside moves, as images tell."""
+    """The place that each unit comes from if only what it lies inside moves, as images tell."""
     _, parent, size = group.nesting.to(images.device)
     return torch.arange(group.size, device=images.device) + size * (images[..., parent] - parent)
 

@@ -164,10 +164,10 @@ class Group(PlacedUnits):
         """Permutations and signs: what a guide can be averaged over. No proper prior is invariant under the others."""
         return self.restricted("permute", "flip")
 
-    def without(self, names: Iterable[str], moves: str | Iterable[str] = MOVES) -> Group:
+    def without(self, names: Iterable[str], moves: str | Iterable[str] | None = None) -> Group:
         """Leave units out, or some moves of theirs; what lies inside them stays."""
         left = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
-        taken = moves_of("moves", moves)
+        taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
         units = [replace(u, moves=u.moves - taken) if u.name in left else u for u in self.units.values()]
         return self._part(with_moves(units), self.site_shapes)
 
@@ -223,9 +223,12 @@ class Group(PlacedUnits):
 
         :raises ValueError: if units are unknown or don't admit the move, or the numbers aren't what they must be.
         """
-        given = {"permutations": permutations, "signs": signs, "log_scales": log_scales, "shifts": shifts}
         return Element(
-            self, *(checked(name, self, m, own) for m, (name, own) in zip(MOVES, given.items(), strict=True))
+            self,
+            checked("permutations", self, "permute", permutations),
+            checked("signs", self, "flip", signs),
+            checked("log_scales", self, "scale", log_scales),
+            checked("shifts", self, "shift", shifts),
         )
 
     def sample(

@@ -148,7 +148,8 @@ def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
 
 def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     """Units by name, in the given order, but each after its parent."""
-    named, ordered = {one.name: one for one in units}, {}
+    named: dict[str | None, Units] = {one.name: one for one in units}
+    ordered: dict[str, Units] = {}
     if len(named) < len(units):
         raise ValueError(f"two sets of units have one name: {[one.name for one in units]}; each needs its own")
     for one in units:
