@@ -20,9 +20,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import barycentre_gaussians, draw, require_ends, to_gaussian
+from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, draw, require_ends, to_gaussian
 from pyro_symmetric.calls import described
-from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights, require_finite
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
@@ -46,8 +42,6 @@ Data = tuple[Tensor, Tensor]
 CHUNK_WEIGHTS = 2**24
 # Outputs of the widest layer that one forward may hold for all draws and rows; it sets how many rows go at once.
 CHUNK_NUMBERS = 2**24
-# Rows from which statistics of batch normalisation are computed at once, at most.
-BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -70,18 +64,13 @@ class BarrierCurve:
     @property
     def barriers(self) -> dict[str, float]:
         """Barrier of every loss and metric: the largest excess over the straight line between the ends."""
-        return {name: float(self.excess(name).max()) for name in (*self.losses, *self.metrics)}
+        every = {**self.losses, **self.metrics}
+        return {name: float((v - torch.lerp(v[0], v[-1], self.t)).max()) for name, v in every.items()}
 
     @property
     def barrier(self) -> float:
         """The loss barrier; of several data sets, the first."""
         return self.barriers[next(iter(self.losses))]
-
-    def excess(self, name: str) -> Tensor:
-        """The excess over the straight line between the ends, ``(T,)``."""
-        known = {**self.losses, **self.metrics}
-        values = known[arguments.one_of("name", name, known)]
-        return values - torch.lerp(values[0], values[-1], self.t)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -93,37 +82,16 @@ class BarrierCurve:
         values = ", ".join(f"{name}: {value:.4f}" for name, value in self.barriers.items())
         return f"BarrierCurve({len(self.t)} points, barriers {{{values}}})"
 
-    def plot(self, ax: Axes | None = None, label: str = "", names: Sequence[str] | None = None) -> Axes:
-        """Draw curves along the path, and the straight lines between their ends, dashed.
-
-        :param ax: where to draw; a new figure by default.
-        :param label: what the legend says before the name of each curve.
-        :param names: which losses or metrics; all losses by default.
-        """
-        from matplotlib import pyplot as plt
-
-        drawn = list(self.losses) if names is None else arguments.listed("names", names, str, "names")
-        ax = plt.subplots()[1] if ax is None else ax
-        for name in drawn:
-            values = {**self.losses, **self.metrics}[name]
-            (line,) = ax.plot(self.t, values, marker=".", label=f"{label} {name}".strip())
-            ax.plot(self.t[[0, -1]], values[[0, -1]], ls="--", lw=0.8, color=line.get_color())
-        kinds = dict.fromkeys("marginalised loss (nats per row)" if name in self.losses else name for name in drawn)
-        ax.set(xlabel="position on the path t", ylabel=", ".join(kinds))
-        ax.legend()
-        return ax
-
 
 @torch.no_grad()
 def loss_barrier(
     guide_0: Any,
     guide_1: Any,
-    log_likelihood: BayesianModel | PointwiseLogLikelihood | Mapping[str, PointwiseLogLikelihood],
+    log_likelihood: BayesianModel | PointwiseLogLikelihood,
     data: Data | Mapping[str, Data] | None = None,
     *,
     num_points: int = 11,
     num_samples: int = 64,
-    repair: Tensor | None = None,
     progress: bool = False,
 ) -> BarrierCurve:
     """The loss along the geodesic between two mean-field posteriors, or between two networks.
@@ -145,35 +113,31 @@ def loss_barrier(
         moments of its draws), or a network: a module, or its weights by name, running statistics among them or not.
     :param guide_1: likewise.
     :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose loss (untempered, whatever the
-        temperature it was trained at) and error are measured on ``data``; or a function: weights of batch shape
-        ``(S,)`` -> log-likelihood of every row ``(S, N)``; one, or one for each name of data.
+        temperature it was trained at) and error are measured on ``data``; or, without data, a function: weights of
+        batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``.
     :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
     :param num_points: how many points, ends included; at least 3.
     :param num_samples: draws at each point; plain networks need, and take, one.
-    :param repair: inputs, without labels, from which the running statistics of the model's batch normalisation are
-        computed anew at every point.
 
-    Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does, and
-    nothing repairs them: the model's belong to one network.
+    Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does: the
+    model's belong to one network.
     """
     arguments.whole("num_points", num_points, 3)
     first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
-    scores = _scores(log_likelihood, data)
-    norms = _norms(model.net) if model is not None else {}
-    if repair is not None and not norms:
-        raise ValueError("repair needs a BayesianModel as log_likelihood, with batch normalisation in its network")
-    held = [f"{name}.running_mean".lstrip(".") for name in norms]
-    borrowed = [name for name in held if name not in first.loc or name not in second.loc]
-    if borrowed and repair is None:
-        warnings.warn(
-            f"the ends bring no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are measured "
-            "with the model's: what was fitted to another network's, or moved by an element of the symmetry, isn't "
-            "measured as itself. Pass repair=x, or networks, whose own statistics come along",
-            UserWarning,
-            stacklevel=3,  # past the no_grad around it
+    if model is not None:
+        named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
+        _require_data(named)
+        _warn_of_statistics(model.net, first, second)
+        scores = {name: functools.partial(_of_model, model, name, *pair) for name, pair in named.items()}
+    elif isinstance(log_likelihood, nn.Module) or not callable(log_likelihood) or data is not None:
+        raise TypeError(
+            f"log_likelihood is {described(log_likelihood)}; it must be a BayesianModel, or, without data, a function "
+            "of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
         )
+    else:
+        scores = {"loss": functools.partial(_of_function, log_likelihood)}
     values = list(first.loc.values())
     if not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values()):
         num_samples = 1
@@ -181,66 +145,45 @@ def loss_barrier(
     parts = [min(size, num_samples - start) for start in range(0, num_samples, size)]
     seed = int(torch.randint(2**62, (), device="cpu"))
     t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
-    losses: dict[str, list[Tensor]] = {name: [] for name in scores}
-    metrics: dict[str, list[Tensor]] = {}
-    for position in tqdm(t.tolist(), desc="path", disable=not progress):
+    curve = BarrierCurve(t, {}, {})
+    for k, position in enumerate(tqdm(t.tolist(), desc="path", disable=not progress)):
         between = barycentre_gaussians((first, second), (1 - position, position))
         generator = torch.Generator(values[0].device).manual_seed(seed)
-        found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in scores}
+        sums: dict[str, list[Tensor]] = {}
         for count in parts:
             weights = draw(between, count, generator)
-            if model is not None and repair is not None:
-                weights = {**weights, **_statistics(model.net, weights, repair)}
             for name, score in scores.items():
-                found[name].append(score(weights, count))
-        for name, own in found.items():
-            total, *prediction = zip(*own, strict=True)
-            losses[name].append(math.log(num_samples) - torch.logsumexp(torch.stack(total), 0).mean().cpu())
-            if model is not None and data is not None:
-                y = (data[name] if isinstance(data, Mapping) else data)[1]
-                kind, error = _error(torch.stack(prediction[0]).sum(0) / num_samples, model.likelihood.targets(y))
-                metrics.setdefault(kind if name == "loss" else f"{name} {kind}", []).append(error.cpu())
-    return BarrierCurve(t, *({n: torch.stack(points) for n, points in own.items()} for own in (losses, metrics)))
+                density, *mean = score(weights, count)
+                before, *sofar = sums.get(name, (density - math.inf, *(0 * value for value in mean)))
+                added = (one + other for one, other in zip(sofar, mean, strict=True))
+                sums[name] = [torch.logaddexp(before, density), *added]
+        for name, (density, *mean) in sums.items():
+            curve.losses.setdefault(name, torch.zeros_like(t))[k] = math.log(num_samples) - density.mean()
+            if model is not None:
+                kind, error = _error(mean[0] / num_samples, model.likelihood.targets(named[name][1]))
+                curve.metrics.setdefault(kind if name == "loss" else f"{name} {kind}", torch.zeros_like(t))[k] = error
+    return curve
 
 
 # what is measured -----------------------------------------------------------------------------------------------------
 
 
-def _scores(log_likelihood: Any, data: Any) -> dict[str, Callable[[Weights, int], tuple[Tensor, ...]]]:
-    """Name -> function of weights and their number, to ``log Σ_s p(y|x,w_s)`` by row and, of a model, the sum of
-    predictions."""
-    if isinstance(log_likelihood, BayesianModel):
-        rows = data if isinstance(data, Mapping) else {"loss": data}
-        for name, pair in rows.items():
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
-                raise ValueError(f"data[{name!r}] is {described(pair)}; with a model give a pair (x, y) of tensors")
-            if len(pair[0]) != len(pair[1]):
-                raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
-            require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
-        return {name: functools.partial(_of_model, log_likelihood, name, x, y) for name, (x, y) in rows.items()}
-    named = dict(log_likelihood) if isinstance(log_likelihood, Mapping) else {"loss": log_likelihood}
-    if any(isinstance(own, nn.Module) or not callable(own) for own in named.values()) or data is not None:
-        raise TypeError(
-            f"log_likelihood is {described(log_likelihood)}; it must be a BayesianModel, or, without data, a function "
-            "of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
+def _of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
+    """``log Σ_s p(y|x, w_s)`` by row."""
+    pointwise = own(weights)
+    if pointwise.dim() != 2 or len(pointwise) != count:
+        raise ValueError(
+            f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one value for each draw and row, "
+            f"({count}, N), not summed"
         )
-
-    def of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
-        pointwise = own(weights)
-        if pointwise.dim() != 2 or len(pointwise) != count:
-            raise ValueError(
-                f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one value for each draw and row, "
-                f"({count}, N), not summed"
-            )
-        return (torch.logsumexp(pointwise.double(), 0),)
-
-    return {name: functools.partial(of_function, own) for name, own in named.items()}
+    return (torch.logsumexp(pointwise.double(), 0),)
 
 
 def _of_model(
     model: BayesianModel, name: str, x: Tensor, y: Tensor, weights: Weights, count: int
 ) -> tuple[Tensor, ...]:
-    """By row, a few rows at once. Weights may hold buffers, which take the place of the network's own."""
+    """``log Σ_s p(y|x, w_s)`` and the sum of predictions by row, a few rows at once. Weights may hold buffers, which
+    take the place of the network's own."""
     targets = model.likelihood.targets(y)
     latents = {site: weights[site] for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))}
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
@@ -265,26 +208,23 @@ def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
     return "RMSE", (prediction.reshape(targets.shape) - targets.double()).square().mean().sqrt()
 
 
-# batch normalisation --------------------------------------------------------------------------------------------------
+def _require_data(data: Mapping[str, Any]) -> None:
+    for name, pair in data.items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
+            raise ValueError(f"data[{name!r}] is {described(pair)}; with a model give a pair (x, y) of tensors")
+        if len(pair[0]) != len(pair[1]):
+            raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
+        require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
 
 
-def _norms(net: nn.Module) -> dict[str, _BatchNorm]:
-    modules = net.named_modules()
-    return {name: m for name, m in modules if isinstance(m, _BatchNorm) and m.running_mean is not None}
-
-
-def _statistics(net: nn.Module, weights: Weights, inputs: Tensor) -> Weights:
-    """Running statistics of each of several networks ``(S,)``: PyTorch's own averages, over equally large batches."""
-    # Layers that see a small last batch would normalise by the noise of its statistics; one row has none.
-    batches = inputs.tensor_split(min(math.ceil(len(inputs) / BATCH), len(inputs) // 2))
-    every = []
-    for k in range(len(next(iter(weights.values())))):
-        own = with_weights(net, {name: weights[name][k] for name, _ in net.named_parameters()}).eval()
-        for module in _norms(own).values():
-            module.reset_running_stats()
-            module.momentum = None
-            module.train()
-        for batch in batches:
-            own(batch)
-        every.append({name: value for name, value in own.named_buffers() if value.is_floating_point()})
-    return {name: torch.stack([own[name] for own in every]) for name in every[0]}
+def _warn_of_statistics(net: nn.Module, first: GaussianWeights, second: GaussianWeights) -> None:
+    norms = [name for name, m in net.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    held = [f"{name}.running_mean".lstrip(".") for name in norms]
+    if borrowed := [name for name in held if name not in first.loc or name not in second.loc]:
+        warnings.warn(
+            f"the ends bring no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are measured "
+            "with the model's: what was fitted to another network's, or moved by an element of the symmetry, isn't "
+            "measured as itself. Pass networks, whose own statistics come along",
+            UserWarning,
+            stacklevel=4,  # past the no_grad around the caller
+        )

@@ -1,39 +1,25 @@
 r"""Relabel the draws of a mixture by what they say of the data: who belongs to whom.
 
-With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, a draw's labels
-:math:`\pi_s` are compared with a reference that all draws have in common, and found together with it.
-
-*Stephens* (2000): the least divergence from the mean allocation :math:`\bar p`,
+With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, the labels
+:math:`\pi_s` of all draws are those of least divergence from the mean allocation :math:`\bar p`,
 
 .. math:: \min_{\pi_1 \dots \pi_S,\, \bar p} \sum_s \sum_{ik} p_{s i \pi_s(k)} \log
     \frac{p_{s i \pi_s(k)}}{\bar p_{ik}}.
 
-*Equivalence-class representatives* (ECR): the most observations that belong where a pivot :math:`\bar z` puts them,
+By turns: the mean of the relabelled probabilities, then each draw's labels by an assignment problem. No step makes the
+sum worse. Components that overlap in every parameter are told apart by the observations that they explain.
 
-.. math:: \max_{\pi_1 \dots \pi_S,\, \bar z} \sum_s \sum_i p_{s i \pi_s(\bar z_i)},
-
-for sampled allocations (``p`` zero or one) their number, for probabilities their expected number.
-
-Both by turns: the best reference given the labels (the mean of the relabelled probabilities; of each observation its
-most frequent component), then each draw's labels by an assignment problem. No step makes the sum worse. Components that
-overlap in every parameter are told apart by the observations that they explain.
-
-Sources: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2. P.
-Papastamoulis & G. Iliopoulos, "An artificial allocations based solution to the label switching problem in Bayesian
-analysis of mixtures of distributions", JCGS 19(2), 2010; its pivot is found by iteration here, as in the first
-iterative version of Papastamoulis's R package ``label.switching`` (J. Stat. Softw. 69, 2016).
+Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.descent import recentred
 from pyro_symmetric.groups.group import group_of
@@ -44,8 +30,8 @@ from pyro_symmetric.posterior.samples import Draws, chains_of
 ROUNDING = 1e-3
 # Gains below this part of the whole are those of rounding.
 ROUNDED = 1e-10
-
-Method = Literal["stephens", "ecr"]
+# How often to take the mean anew at most.
+MAX_ROUNDS = 50
 
 
 @torch.no_grad()
@@ -54,9 +40,7 @@ def relabel(
     group: Any,
     probabilities: Tensor,
     *,
-    method: Method = "stephens",
     starts: int = 3,
-    max_rounds: int = 50,
 ) -> Posterior:
     """The same draws of a mixture, relabelled so that every observation keeps its component.
 
@@ -73,13 +57,7 @@ def relabel(
     :param group: one set of units, the components, and the axes of all sites along which they lie.
     :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
         component, under each draw; or sampled allocations, one-hot.
-    :param method: ``"stephens"``, by the divergence from the mean allocation, or ``"ecr"``, by the number of
-        observations that belong to their most frequent component. ECR counts an observation once however sure it is, so
-        that a few that are nearly impossible under some labels don't decide; in return it knows nothing of components
-        that are no observation's most frequent one. If there are two of those, their labels are arbitrary, which is
-        warned of.
     :param starts: from how many random draws to start, besides the mean of all as they came; the best end is kept.
-    :param max_rounds: how often to take the mean anew at most.
     :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
     """
     group = group_of(group)
@@ -90,7 +68,7 @@ def relabel(
             "components"
         )
     ((name, components),) = group.factors.items()
-    shape = tuple(arguments.tensor("probabilities", probabilities).shape)
+    shape = tuple(probabilities.shape)
     chains, draws = posterior.num_chains, posterior.num_samples
     if len(shape) != 4 or (*shape[:2], shape[3]) != (chains, draws, components) or 0 in shape:
         raise ValueError(
@@ -103,40 +81,27 @@ def relabel(
             "probabilities hold values that are negative or NaN, or don't sum to one over components: pass the softmax "
             "of the components' log-densities"
         )
-    arguments.one_of("method", method, get_args(Method))
     flat = probabilities.detach().double().flatten(0, 1)
     random = flat[torch.randperm(len(flat), device=flat.device)[:starts]]
     means = [flat.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
-    labels, reference, _ = min((_settled(flat, method, mean, max_rounds) for mean in means), key=lambda end: end[2])
-    if method == "ecr" and (unused := int((reference.sum(0) == 0).sum())) > 1:
-        warnings.warn(
-            f"{unused} components are no observation's most frequent one, so ECR can't tell them apart: their labels "
-            "are arbitrary. method='stephens' looks at small probabilities, too",
-            UserWarning,
-            stacklevel=3,
-        )
+    labels, _ = min((_settled(flat, mean) for mean in means), key=lambda end: end[1])
     labels = recentred(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(chains, draws, -1)}))
 
 
-def _settled(draws: Tensor, method: Method, mean: Tensor, max_rounds: int) -> tuple[Tensor, Tensor, float]:
-    """Labels of all draws, ``(S, K)``, the reference that they fit, and minus how well they fit it on average.
+def _settled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:
+    """Labels of all draws, ``(S, K)``, and minus how well they fit their mean, on average.
 
     :param draws: ``(S, observations, K)``.
     :param mean: the mean of the relabelled draws to start from.
     """
     least = math.inf
-    for _ in range(max_rounds):
-        # A draw's fit is the sum of its products with these. Stephens': but for the draws' entropies, which no labels
-        # change, minus the divergence from the mean; ECR's: one at each observation's most frequent component.
-        if method == "stephens":
-            reference = mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
-        else:
-            reference = torch.nn.functional.one_hot(mean.argmax(-1), mean.shape[-1]).to(mean)
-        scores = reference.mT @ draws
+    for _ in range(MAX_ROUNDS):
+        # But for the draws' entropies, which no labels change, minus the divergence from the mean.
+        scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log().mT @ draws
         labels = assign(scores)
         before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
         if before - least <= ROUNDED * abs(least):
             break
         mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
-    return labels, reference, least
+    return labels, least

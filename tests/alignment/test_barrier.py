@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from pyro_symmetric.alignment import GaussianWeights, barrier, loss_barrier
 from pyro_symmetric.likelihoods import CategoricalLikelihood
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])
@@ -61,16 +60,6 @@ def test_positive_sites_travel_in_unconstrained_space() -> None:
     ]
     curve = loss_barrier(*ends, lambda w: w["s"][:, None], num_points=3, num_samples=1)
     assert (-curve.losses["loss"]).tolist() == pytest.approx([1.0, 2.0, 4.0])
-
-
-def test_a_curve_can_be_plotted() -> None:
-    curve = loss_barrier(gaussian(-3.0, 0.4), gaussian(2.0, 1.0), log_likelihood, num_points=3, num_samples=4)
-    from matplotlib.figure import Figure
-
-    ax = curve.plot(Figure().subplots(), label="aligned")
-    path, chord = ax.get_lines()
-    assert path.get_label() == "aligned loss"
-    assert chord.get_ydata().tolist() == curve.losses["loss"][[0, -1]].tolist()
 
 
 # models and networks ------------------------------------------------------------------------------------------------
@@ -172,58 +161,15 @@ def test_networks_are_ends_and_bring_their_running_statistics() -> None:
         assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(net(x), y)), rel=1e-5)
 
 
-def test_a_posterior_is_an_end_by_its_moments() -> None:
-    model, first, second, x, y = classifier()
-    draws = {site: second.loc[site] + torch.randn(2, 5, *shape) for site, shape in model.site_shapes.items()}
-    posterior = Posterior(draws, {}, {}, kind="chains")
-    flat = {site: value.flatten(0, 1) for site, value in draws.items()}
-    by_hand = GaussianWeights({s: v.mean(0) for s, v in flat.items()}, {s: v.std(0, False) for s, v in flat.items()})
-    curves = []
-    for end in (posterior, by_hand):
-        torch.manual_seed(1)
-        curves.append(loss_barrier(first, end, model, (x, y), num_points=3, num_samples=4).losses["loss"])
-    torch.testing.assert_close(*curves)
-
-
 def test_ends_without_running_statistics_are_warned_about():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 2)).eval()
     model, x, y = BayesianModel(net), torch.randn(8, 2), torch.randint(2, (8,))
     weights = {name: value.detach() for name, value in net.named_parameters()}
-    with pytest.warns(UserWarning, match=r"no running statistics .*'1.running_mean'.* repair=x") as told:
+    with pytest.warns(UserWarning, match=r"no running statistics .*'1.running_mean'") as told:
         loss_barrier(weights, weights, model, (x, y), num_points=3)
     assert told[0].filename == __file__
     # Networks bring theirs; warnings are errors here.
     loss_barrier(net, copy.deepcopy(net), model, (x, y), num_points=3)
-    loss_barrier(weights, weights, model, (x, y), num_points=3, repair=x)
-
-
-@pytest.mark.parametrize(("rows", "batch", "split"), [(42, 16, 14), (130, 512, 130), (129, 128, 65)])
-def test_repaired_losses_are_those_under_pytorch_s_own_statistics_of_equal_batches(monkeypatch, rows, batch, split):
-    monkeypatch.setattr(barrier, "BATCH", batch)
-    nets = [
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5),
-            nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2),
-        ).eval()
-        for _ in range(2)
-    ]  # fmt: skip
-    x, y = 3 * torch.randn(rows, 1, 6, 6) + 1, torch.randint(2, (rows,))
-    curve = loss_barrier(*nets, BayesianModel(nets[0]), (x, y), num_points=3, repair=x)
-    middle = copy.deepcopy(nets[0])
-    with torch.no_grad():
-        for own, other in zip(middle.parameters(), nets[1].parameters(), strict=True):
-            own.lerp_(other, 0.5)
-        for net, loss in zip((nets[0], middle, nets[1]), curve.losses["loss"], strict=True):
-            net = copy.deepcopy(net)
-            for module in (net[1], net[5]):
-                module.momentum = None
-                module.train()
-            for part in x.split(split):
-                net(part)
-            assert float(loss) == pytest.approx(float(nn.functional.cross_entropy(net.eval()(x), y)), rel=1e-5)
-    assert not nets[0][1].running_mean.any()  # the networks stay as they are
-    with pytest.raises(ValueError, match="repair needs"):
-        loss_barrier(nn.Linear(2, 2), nn.Linear(2, 2), BayesianModel(nn.Linear(2, 2)), (x, y), repair=x)
 
 
 def test_targets_that_broadcast_to_other_shapes_are_refused() -> None:

@@ -136,13 +136,10 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
 
 
 def _barrier(problem: Problem, budget: Any, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
-    model, data = problem.model, problem.dataset
-    curves = {
-        "train": lambda weights: model.log_likelihood(weights, data.train_x, data.train_y),
-        "test": lambda weights: model.log_likelihood(weights, data.test_x, data.test_y),
-    }
+    data = problem.dataset
+    rows = {"train": (data.train_x, data.train_y), "test": (data.test_x, data.test_y)}
     options = {"num_points": budget.path_points, "num_samples": budget.path_draws, "progress": progress}
-    return loss_barrier(start, end, curves, **options).to_dict()
+    return loss_barrier(start, end, problem.model, rows, **options).to_dict()
 
 
 def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> list[float]:
