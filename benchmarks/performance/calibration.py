@@ -160,20 +160,22 @@ SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {  # kernel, thinn
 }
 
 
-def right(name: str, replications: int, draws: int) -> tuple[float, float]:
+def right(name: str, replications: int, draws: int, **options: int) -> tuple[float, float]:
     kernel, thinning, batch = SAMPLERS[name]
-    return calibration(kernel, replications, draws, thinning, batch=batch)
+    return calibration(kernel, replications, draws, thinning, batch=batch, **options)
 
 
-def accepting(change: Callable[[Tensor], Tensor], kernel: ps.HMC, replications: int, draws: int) -> tuple[float, float]:
+def accepting(
+    change: Callable[[Tensor], Tensor], kernel: ps.HMC, replications: int, draws: int, **options: int
+) -> tuple[float, float]:
     """Hamiltonian Monte Carlo with another energy error."""
     own = hmc.energy_error
     with mock.patch.object(hmc, "energy_error", lambda *args: change(own(*args))):
-        return calibration(kernel, replications, draws, 3)
+        return calibration(kernel, replications, draws, 3, **options)
 
 
-def too_long(replications: int, draws: int) -> tuple[float, float]:
-    return calibration(ps.SGLD(model, tolerance=0.8, num_steps=20), replications, draws, 3)
+def too_long(replications: int, draws: int, **options: int) -> tuple[float, float]:
+    return calibration(ps.SGLD(model, tolerance=0.8, num_steps=20), replications, draws, 3, **options)
 
 
 @contextmanager
@@ -183,8 +185,8 @@ def all_chains_in_every_batch() -> Iterator[None]:
         yield
 
 
-# Name -> replications and draws -> p-value and lag.
-CONTESTANTS: dict[str, Callable[[int, int], tuple[float, float]]] = {
+# Name -> replications, draws and, by its name, num_warmup -> p-value and lag.
+CONTESTANTS: dict[str, Callable[..., tuple[float, float]]] = {
     **{name: partial(right, name) for name in SAMPLERS},
     "accepts twice as often": partial(accepting, lambda error: error - 0.7, ps.HMC(model, target_accept=0.6)),
     "accepts always": partial(

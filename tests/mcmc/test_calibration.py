@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-REPLICATIONS, DRAWS, LEVEL = 500, 31, 1e-6
+REPLICATIONS, DRAWS, LEVEL = 300, 15, 1e-6
 SLOW = ("AdaptiveHMC", "NUTS", "SGHMC, all rows", "SGLD, all rows", "SGHMC", "SGLD", "pSGLD")
 
 
@@ -23,7 +23,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_are_uniform(name):
     from benchmarks.performance.calibration import CONTESTANTS
 
-    value, _ = CONTESTANTS[name](REPLICATIONS, DRAWS)
+    value, _ = CONTESTANTS[name](REPLICATIONS, DRAWS, **({"num_warmup": 75} if name == "HMC" else {}))
     assert value > LEVEL
 
 
@@ -38,7 +38,7 @@ def test_ranks_are_uniform(name):
 def test_a_sampler_that_is_wrong_is_seen(name):
     from benchmarks.performance.calibration import CONTESTANTS
 
-    value, _ = CONTESTANTS[name](2 * REPLICATIONS, DRAWS)  # of 20 seeds the largest value was 7e-13
+    value, _ = CONTESTANTS[name](2 * REPLICATIONS, DRAWS, num_warmup=75)
     assert value < LEVEL
 
 
