@@ -48,10 +48,9 @@ def number(
         raise TypeError(f"{name} is {described(value)}; it must be a number{_or_none(none)}")
     bounds = {"at least": (operator.ge, least), "more than": (operator.gt, above)}
     bounds |= {"at most": (operator.le, most), "less than": (operator.lt, below)}
-    asked = {words: (fits, bound) for words, (fits, bound) in bounds.items() if bound is not None}
-    if math.isnan(value) or not all(fits(value, bound) for fits, bound in asked.values()):
-        wanted = " and ".join(f"{words} {bound}" for words, (_, bound) in asked.items()) or "a number, not NaN"
-        raise ValueError(f"{name} is {value}; it must be {wanted}{_or_none(none)}")
+    asked = {f"{words} {bound}": fits(value, bound) for words, (fits, bound) in bounds.items() if bound is not None}
+    if math.isnan(value) or not all(asked.values()):
+        raise ValueError(f"{name} is {value}; it must be {' and '.join(asked) or 'a number, not NaN'}{_or_none(none)}")
     return value
 
 

@@ -24,8 +24,9 @@ from pyro_symmetric.weights import Weights
 
 __all__ = ["HMC", "MCMC", "NUTS"]
 
+# Arguments of Pyro's kernels that have nothing left to say here; they are taken and not used.
 IDLE = {"max_plate_nesting", "jit_compile", "jit_options", "ignore_jit_warnings", "use_multinomial_sampling"}
-"""Arguments of Pyro's kernels that have nothing left to say here; they are taken and not used."""
+OURS = {"adapt_mass_matrix": "adapt_mass", "target_accept_prob": "target_accept"}
 
 
 def HMC(
@@ -46,9 +47,9 @@ def HMC(
     :param num_steps: instead of a length: it is ``step_size * num_steps``. With neither, the length is :math:`2 \pi`.
     :param settings: those that :func:`NUTS` has, too.
     """
-    steps_length = 2 * math.pi if num_steps is None else step_size * num_steps
-    length = steps_length if trajectory_length is None else trajectory_length
-    return mcmc.HMC(model, trajectory_length=length, max_steps=1024, **_settings(step_size, **settings))
+    if trajectory_length is None:
+        trajectory_length = 2 * math.pi if num_steps is None else step_size * num_steps
+    return mcmc.HMC(model, trajectory_length=trajectory_length, max_steps=1024, **_settings(step_size, **settings))
 
 
 def NUTS(model: Callable[..., Any], *, step_size: float = 1.0, max_tree_depth: int = 10, **settings: Any) -> mcmc.NUTS:
@@ -58,29 +59,17 @@ def NUTS(model: Callable[..., Any], *, step_size: float = 1.0, max_tree_depth: i
 
     :param max_tree_depth: a trajectory has at most ``2 ** max_tree_depth - 1`` steps.
     :param settings: ``adapt_step_size=True``; ``adapt_mass_matrix=True``; ``full_mass=False``, or ``True`` for a dense
-        mass matrix; ``target_accept_prob=0.8``. Those of :data:`IDLE` are taken, too.
+        mass matrix; ``target_accept_prob=0.8``; those of Pyro's that have nothing to say here.
     """
     return mcmc.NUTS(model, max_treedepth=max_tree_depth, **_settings(step_size, **settings))
 
 
-def _settings(
-    step_size: float,
-    adapt_step_size: bool = True,
-    adapt_mass_matrix: bool = True,
-    full_mass: bool = False,
-    target_accept_prob: float = 0.8,
-    **idle: Any,
-) -> dict[str, Any]:
-    """The settings that our Hamiltonian kernels share."""
-    if unknown := sorted(set(idle) - IDLE):
-        raise TypeError(f"{unknown[0]!r} is no argument here")
-    return {
-        "step_size": None if adapt_step_size is True else step_size,
-        "adapt_step_size": adapt_step_size,
-        "adapt_mass": adapt_mass_matrix,
-        "mass": "dense" if full_mass else "diagonal",
-        "target_accept": target_accept_prob,
-    }
+def _settings(step_size: float, **pyros: Any) -> dict[str, Any]:
+    """The settings that our Hamiltonian kernels share, of Pyro's."""
+    given = {"target_accept_prob": 0.8, **{name: value for name, value in pyros.items() if name not in IDLE}}
+    own = {OURS.get(name, name): value for name, value in given.items()}
+    own |= {"mass": "dense"} if own.pop("full_mass", False) else {}
+    return own if own.get("adapt_step_size", True) is True else {**own, "step_size": step_size}
 
 
 class MCMC:
@@ -102,6 +91,8 @@ class MCMC:
     :param options: of :func:`~pyro_symmetric.sample`: ``initial``, ``hook``, ``seed``, ``engine``, ``store`` ...
     """
 
+    posterior: Posterior  # all that ``sample`` gave, once there are draws
+
     def __init__(
         self,
         kernel: Kernel,
@@ -113,17 +104,15 @@ class MCMC:
         **options: Any,
     ):
         self.kernel = arguments.instance("kernel", kernel, Kernel, "HMC(model), NUTS(model) or another kernel of ours")
-        self.posterior: Posterior  # all that ``sample`` gave, once there are draws
         self.num_samples = arguments.whole("num_samples", num_samples, 1)
         self.warmup_steps = num_samples if warmup_steps is None else warmup_steps
-        self.num_chains = num_chains
-        counts = {"num_samples": num_samples, "num_warmup": self.warmup_steps, "num_chains": num_chains}
-        self._options: dict[str, Any] = {**counts, "progress": not disable_progbar, **options}
+        self.num_chains, self._options = num_chains, {"progress": not disable_progbar, **options}
 
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are the model's. The draws come with all that is known of them."""
         self._args, self._kwargs = args, kwargs  # which ArviZ reads
-        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **self._options)
+        counts = {"num_samples": self.num_samples, "num_warmup": self.warmup_steps, "num_chains": self.num_chains}
+        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **counts, **self._options)
         return self.posterior
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:

@@ -73,7 +73,7 @@ def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Ten
             raise StoreError(f"{path} is no {kind} of this library, but {said['format']!r}")
         if int(said["version"]) > version:
             raise StoreError(f"{path} is of version {said['version']} of the {kind} format: a newer pyro_symmetric's")
-        if zlib.crc32(_with_sum(content, said[CHECKSUM], OPEN)) != int(said[CHECKSUM], 16):
+        if f"{zlib.crc32(_with_sum(content, said[CHECKSUM], OPEN)):08x}" != said[CHECKSUM]:
             raise StoreError(f"{path} is damaged: it differs from its checksum. Restore it from a copy, or remove it")
         return tensors, dict(json.loads(said["json"]))
     except StoreError:

@@ -90,24 +90,6 @@ def test_arguments_have_pyros_names_and_defaults():
                 assert parameter.default == expected[name].default, name
 
 
-def test_settings_reach_our_kernels():
-    kernel = NUTS(
-        conjugate,
-        step_size=0.3,
-        adapt_step_size=False,
-        adapt_mass_matrix=False,
-        full_mass=True,
-        max_tree_depth=4,
-        target_accept_prob=0.9,
-    )
-    assert type(kernel) is ps.NUTS
-    assert kernel.settings() == {
-        **ps.NUTS(conjugate).settings(),
-        **{"step_size": 0.3, "adapt_step_size": False, "adapt_mass": False, "mass": "dense"},
-        **{"max_treedepth": 4, "target_accept": 0.9},
-    }
-
-
 # what is made of the draws ------------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,7 @@ def test_a_hook_sees_every_iteration_when_it_is_done():
     assert ended[-1] == 30
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["HMC", "SGHMC"])
 def test_draws_added_later_are_those_of_a_longer_run(name, tmp_path):
     whole = unbroken(name, 7)
     first = run(name, seed=7, num_samples=3, store=tmp_path / "s")
@@ -453,7 +453,7 @@ def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(t
 
 # how much of the library a run touches ------------------------------------------------------------------------------
 
-MOST_FILES, MOST_FUNCTIONS = 31, 214
+MOST_FILES, MOST_FUNCTIONS = 26, 171
 
 
 @pytest.mark.cpu

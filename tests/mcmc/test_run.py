@@ -11,7 +11,6 @@ from torch import nn
 from tqdm import tqdm
 
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, sample
-from pyro_symmetric.mcmc.kernels.hmc import HMC as Hmc
 from pyro_symmetric.models import BayesianModel
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 6, "progress": False}
@@ -67,41 +66,6 @@ def test_metadata_is_json_and_tells_how_the_draws_were_made(kernel):
     assert metadata["settings"]["step_size"] == kernel.step_size
     assert (metadata["seed"], metadata["num_warmup"], metadata["dtype"]) == (1, 10, "float32")
     assert metadata["seconds"]["warmup"] > 0
-
-
-def test_statistics_belong_to_the_draws_they_stand_beside():
-    posterior = sample(HMC(model, step_size=0.3, num_steps=3), seed=0, **QUICK)
-    a, b = posterior.samples["a"], posterior.samples["b"]
-    # over the unconstrained coordinates: the density of log b carries the log-determinant log b
-    expected = dist.Normal(0.0, 1.0).log_prob(a).sum(-1) + dist.Gamma(2.0, 1.0).log_prob(b) + b.log()
-    assert torch.allclose(posterior.statistics["lp"], expected, atol=1e-4)
-
-
-class _Interrupting(Hmc):
-    """An HMC during whose n-th step the user presses Ctrl-C."""
-
-    at = 0
-
-    def step(self, density, state):
-        type(self).at -= 1
-        if type(self).at == 0:
-            raise KeyboardInterrupt
-        return super().step(density, state)
-
-
-def test_ctrl_c_while_sampling_returns_what_is_there(monkeypatch):
-    _Interrupting.at = 14  # 10 iterations of warm-up, 3 draws, then
-    with pytest.warns(RuntimeWarning, match="3 of 6 draws"):
-        posterior = sample(_Interrupting(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
-    whole = sample(HMC(model, step_size=0.3, num_steps=3), seed=1, **QUICK)
-    assert torch.equal(posterior.samples["a"], whole.samples["a"][:, :3])
-    assert posterior.metadata["interrupted"]
-
-
-def test_ctrl_c_in_warm_up_ends_the_program():
-    _Interrupting.at = 5
-    with pytest.raises(KeyboardInterrupt):
-        sample(_Interrupting(model), **QUICK)
 
 
 def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
@@ -193,14 +157,6 @@ def test_a_models_arguments_never_reach_the_sampler():
     metadata = sample(HMC(model, num_steps=1), 7, kwargs=kwargs, seed=1, **QUICK).metadata
     assert seen == {"seed": 7, **kwargs}
     assert metadata["seed"] == 1
-
-
-def test_a_misspelt_option_of_the_sampler_never_reaches_the_model():
-    def takes_anything(**anything):
-        pyro.sample("a", dist.Normal(0.0, 1.0))
-
-    with pytest.raises(TypeError, match="num_sample"):
-        sample(HMC(takes_anything), num_sample=5, **QUICK)
 
 
 def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():

@@ -88,13 +88,6 @@ def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_tasks_that_a_store_refuses_have_touched_no_generator(tmp_path):
-    before = torch.get_rng_state()
-    with FolderRecorder(tmp_path / "s", 1), pytest.raises(FileExistsError):
-        RUNS[0](store=tmp_path / "s", chains_per_task=1, seed=None)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_a_refused_thread_does_not_disturb_the_one_that_holds_the_lock(tmp_path):
     alone, done, refused = RUNS[0](), threading.Event(), []
 
@@ -133,19 +126,6 @@ def test_a_run_may_ask_for_another_by_threads_from_its_starting_points_function(
     for executor in (None, ThreadPoolExecutor(2)):
         assert same(RUNS[0](initial=functools.partial(initial, executor=executor)), alone)
     assert same(*asked)
-
-
-@pytest.mark.parametrize("model", [components, NET])
-def test_log_joint_leaves_the_callers_generator_alone(model):
-    args = (Y,) if model is components else (X, Y)
-    before = torch.get_rng_state()
-    density = log_joint(model, *args)
-    density({site: torch.full((3, *shape), 0.5) for site, shape in shapes(model).items()})
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def shapes(model):
-    return {"locs": (2,)} if model is components else model.site_shapes
 
 
 @pytest.mark.cpu
