@@ -4,8 +4,8 @@
 :class:`Dataset`, whose tensors hold inputs that are standardised by the statistics of its own training rows.
 
 >>> data = ps.datasets.load("wine")
->>> data.num_features, data.num_classes
-(13, 3)
+>>> data.input_shape, data.num_outputs
+(torch.Size([13]), 3)
 """
 
 from pyro_symmetric.datasets.dataset import Dataset

@@ -21,9 +21,8 @@ class Dataset:
     are brought to 0..1 first) and per feature for tables. Targets of a regression are standardised likewise.
 
     :param name: the name that it was loaded by.
-    :param task: ``"classification"`` or ``"regression"``.
     :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
-    :param train_y: ``(num_train,)``, class indices ``0..num_classes-1`` as int64, or standardised targets.
+    :param train_y: ``(num_train,)``, class indices ``0..num_outputs-1`` as int64, or standardised targets.
     :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
     :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: classes 8, 9"``.
     :param class_names: one name a class, in the order of the indices; empty for regression.
@@ -55,19 +54,9 @@ class Dataset:
         return self.train_x.shape[1:]
 
     @property
-    def num_features(self) -> int:
-        """Number of inputs of a network that takes a row flattened."""
-        return self.input_shape.numel()
-
-    @property
-    def num_classes(self) -> int | None:
-        """Number of classes, ``None`` for regression."""
-        return len(self.class_names) if self.task == "classification" else None
-
-    @property
     def num_outputs(self) -> int:
         """Outputs that a network for this task has: one a class, or 1 for regression."""
-        return self.num_classes or 1
+        return len(self.class_names) or 1
 
     @property
     def is_image(self) -> bool:
@@ -81,21 +70,20 @@ class Dataset:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
         """The same data on another device, or with floats of another type; class indices stay integers."""
         moved: dict[str, Any] = {
-            field.name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
+            name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         return dataclasses.replace(self, **moved)
 
     def describe(self) -> str:
         """A paragraph for a report: rows, inputs, targets, and the notes."""
-        size = "x".join(map(str, self.input_shape))
+        size, classes = "x".join(map(str, self.input_shape)), self.class_names
+        about = f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})"
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
             f"images of {size} (channels, height, width)" if self.is_image else f"features: {size}",
-            f"{self.num_classes} classes ({shorten(self.class_names)})"
-            if self.task == "classification"
-            else f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})",
+            f"{len(classes)} classes ({shorten(classes)})" if classes else about,
         ]
         if self.ood_x is not None:
             parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")

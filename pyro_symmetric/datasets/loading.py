@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,33 +42,28 @@ def load(
 ) -> Dataset:
     """Load a data set, split it, and standardise it by its training rows.
 
-    :param name: one of :data:`KNOWN`. ``digits``, ``wine``, ``breast-cancer`` and ``diabetes`` come with scikit-learn
-        and need no files; ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100`` and ``svhn`` are read by torchvision
-        from ``root``; ``uci/<name>`` is a folder under ``root`` (see :func:`sources.read_uci`); ``csv:FILE`` is the
-        user's own table (see :func:`sources.read_csv`).
+    :param name: one of :data:`KNOWN`: a table or the digits of scikit-learn; images, read by torchvision from ``root``;
+        ``uci/<name>``, a folder under ``root``; ``csv:FILE``, the user's own table.
     :param root: the folder in which data sets are looked for, and to which they are downloaded.
     :param download: fetch an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
-    :param task: for tables whose target allows both, ``"classification"`` or ``"regression"``; guessed by default.
+    :param task: for tables whose target allows both; guessed by default.
     :param test_fraction: share of the rows that is split off for testing (stratified by class), where a data set has no
         test part of its own.
-    :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs.
-        ``None`` holds out none; ``"auto"`` the last fifth where there are at least 5, as a note then says. From a data
-        set with a test part of its own, only that part's rows of these classes are used.
+    :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs;
+        ``"auto"`` the last fifth where there are at least 5. Of a test part of its own, where there is one.
     :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
-    :param max_train: most training rows, a stratified subset drawn by ``seed``; ``None`` for all.
-    :param max_test: most test rows, and most out-of-distribution rows.
+    :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
     :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
     :param dtype: of the inputs and regression targets; PyTorch's default by default.
     :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = Path(root).expanduser()
     arguments.one_of("task", task, (None, *get_args(Task)))
     arguments.fraction("test_fraction", test_fraction)
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
-    raw = _read(name, root, download, target, split, task)
+    raw = _read(name, Path(root).expanduser(), download, target, split, task)
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
@@ -77,8 +71,6 @@ def load(
     train, test = raw.parts or (np.flatnonzero(raw.y >= 0) if held else np.arange(len(raw.y)), None)
     if test is None:
         num_test = max(1, round(test_fraction * len(train)))
-        if len(train) - num_test < 2:
-            raise ValueError(f"{name} has {len(train)} rows, too few to train on 2 and test on {num_test}")
         rows = _stratified(train, raw, rng)
         train, test = rows[num_test:], rows[:num_test]
     sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
@@ -129,27 +121,24 @@ def ood(
     :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
-    root = Path(root).expanduser()
     arguments.whole("max_rows", max_rows, 1, none="all")
     if name == like.name:
         raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
     if name.startswith("csv:"):
-        rows = sources.read_csv_features(name, like.feature_names)
-        raw = Raw(rows, np.zeros(len(rows)))
+        raw = Raw(sources.numbers(sources.frame(name, like.feature_names)[list(like.feature_names)]), np.zeros(0))
     else:
-        raw = _read(name, root, download, None, 0, None)
-        rows = raw.x[raw.parts[1]] if raw.parts else raw.x
+        raw = _read(name, Path(root).expanduser(), download, None, 0, None)
+    rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     rows = rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]]
     x, notes = _inputs(rows, raw), like.notes
     if like.is_image and x.dim() == 4 and x.shape[1:] != like.input_shape:
         was, x = tuple(x.shape[1:]), to_shape(x, like.input_shape)
         notes = (*notes, f"Images of {name} were brought from {was} to {tuple(like.input_shape)}.")
     if x.shape[1:] != like.input_shape:
-        raise ValueError(
-            f"rows of {name} have shape {tuple(x.shape[1:])}, but of {like.name} {tuple(like.input_shape)}"
-        )
+        found, wanted = tuple(x.shape[1:]), tuple(like.input_shape)
+        raise ValueError(f"rows of {name} have shape {found}, but of {like.name} {wanted}")
     x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
-    return dataclasses.replace(like, ood_x=x, ood_name=name, notes=notes)
+    return replace(like, ood_x=x, ood_name=name, notes=notes)
 
 
 def to_shape(images: Tensor, shape: torch.Size) -> Tensor:
@@ -223,7 +212,8 @@ def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
     floats = [values for values in (raw.x, raw.y) if values.dtype.kind == "f"]
     if not all((np.abs(values) <= np.finfo(np.float32).max).all() for values in floats):
         raise ValueError(f"{name} holds values that are NaN, infinite, or too large for single precision")
-    if missing := [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]:
+    missing = [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]
+    if missing or len(train) < 2:
         raise ValueError(f"{name} has too few rows: none of the {len(train)} training rows is of {missing}")
 
 

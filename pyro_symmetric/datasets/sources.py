@@ -48,13 +48,8 @@ class Raw:
 
 def read_sklearn(name: str) -> Raw:
     """Read one of :data:`SKLEARN`, which need no files and no network."""
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"the data sets {', '.join(SKLEARN)} come with scikit-learn, which is not installed; "
-            "pip install 'pyro-symmetric[study]' brings it"
-        ) from error
+    from sklearn import datasets  # which the extra ``study`` brings
+
     more = {"scaled": False} if name == "diabetes" else {}
     bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**more)
     features, classes = (tuple(map(str, bunch.get(part, ()))) for part in ("feature_names", "target_names"))
@@ -71,12 +66,11 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     import_torchvision()
     from torchvision import datasets
 
-    make = getattr(datasets, IMAGES[name])
     choices: list[dict[str, Any]] = [{"train": True}, {"train": False}]
     if name == "svhn":
         choices = [{"split": "train"}, {"split": "test"}]
     try:
-        train, test = (make(root=root, download=download, **choice) for choice in choices)
+        train, test = (getattr(datasets, IMAGES[name])(root=root, download=download, **choice) for choice in choices)
     except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
         raise FileNotFoundError(
             f"{name} can't be read under {root.resolve()} ({error}); pass download=True (--download) to fetch it, or "
@@ -106,55 +100,49 @@ def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
         numbers; regression otherwise.
     :raises ValueError: naming the columns, if the target isn't one of them; or what can't be used.
     """
-    frame = _frame(name)
-    if target not in frame:
-        raise ValueError(f"{name} needs a target column (--target), not {target!r}; its columns are {list(frame)}")
-    values = frame.pop(target)
+    table = frame(name)
+    if target not in table:
+        raise ValueError(f"{name} needs a target column (--target), not {target!r}; its columns are {list(table)}")
+    values = table.pop(target)
     words = values.dtype.kind not in "biuf"
     few = words or ((values == values.round()).all() and values.nunique() <= MOST_CLASSES)
     y, classes = _target(values.to_numpy(), task or ("classification" if few else "regression"))
-    return Raw(_numbers(frame), y, classes, feature_names=tuple(frame))
+    return Raw(numbers(table), y, classes, feature_names=tuple(table))
 
 
-def read_csv_features(name: str, feature_names: tuple[str, ...]) -> np.ndarray:
-    """The columns of ``csv:FILE`` that another table has, in its order, ``(N, F)``."""
-    return _numbers(_frame(name, feature_names)[list(feature_names)])
-
-
-def _frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
+def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
+    """Some columns of ``csv:FILE``, by default all, as a data frame without missing values."""
     import pandas as pd  # half a second, which only those who read a file should wait for
 
     path = Path(name.removeprefix("csv:")).expanduser()
-    frame = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
-    if (missing := frame.columns[frame.isna().any()]).any():
+    found = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
+    if (missing := found.columns[found.isna().any()]).any():
         raise ValueError(f"{path} has missing values in the columns {list(missing)}")
-    return frame
+    return found
 
 
-def _numbers(frame: Any) -> np.ndarray:
-    if words := [name for name, values in frame.items() if values.dtype.kind not in "biuf"]:
+def numbers(table: Any) -> np.ndarray:
+    """A data frame of numbers as an array."""
+    if words := [name for name, values in table.items() if values.dtype.kind not in "biuf"]:
         raise ValueError(f"the columns {words} hold words; code them as numbers, with pandas.get_dummies, say")
-    return frame.to_numpy(np.float64)
+    return table.to_numpy(np.float64)
 
 
 def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw:
-    """Read ``uci/<set>`` with the given one of its splits.
+    """Read ``uci/<set>`` with the given one of its splits; a regression unless told otherwise.
 
     The layout that the Bayesian-network literature shares (Hernandez-Lobato & Adams 2015; Gal & Ghahramani 2016): a
     folder with ``data.txt`` (numbers, separated by blanks), ``index_features.txt`` and ``index_target.txt`` (columns,
     from 0), ``index_train_<k>.txt`` and ``index_test_<k>.txt`` (rows, from 0).
 
     :param root: a folder that holds ``uci/<set>`` or ``<set>``.
-    :param task: ``"regression"`` unless told otherwise.
     :raises FileNotFoundError: if the folder, or a file of it, is missing.
     :raises ValueError: if a file doesn't fit the layout.
     """
     places = [root / up / name.removeprefix("uci/") / down for up in ("uci", "") for down in ("", "data")]
     folder = next((place for place in places if (place / "data.txt").is_file()), None)
     if folder is None:
-        raise FileNotFoundError(
-            f"{name} was not found in {root.resolve()}; pass root (--data-root) to say where the uci folder is"
-        )
+        raise FileNotFoundError(f"{name} was not found in {root.resolve()}; root (--data-root) says where uci is")
     data = np.loadtxt(folder / "data.txt", ndmin=2)
     features, target = (_indices(folder / f"index_{part}.txt", data.shape[1]) for part in ("features", "target"))
     train, test = (_indices(folder / f"index_{part}_{split}.txt", len(data)) for part in ("train", "test"))

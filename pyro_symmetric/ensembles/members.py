@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from pyro_symmetric.calls import with_weights
 from pyro_symmetric.models import BayesianModel, normal_base
+from pyro_symmetric.traced import unchecked
 from pyro_symmetric.weights import Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -106,14 +106,13 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
 def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
     r"""The objective that a mode of the posterior minimises, by row of the data:
     :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`."""
-    in_net = _names(model.net)
-    log_prior = _log_prior(model.priors())
+    in_net, log_prior = _names(model.net), _log_prior(model.priors())
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         network = {site: value for site, value in weights.items() if site in in_net}
         outputs = model.call({**network, **buffers}, x)
         latents = {site: value for site, value in weights.items() if site not in in_net}
-        rows = _unvalidated(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
+        rows = unchecked(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
         return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior(weights) / num_data
 
     return evaluate
@@ -123,29 +122,17 @@ def _log_prior(priors: Mapping[str, Distribution]) -> Callable[[Weights], Tensor
     """The log-density of one network's weights. Normal sites are one normal vector: of a small network, calls of
     operators rather than their work are what takes time."""
     normal = {site: base for site, prior in priors.items() if (base := normal_base(prior)) is not None}
-    others = {site: _unvalidated(prior) for site, prior in priors.items() if site not in normal}
-    if not normal:
-        return lambda weights: torch.stack([prior.log_prob(weights[site]) for site, prior in others.items()]).sum()
-    loc = torch.cat([base.loc.flatten() for base in normal.values()])
-    scale = torch.cat([base.scale.flatten() for base in normal.values()])
-    inverse_scale = scale.reciprocal()
-    constant = -float(scale.double().log().sum()) - 0.5 * len(scale) * math.log(2 * math.pi)
+    others = {site: unchecked(prior) for site, prior in priors.items() if site not in normal}
+    moments = [[getattr(base, name).flatten() for base in normal.values()] for name in ("loc", "scale")]
+    vector = Normal(*map(torch.cat, moments), validate_args=False) if normal else None
 
     def log_prior(weights: Weights) -> Tensor:
-        flat = torch.cat([weights[site].flatten() for site in normal])
-        total = ((flat - loc) * inverse_scale).square().sum() * -0.5 + constant
-        return sum((prior.log_prob(weights[site]) for site, prior in others.items()), start=total)
+        terms = [prior.log_prob(weights[site]) for site, prior in others.items()]
+        if vector is not None:
+            terms.append(vector.log_prob(torch.cat([weights[site].flatten() for site in normal])).sum())
+        return torch.stack(terms).sum()
 
     return log_prior
-
-
-def _unvalidated(distribution: Distribution) -> Distribution:
-    """The same law, which gives NaN for values that it can't have: one member that diverges mustn't stop the others."""
-    own = copy.copy(distribution)
-    own._validate_args = False
-    if hasattr(own, "base_dist"):
-        own.base_dist = _unvalidated(own.base_dist)
-    return own
 
 
 def _names(net: nn.Module) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.calls import described, over_weights
-from pyro_symmetric.ensembles.descent import batches_of, descend
+from pyro_symmetric.ensembles.descent import descend
 from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
@@ -77,32 +78,23 @@ def ensemble(
     A member whose loss or weights aren't finite at the end is left out, with a warning. Running statistics (batch
     normalisation) are kept as sites, since removing symmetries moves them.
 
-    :param net: the network, trained in train mode; parameters that require no gradient keep its values in all members.
-        Or a ``BayesianModel``, of which every member becomes a mode of the posterior, sites of the likelihood included
-        (``loss`` is then minus its log-joint density, per row).
+    :param net: the network, trained in train mode; parameters that require no gradient keep its values. Or a
+        ``BayesianModel``, of which every member becomes a mode of the posterior (``loss`` is then minus its log-joint
+        density, per row).
     :param data: inputs ``(N, ...)`` and targets ``(N, ...)``; standardise them, as for any network.
-    :param num_members: how many networks.
     :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
         outputs ``(B, ...)`` and targets that returns their mean loss.
-    :param epochs: passes over the data, by default as many as take 2,000 steps, and at least 20. Every member has its
-        own order; rows that don't fill a batch are left out of that pass.
+    :param epochs: passes over the data, each member's in its own order. Default: 2,000 steps, and at least 20 passes.
     :param batch_size: rows of a mini-batch; ``None`` takes all data at every step.
-    :param optimizer: makes an element-wise PyTorch optimiser (SGD, Adam, AdamW, RMSprop ...) of stacked parameters:
-        ``functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-4)``. Default: Adam at a learning rate of 0.01.
+    :param optimizer: makes an element-wise PyTorch optimiser of stacked parameters. Default: Adam at 0.01.
     :param cosine: whether the learning rate falls to zero along a cosine.
     :param initial: number of members -> their initial parameters ``(members, *shape)``, or
-        :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own
-        initialisation, see :func:`~pyro_symmetric.ensembles.fresh_members`.
-    :param members_at_once: size of a part that is trained together. Default: by the size of a step's inputs, about 4
-        million numbers. Each part has a seed of its own: another size gives other members.
-    :param watch: called after every step of a part with the step's number and all its members' weights, to record
-        their path, say.
-    :param seed: of all random numbers. ``None``: one is drawn from PyTorch's global generator, which is otherwise left
-        alone; ``metadata["seed"]`` says which.
-    :param device: where to train; by default where the network is.
+        :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own.
+    :param members_at_once: size of a part that is trained together, with a seed of its own.
+    :param watch: called after every step of a part with the step's number and all its members' weights.
+    :param seed: of all random numbers. ``None``: one drawn from PyTorch's generator, which ``metadata["seed"]`` tells.
     :return: samples of shape ``(1, num_members, ...)``, on the CPU; the statistic ``loss`` is each member's on all
         data, in eval mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
-    :raises ValueError: if arguments or data don't fit, or every member diverges.
     """
     for name, value, none in (("epochs", epochs, "2,000 steps"), ("batch_size", batch_size, "all data")):
         arguments.whole(name, value, 1, none=none)
@@ -130,12 +122,16 @@ def ensemble(
     kept = losses.isfinite()
     for draws in samples.values():
         kept &= draws.reshape(num_members, -1).isfinite().all(1)
-    _tell_divergence(int((~kept).sum()), num_members)
+    if not kept.any():
+        raise ValueError(f"all {num_members} members diverged; is the learning rate too high, are the data finite?")
+    if diverged := int((~kept).sum()):
+        words = f"{diverged} members diverged, to a loss or weights that aren't finite"
+        warnings.warn(f"{words}; {num_members - diverged} of {num_members} are left", RuntimeWarning, stacklevel=2)
     metadata = {
         "kernel": "ensemble",
         "settings": {"num_members": num_members, "members_at_once": size, "epochs": epochs, "batch_size": batch_size},
         "seed": seed,
-        "diverged": int((~kept).sum()),
+        "diverged": diverged,
         "losses": torch.stack([len(own) * curve for _, own, curve in parts]).sum(0).div(num_members).tolist(),
         "seconds": time.perf_counter() - began,
     }
@@ -197,21 +193,21 @@ def _train(
     buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
     optimizer = make([value for value in free.values() if value.requires_grad])
     arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
-    steps, curve, before = rows // batch_size, [], bar.n
-    schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
+    curve, before, steps = [], bar.n, itertools.count()
+    schedule = CosineAnnealingLR(optimizer, rows // batch_size * epochs) if cosine else None
 
     def losses(chosen: Tensor | None) -> Tensor:
         return objective.losses(free, buffers, slice(None) if chosen is None else chosen)
 
     @torch.no_grad()
-    def watching(step: int) -> None:
+    def after() -> None:
+        if schedule is not None:
+            schedule.step()
         if watch is not None:
-            watch(step, objective.constrain(free))
+            watch(next(steps), objective.constrain(free))
 
     for epoch in range(epochs):
-        batches = batches_of(rows, batch_size, count)
-        now = range(epoch * steps, (epoch + 1) * steps)
-        found = descend(losses, optimizer, now, batches, generator, schedule, watching)
+        found = descend(losses, optimizer, rows, batch_size, generator, count=count, after=after)
         curve.append(found[found.isfinite()].mean().cpu())
         bar.update(before + round(count * (epoch + 1) / epochs) - bar.n)
         bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
@@ -283,15 +279,3 @@ def _started(objective: Objective, initial: Callable[[int], Weights] | None, cou
         n: objective.transforms[n].inv(start[n]) if n in objective.transforms else start[n] for n in objective.shapes
     }
     return {name: value.detach().to(objective.x.device).clone() for name, value in free.items()}
-
-
-def _tell_divergence(diverged: int, num_members: int) -> None:
-    if diverged == num_members:
-        raise ValueError(f"all {num_members} members diverged; is the learning rate too high, are the data finite?")
-    if diverged:
-        warnings.warn(
-            f"{diverged} members diverged, to a loss or weights that aren't finite; {num_members - diverged} of "
-            f"{num_members} are left. A smaller learning rate may help",
-            RuntimeWarning,
-            stacklevel=3,
-        )

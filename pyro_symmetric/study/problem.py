@@ -135,7 +135,7 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
     elif settings.net is not None:
         net = net_from_callable(settings.net, shape, outputs)
     else:
-        widths = (dataset.num_features, *settings.hidden)
+        widths = (dataset.input_shape.numel(), *settings.hidden)
         layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
         for first, second in itertools.pairwise(widths):
             layers += [nn.Linear(first, second), ACTIVATIONS[settings.activation]()]

@@ -75,7 +75,7 @@ def test_tables_are_standardised_as_scikit_learn_does():
 
 def test_regression_targets_return_to_the_data_s_units():
     data = datasets.load("diabetes", dtype=torch.float64)
-    assert (data.task, data.num_classes, data.num_outputs) == ("regression", None, 1)
+    assert (data.task, data.num_outputs) == ("regression", 1)
     torch.testing.assert_close(data.train_y.std(correction=0), torch.ones((), dtype=torch.float64))
     targets = data.unstandardize_y(torch.cat([data.train_y, data.test_y]))
     expected = torch.from_numpy(sklearn_datasets.load_diabetes().target)
@@ -93,7 +93,7 @@ def test_descriptions_say_what_a_report_needs(digits):
     assert "354 out-of-distribution rows (digits: classes 8, 9)" in repr(digits)
     assert "Kept out of training and test: classes 8, 9." in digits.describe()
     assert "features: 10; one target (mean" in datasets.load("diabetes").describe()
-    assert datasets.load("digits").num_classes == 10  # none is held out unless that is asked for
+    assert datasets.load("digits").num_outputs == 10  # none is held out unless that is asked for
     assert datasets.load("wine", hold_out="auto").ood_x is None  # of so few
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
-from pyro_symmetric.ensembles.descent import Batches
+from pyro_symmetric.ensembles.descent import descend
 from pyro_symmetric.ensembles.members import LOSSES
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
@@ -215,29 +215,6 @@ def test_losses_of_one_output_take_flat_targets(loss):
     torch.testing.assert_close(LOSSES[loss](outputs, target), expected[loss])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"loss": "hinge"}, "loss is 'hinge'"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"initial": lambda n: {}}, "what initial gave is empty"),
-    ],
-)
-def test_bad_arguments_are_refused(change, message):
-    options = {"num_members": 2, "progress": False, **change}
-    with pytest.raises(ValueError, match=message):
-        ensemble(perceptron(), blobs(), **options)
-
-
-def test_data_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="3 inputs and 2 targets"):
-        ensemble(perceptron(), (torch.randn(3, 2), torch.zeros(2)), 2, progress=False)
-    with pytest.raises(TypeError, match="pair of tensors"):
-        ensemble(perceptron(), torch.randn(3, 2), 2, progress=False)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        ensemble(nn.ReLU(), blobs(), 2, progress=False)
-
-
 X = torch.randn(20, 2, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
 LABELS = torch.arange(20) % 2
 
@@ -347,11 +324,13 @@ def test_targets_that_a_loss_would_pair_with_all_outputs_are_refused(loss):
 
 
 def test_a_pass_visits_every_row_once_in_each_members_own_order(generator):
-    batches, seen = Batches(13, 3, 5), []
-    for _ in range(4):
-        rows, batches = batches.next(generator)
+    weights, seen = torch.zeros(5, device=generator.device, requires_grad=True), []
+
+    def losses(rows: torch.Tensor) -> torch.Tensor:
         seen.append(rows)
+        return weights * rows.sum(1)
+
+    descend(losses, torch.optim.SGD([weights], lr=0.1), 13, 3, generator, count=5)
     order = torch.cat(seen, -1)
     assert all(len(set(own)) == 12 for own in order.tolist())  # the thirteenth fills no batch
     assert not torch.equal(order[0], order[1])
-    assert batches.next(generator)[0].shape == (5, 3)

@@ -21,7 +21,7 @@ from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.ensembles import fresh_members
-from pyro_symmetric.ensembles.descent import batches_of, descend
+from pyro_symmetric.ensembles.descent import descend
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
 from pyro_symmetric.guides.evidence import evidence_of
@@ -153,7 +153,7 @@ def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> l
     optimizer = ClippedAdam(guide.parameters(), lr=budget.learning_rate, lrd=0.01 ** (1 / steps), clip_norm=1e3)
     generator = torch.Generator(x.device).manual_seed(drawn_seed())
     batch_size = min(budget.batch_size, len(x))
-    batches, steps_a_pass = batches_of(len(x), batch_size, 1), len(x) // batch_size
+    steps_a_pass = len(x) // batch_size
 
     def losses(rows: Tensor | None) -> Tensor:
         batch = (x, y) if rows is None else (x[rows[0]], y[rows[0]])
@@ -162,10 +162,10 @@ def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> l
     curve: list[float] = []
     with tqdm(total=steps, desc=type(guide).__name__, unit="step", disable=not progress) as bar:
         for start in range(0, steps, steps_a_pass):
-            now = range(start, min(start + steps_a_pass, steps))
-            curve.append(float(descend(losses, optimizer, now, batches, generator)))
+            most = min(steps_a_pass, steps - start)
+            curve.append(float(descend(losses, optimizer, len(x), batch_size, generator, most=most)))
             if not math.isfinite(curve[-1]):
                 raise ValueError(f"SVI: the loss is {curve[-1]} at step {start}; are the data and the prior sensible?")
-            bar.update(len(now))
+            bar.update(most)
             bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
     return curve
