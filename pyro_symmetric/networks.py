@@ -7,12 +7,11 @@ torch.Size([2, 10])
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +45,8 @@ class FilterResponse(nn.Module):
 
     def __init__(self, channels: int, device: torch.device | str | None = None):
         super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.ones(channels, device=device)),
-            nn.Parameter(torch.zeros(channels, device=device)),
-        )
+        self.weight = nn.Parameter(torch.ones(channels, device=device))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.square().mean((2, 3), keepdim=True) + 1e-6)
@@ -102,45 +99,30 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
 """The networks that a study's ``net`` may name by their bare names."""
 
 
-def import_callable(spec: str) -> Callable[..., Any]:
-    """The callable that ``package.module:callable`` names; modules of the current folder count.
-
-    :raises ValueError: if there is no such module or callable.
-    """
-    module_name, _, name = spec.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"{spec!r} doesn't name a callable; write package.module:callable, or {', '.join(NETWORKS)}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if module_name.partition(".")[0] == "torchvision":
-        import_torchvision()
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"the module of {spec!r} can't be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ValueError(f"module {module_name!r} has no callable {name!r}")
-    return found
-
-
 def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
     """The network that ``package.module:callable`` makes, of ``(input_shape, num_outputs)`` or of no arguments; or is.
 
+    Modules of the current folder count.
+
     :param input_shape: of one row.
-    :raises ValueError: if there is no such callable, it takes other arguments, fails, or returns no network.
+    :raises ValueError: if there is no such callable, it takes other arguments, or returns no network.
     """
-    build = import_callable(spec)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if spec.startswith("torchvision"):
+        import_torchvision()
+    try:
+        build = pkgutil.resolve_name(spec)
+    except (ValueError, ImportError, AttributeError) as error:
+        known = ", ".join(NETWORKS)
+        raise ValueError(f"{spec!r} can't be imported ({error}); write package.module:callable, or {known}") from error
     if isinstance(build, nn.Module):
         return build
     taken = [p for p in inspect.signature(build).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     needed = sum(p.default is p.empty for p in taken)
     if len(taken) != 2 and needed:
         raise ValueError(f"{spec} needs {needed} arguments; it is called with (input_shape, num_outputs), or with none")
-    try:
-        net = build(input_shape, num_outputs) if len(taken) == 2 else build()
-    except Exception as error:  # whatever the user's callable raises
-        raise ValueError(f"{spec} fails: {type(error).__name__}: {error}") from error
+    net = build(input_shape, num_outputs) if len(taken) == 2 else build()
     if not isinstance(net, nn.Module):
         raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
     return net

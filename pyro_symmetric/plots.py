@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -18,11 +18,6 @@ COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#9
 GREY = "#999da6"
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """One colour for each name, in their order."""
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-
-
 STYLE: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 9,
@@ -33,18 +28,8 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 
-Plot = TypeVar("Plot", bound=Callable[..., Figure])
-
-
-def styled(plot: Plot) -> Plot:
-    """Draw in the library's style, without touching the user's."""
-
-    @functools.wraps(plot)
-    def wrapped(*args: Any, **kwargs: Any) -> Figure:
-        with matplotlib.rc_context(STYLE):
-            return plot(*args, **kwargs)
-
-    return cast(Plot, wrapped)
+styled = matplotlib.rc_context(STYLE)
+"""Draws in the library's style, without touching the user's."""
 
 
 @styled
@@ -92,10 +77,9 @@ def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Loss along paths: name of the path -> a barrier curve as JSON; one panel for each data set."""
     data = list(next(iter(curves.values()))["losses"])
     figure, axes = _grid(1, len(data), 4.2, 3.2)
-    shades = colours(list(curves))
     for ax, name in zip(axes.flat, data, strict=True):
-        for path, curve in curves.items():
-            ax.plot(curve["t"], curve["losses"][name], marker=".", color=shades[path], label=path)
+        for (path, curve), shade in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+            ax.plot(curve["t"], curve["losses"][name], marker=".", color=shade, label=path)
         ax.set(title=f"{name} data", xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
     _legend_below(figure, axes.flat[0])
     return figure
