@@ -123,8 +123,11 @@ def _log_prior(priors: Mapping[str, Distribution]) -> Callable[[Weights], Tensor
     operators rather than their work are what takes time."""
     normal = {site: base for site, prior in priors.items() if (base := normal_base(prior)) is not None}
     others = {site: unchecked(prior) for site, prior in priors.items() if site not in normal}
-    moments = [[getattr(base, name).flatten() for base in normal.values()] for name in ("loc", "scale")]
-    vector = Normal(*map(torch.cat, moments), validate_args=False) if normal else None
+    vector = None
+    if normal:
+        moments = ([getattr(base, name).flatten() for base in normal.values()] for name in ("loc", "scale"))
+        loc, scale = map(torch.cat, moments)
+        vector = Normal(loc, scale, validate_args=False)
 
     def log_prior(weights: Weights) -> Tensor:
         terms = [prior.log_prob(weights[site]) for site, prior in others.items()]
