@@ -16,7 +16,6 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
-from torch.distributions import Normal
 
 import pyro_symmetric as ps
 from pyro_symmetric.compare import functional_collapse
@@ -114,7 +113,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "AutoUnitBlocks": (lambda: ps.AutoUnitBlocks(mixture, GROUP, init_scale=-1.0), "init_scale"),
     "AutoGaussian": (lambda: guide().pack(transposed(4)), "0.weight"),
     "symmetrize": (lambda: ps.symmetrize(lambda: None, {}), "group"),
-    "Symmetrized": (lambda: symmetrized(base_distribution=Normal(0.0, 1.0)), "base_distribution"),
     "Symmetrized.mutual_information": (
         lambda: symmetrized().mutual_information(1),
         "num_samples",

@@ -31,7 +31,7 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, propose, units_of
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, propose
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 
@@ -45,18 +45,12 @@ class OrbitEstimator(ABC):
     expected value is at draws of the base: ``"exact"``, or ``"upper"``, an upper bound of :math:`\log \bar q`.
     """
 
-    bound: ClassVar[Literal["upper", "exact"]]
+    bound: ClassVar[Literal["upper", "exact"]] = "upper"
 
     @abstractmethod
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        r"""Estimate :math:`\log \bar q` at draws of ``base``; the mean of the reciprocal of its exponential is
-        :math:`1 / \bar q`.
-
-        :param base: density ``q`` over vectors, event shape ``(D,)``.
-        :param action: the group's action on those vectors.
-        :param value: draws of ``base``, ``batch_shape + (D,)``.
-        :return: ``batch_shape``, differentiable in ``value`` and in the parameters of ``base``.
-        """
+        r"""Estimate :math:`\log \bar q` at draws of ``base``, ``batch_shape + (D,)`` -> ``batch_shape``; the mean of
+        the reciprocal of its exponential is :math:`1 / \bar q`."""
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
         r"""The log of an unbiased estimate of :math:`\bar q` at any weights: draws of a chain."""
@@ -95,22 +89,15 @@ class InfoNCE(OrbitEstimator):
     """
 
     K: int = 15
-    bound: ClassVar[Literal["upper", "exact"]] = "upper"
 
     def __post_init__(self) -> None:
         arguments.whole("K", self.K, 0)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        own, group = base.log_prob(value), action.group.finite
-        if self.K == 0 or group.log_order() == 0:
-            return own
-        proposals = group.sample((self.K, *own.shape), device=value.device)
-        return log_mean_exp(torch.cat([own[None], log_prob_on_orbit(base, action, value, proposals)])).to(own.dtype)
+        return log_mean_exp(log_terms(base, action, value, self.K, matched=False)).to(value.dtype)
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        batch, group = torch.broadcast_shapes(base.batch_shape, value.shape[:-1]), action.group.finite
-        proposals = group.sample((self.K + 1, *batch), device=value.device)
-        return log_mean_exp(log_prob_on_orbit(base, action, value, proposals)).to(value.dtype)
+        return log_mean_exp(log_terms(base, action, value, self.K + 1, matched=False)[1:]).to(value.dtype)
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,6 @@ class SinkhornImportance(OrbitEstimator):
     """
 
     K: int = 4
-    bound: ClassVar[Literal["upper", "exact"]] = "upper"
 
     def __post_init__(self) -> None:
         arguments.whole("K", self.K, 1)
@@ -156,57 +142,55 @@ class SinkhornImportance(OrbitEstimator):
 # terms ----------------------------------------------------------------------------------------------------------------
 
 
-def log_terms(base: Distribution, action: Action, value: Tensor, count: int) -> Tensor:
+def log_terms(base: Distribution, action: Action, value: Tensor, count: int, matched: bool = True) -> Tensor:
     r""":math:`\log q(g_k \cdot w) |\det J| / (|G|\, \tau(g_k|w))` of the identity and ``count`` proposals,
-    ``(count + 1,) + batch_shape``, float64; of so many draws at once as memory allows."""
-    if torch._C._get_tracing_state() is not None:  # how often rows draw depends on the draws
+    ``(count + 1,) + batch_shape``, float64; of so many draws at once as memory allows.
+
+    :param matched: whether proposals come from matched units; they are uniform otherwise.
+    """
+    if matched and torch._C._get_tracing_state() is not None:  # how often rows draw depends on the draws
         raise NotImplementedError("SinkhornImportance can't be traced by torch.jit: take Trace_ELBO, or InfoNCE(K)")
-    if base.batch_shape or value.dim() == 1:
-        return _log_terms(base, action, value, count)
+    group = action.group.finite
+
+    def terms(value: Tensor) -> Tensor:
+        own = base.log_prob(value)
+        if value.numel() == 0 or not group.sites or not count:
+            return own.double().expand(count + 1, *own.shape)
+        with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
+            units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
+            if not matched:
+                elements = group.sample((count, *own.shape), device=value.device)
+                return torch.cat([own[None], log_prob_on_orbit(base, action, value, elements, units, own)]).double()
+            elements, log_tau = propose(units, count)
+            moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)
+            return torch.cat([own[None], moved]).double() - log_tau
+
+    if not matched or base.batch_shape or value.dim() == 1:
+        return terms(value)
     flat = value.reshape(-1, value.shape[-1])
-    largest = max([one.count for one in action.group.units.values()], default=1)
+    largest = max([one.count for one in group.units.values()], default=1)
     chunk = CHUNK_NUMBERS // ((count + 1) * max(action.dim, largest**2, 5000))
-    terms = in_chunks(lambda part: _log_terms(base, action, flat[part], count).mT, len(flat), chunk)
-    return terms.mT.reshape(count + 1, *value.shape[:-1])
-
-
-def _log_terms(base: Distribution, action: Action, value: Tensor, count: int) -> Tensor:
-    own = base.log_prob(value)
-    if value.numel() == 0 or not action.group.finite.sites:
-        return own.double().expand(count + 1, *own.shape)
-    with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
-        units = units_of(base, action, value.expand(1, *own.shape, -1))
-        elements, log_tau = propose(units, count)
-        moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)
-        return torch.cat([own[None], moved]).double() - log_tau
+    found = in_chunks(lambda part: terms(flat[part]).mT, len(flat), chunk)
+    return found.mT.reshape(count + 1, *value.shape[:-1])
 
 
 def log_prob_on_orbit(
-    base: Distribution,
-    action: Action,
-    value: Tensor,
-    elements: Element,
-    units: UnitDensities | None = None,
-    own: Tensor | None = None,
+    base: Distribution, action: Action, value: Tensor, elements: Element, units: UnitDensities, own: Tensor
 ) -> Tensor:
-    r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements.
+    r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements, ``(K,) + batch_shape``.
 
-    Of independent units these are gathered from the matrix of all their densities, else the weights are moved.
+    Of independent units these are gathered from the matrix of all their densities, else the weights are moved. Beyond a
+    fixed size of the moved weights the work is chunked over ``K``, and recomputed in the backward pass.
 
-    :param value: ``batch_shape + (D,)``.
     :param elements: batch shape ``(K,) + batch_shape`` (or what broadcasts to it).
-    :param units: of ``value``, if they are known already; so is ``own``, its density.
-    :return: ``(K,) + batch_shape``. Beyond a fixed size of the moved weights the work is chunked over ``K``, and
-        recomputed in the backward pass, so that memory stays bounded.
+    :param units: of ``value``, ``batch_shape + (D,)``; ``own`` is its density.
     """
-    own = base.log_prob(value) if own is None else own
-    found = units or units_of(base, action, value.expand(1, *own.shape, -1))
     mean_field = mean_field_moments(base) is not None and not action.nonlinear_sites
 
     def score(part: slice) -> Tensor:
         chosen = elements.select(part)
-        if mean_field or found.blocks.keys() == found.sets.keys():
-            return own + found.gains(chosen)
+        if mean_field or units.blocks.keys() == units.sets.keys():
+            return own + units.gains(chosen)
         return base.log_prob(action(value, chosen)) + action.log_abs_det(value, chosen)
 
     return in_chunks(score, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))

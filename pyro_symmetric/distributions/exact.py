@@ -1,12 +1,4 @@
-r"""The symmetrised log-density itself: all terms of the sum over the orbit.
-
-The permanent of a matrix of log-densities is :math:`\sum_{p \in S_n} \exp \sum_j A_{j\,p(j)}`. It is made of subsets of
-columns by size: with :math:`f_t(S)` the sum over all ways to give the first ``t`` rows the ``t`` columns of ``S``,
-
-.. math:: f_t(S) = \sum_{i \in S} e^{A_{t i}} f_{t-1}(S \setminus i),
-
-all terms positive, so that nothing cancels in log space (unlike Ryser's formula). It takes :math:`n\,2^{n-1}` terms.
-"""
+"""The symmetrised log-density itself: all terms of the sum over the orbit."""
 
 from __future__ import annotations
 
@@ -28,13 +20,12 @@ from pyro_symmetric.distributions.estimators import (
     log_mean_exp,
     log_prob_on_orbit,
 )
-from pyro_symmetric.distributions.matching import mean_field_moments, sets_of, unit_blocks, units_of
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, sets_of, unit_blocks
+from pyro_symmetric.distributions.matchings import LARGEST_PERMANENT, log_permanent
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 
-# n 2^(n-1) terms: 10 million at 20, which is what a machine holds and a person waits for.
-LARGEST_PERMANENT = 20
 # Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
 TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
 
@@ -82,7 +73,9 @@ class ExactOrbit(OrbitEstimator):
         elements = enumerated.enumerate().to(value.device).select((slice(None), *([None] * own.dim())))
         terms = own[None]
         if order > 1:
-            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, elements.select(slice(1, None)))])
+            units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
+            others = elements.select(slice(1, None))
+            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, others, units, own)])
         if summed.units:
             terms = terms + _gains(base, action, value.expand(*own.shape, -1), summed, elements)
         return log_mean_exp(terms).to(own.dtype)
@@ -92,12 +85,14 @@ def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elem
     r"""``log mean_s q(s·e·w) - log q(e·w)`` over sets that share no site, ``(E,) + batch_shape``, float64."""
 
     def gain(part: slice) -> Tensor:
-        units = units_of(base, action, action(value, elements.select(part)), group)
+        units = UnitDensities(base, action, action(value, elements.select(part)), group)
         total = torch.zeros((), dtype=torch.float64, device=value.device)
-        for name, pairs in ((name, units.alone(name)) for name in units.sets):
-            permuted, densities = "permute" in group[name].moves, pairs.total.double()
-            summed = log_permanent(densities) if permuted else densities.diagonal(dim1=-2, dim2=-1).sum(-1)
-            total = total + summed - pairs.at_rest
+        for name in units.sets:
+            densities = units.of_lone(name)
+            turned, at_rest = densities.double().logsumexp(0), densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
+            permuted = "permute" in group[name].moves
+            summed = log_permanent(turned) if permuted else turned.diagonal(dim1=-2, dim2=-1).sum(-1)
+            total = total + summed - at_rest
         return total - units.log_order(units.sets)
 
     # What is held for one element: copies of the draws, and the largest level of each permanent.
@@ -128,34 +123,6 @@ def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
             chosen[name] = sites
     rest = [name for name in group.units if name not in chosen]
     return group.without(rest) if rest else group, group.without(chosen) if chosen else group
-
-
-def log_permanent(densities: Tensor) -> Tensor:
-    """Logarithm of the permanent of ``exp(densities)``, ``batch_shape + (n, n)``, differentiable; ``n`` at most 20."""
-    n = densities.shape[-1]
-    if n > LARGEST_PERMANENT:
-        raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
-    total = densities.new_zeros(*densities.shape[:-2], 1)
-    for row, (columns, previous) in enumerate(_subsets(n, densities.device)):
-        total = torch.logsumexp(total[..., previous] + densities[..., row, :][..., columns], -1)
-    return total[..., 0]
-
-
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
-    masks = torch.arange(2**n, device=device)
-    member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
-    size, place = member.sum(-1), torch.zeros_like(masks)
-    levels = []
-    for t in range(n + 1):
-        own = (size == t).nonzero()[:, 0]
-        if t:
-            columns = member[own].nonzero()[:, 1].reshape(-1, t)
-            levels.append((columns, place[own[:, None] ^ (1 << columns)]))
-        place[own] = torch.arange(len(own), device=device)
-    return levels
 
 
 # the default ----------------------------------------------------------------------------------------------------------

@@ -14,17 +14,18 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.estimators import CHUNK_NUMBERS, OrbitEstimator, require_estimator
+from pyro_symmetric._process import forked
+from pyro_symmetric.distributions.estimators import OrbitEstimator, require_estimator
 from pyro_symmetric.distributions.exact import usual_estimator
 from pyro_symmetric.groups.action import Action
-from pyro_symmetric.groups.element import Element
+
+ROUNDS = 64  # random elements that find the orbits of entries
+TOGETHER = 500  # draws of an estimate at once
 
 
 class Estimate(NamedTuple):
@@ -72,8 +73,6 @@ class Symmetrized(TorchDistribution):
         estimator: OrbitEstimator | None = None,
         validate_args: bool | None = None,
     ):
-        arguments.instance("base_distribution", base_distribution, torch.distributions.Distribution, "a distribution")
-        arguments.instance("action", action, Action, "an Action(group, sites) on those vectors")
         require_estimator(estimator)
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
@@ -84,9 +83,6 @@ class Symmetrized(TorchDistribution):
         self.action = action
         self.estimator = estimator or usual_estimator(base_distribution, action)
         super().__init__(base_distribution.batch_shape, base_distribution.event_shape, validate_args=validate_args)
-
-    def __repr__(self) -> str:
-        return f"Symmetrized({self.base_distribution}, {self.action}, {self.estimator!r} [{self.estimator.bound}])"
 
     @constraints.dependent_property(is_discrete=False, event_dim=1)
     def support(self) -> Any:
@@ -99,7 +95,7 @@ class Symmetrized(TorchDistribution):
 
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
         new = self._get_checked_instance(Symmetrized, _instance)
-        new.base_distribution = self.base_distribution.expand(arguments.shape("batch_shape", batch_shape))
+        new.base_distribution = self.base_distribution.expand(batch_shape)
         new.action = self.action
         new.estimator = self.estimator
         super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
@@ -108,12 +104,12 @@ class Symmetrized(TorchDistribution):
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Reparametrised draws of the base, ``sample_shape + batch_shape + (D,)``."""
-        return self.base_distribution.rsample(arguments.shape("sample_shape", sample_shape))
+        return self.base_distribution.rsample(torch.Size(sample_shape))
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         """Draws of the base, without gradient."""
         with torch.no_grad():
-            return self.base_distribution.sample(arguments.shape("sample_shape", sample_shape))
+            return self.base_distribution.sample(torch.Size(sample_shape))
 
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         r"""Draws of :math:`\bar q` itself: draws of the base, each moved by a uniform group element."""
@@ -175,8 +171,7 @@ class Symmetrized(TorchDistribution):
 
     def _mean_of(self, gain: Callable[[Tensor], Tensor], num_samples: int) -> Estimate:
         count = arguments.whole("num_samples", num_samples, 2)
-        chunk = max(1, min(500, CHUNK_NUMBERS // (64 * self.event_shape[0] * max(1, self.batch_shape.numel()))))
-        sizes = [min(chunk, count - start) for start in range(0, count, chunk)]
+        sizes = [min(TOGETHER, count - start) for start in range(0, count, TOGETHER)]
         gains = torch.cat([gain(self.sample((size,))) for size in sizes])
         bound: Literal["lower", "exact"] = "exact" if self.estimator.bound == "exact" else "lower"
         return Estimate(gains.mean(0), gains.std(0) / math.sqrt(count), bound)
@@ -219,20 +214,16 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # the cache outlives the mode that it is filled in
 def _signed_orbits(action: Action) -> Tensor:
-    """The number of the orbit of each entry, and of each with its sign reversed, ``(2 D,)``, by generators."""
+    """The number of the orbit of each entry, and of each with its sign reversed, ``(2 D,)``.
+
+    Entries take the smallest number of all that random elements bring to them: the entries that have the smallest of
+    their orbit double each time, and that one of two entries never has it is as likely as ``2**-ROUNDS``.
+    """
     group, dim = action.group.finite, action.dim
-    numbered = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu")
-    elements = [group.generators(name) for name in group.names("permute")]
-    for name in group.names("flip"):
-        # All flipped at once, and by the digits of their numbers: entries that two units flip are flipped by one.
-        digits = 2 ** torch.arange(group[name].count.bit_length(), device="cpu").unsqueeze(-1)
-        odd = torch.arange(group[name].count, device="cpu") // digits % 2
-        signs = 1.0 - 2.0 * torch.cat([torch.ones_like(odd[:1]), odd]).double()
-        elements.append(Element(group, {}, {name: signs.unflatten(-1, group[name].shape)}))
-    moved = torch.cat([action(numbered, element).cpu() for element in elements] or [numbered[None]])
-    source, flipped = moved.abs().long() - 1, moved < 0
-    place = torch.arange(dim, device="cpu").expand_as(source)
-    edges = [(place + dim * side, source + dim * (flipped ^ bool(side))) for side in (0, 1)]
-    rows, columns = (torch.cat([pair[k].flatten() for pair in edges]).numpy() for k in (0, 1))
-    graph = coo_array(([True] * len(rows), (rows, columns)), shape=(2 * dim, 2 * dim))
-    return torch.as_tensor(connected_components(graph, directed=False)[1], dtype=torch.long, device="cpu")
+    numbered, orbit = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu"), torch.arange(2 * dim, device="cpu")
+    with forked():
+        for _ in range(ROUNDS):
+            moved = action(numbered, group.sample(device="cpu"))
+            source, flipped = moved.abs().long() - 1, moved < 0
+            orbit = torch.minimum(orbit, orbit[torch.cat([source + dim * flipped, source + dim * ~flipped])])
+    return orbit

@@ -20,7 +20,7 @@ from pyro_symmetric.distributions import (
     usual_estimator,
 )
 from pyro_symmetric.distributions.estimators import log_prob_on_orbit
-from pyro_symmetric.distributions.matching import propose, units_of
+from pyro_symmetric.distributions.matching import UnitDensities, propose
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
 from .groups import (
@@ -112,7 +112,7 @@ def test_the_proposal_depends_on_the_orbit_alone(kind: str) -> None:
     q = base(action.dim, 0.4)
 
     def proposed(draws: Tensor, count: int) -> Any:
-        return propose(units_of(q, action, draws[None]), count)
+        return propose(UnitDensities(q, action, draws[None]), count)
 
     w = q.sample((6,))
     elements, log_tau = proposed(w, 5)
@@ -120,9 +120,9 @@ def test_the_proposal_depends_on_the_orbit_alone(kind: str) -> None:
     if kind not in NESTED:  # there, what lies inside others is drawn at random first
         torch.testing.assert_close(at_copies.reshape(6, 6), log_tau)
         copies = action(w[0], group.enumerate())
-        matched = units_of(q, action, copies[None]).sets
-        alike = math.exp(units_of(q, action, copies[None]).log_order(matched) - group.log_order())
-        log_taus = proposed(copies, 0)[1] - units_of(q, action, copies[None]).log_order(matched)
+        matched = UnitDensities(q, action, copies[None]).sets
+        alike = math.exp(UnitDensities(q, action, copies[None]).log_order(matched) - group.log_order())
+        log_taus = proposed(copies, 0)[1] - UnitDensities(q, action, copies[None]).log_order(matched)
         assert alike * float(log_taus.exp().sum()) == pytest.approx(1.0)  # elements that act alike are drawn alike
 
 
@@ -208,8 +208,9 @@ def test_terms_gathered_from_matrices_are_densities_of_moved_draws(
     own = q.log_prob(w)
     elements = action.group.sample((4, *own.shape), dtype=torch.float64)
     if not uniform:
-        elements = propose(units_of(q, action, w[None]), 3)[0]
-    gains, expected = log_prob_on_orbit(q, action, w, elements), q.log_prob(action(w, elements))
+        elements = propose(UnitDensities(q, action, w[None]), 3)[0]
+    units = UnitDensities(q, action, w[None])
+    gains, expected = log_prob_on_orbit(q, action, w, elements, units, own), q.log_prob(action(w, elements))
     torch.testing.assert_close(gains, expected)
     weights = torch.rand(expected.shape, dtype=torch.float64)
     both = [torch.autograd.grad((v * weights).sum(), (loc, scale), retain_graph=True) for v in (gains, expected)]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.distributions import matching
-from pyro_symmetric.distributions.exact import log_permanent
-from pyro_symmetric.distributions.matching import doubly_stochastic, draw_matchings
+from pyro_symmetric.distributions import matchings
+from pyro_symmetric.distributions.matchings import doubly_stochastic, draw_matchings, log_permanent
 
 
 def log_probability(densities: Tensor, matchings: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ def test_sinkhorn_only_multiplies_rows_and_columns_which_then_sum_to_one(spread:
 @pytest.mark.parametrize("late", [1, 2, 4, 6])
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_probabilities_of_all_matchings_add_up_to_one(n: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "TAIL", late)
+    monkeypatch.setattr(matchings, "TAIL", late)
     densities = 2 * torch.randn(n, n, dtype=torch.float64)
     found = log_probability(densities, every_matching(n))
     assert float(found.exp().sum()) == pytest.approx(1.0)
@@ -56,7 +55,7 @@ def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
     """24 frequencies of 40,000 draws, from one matrix or from one each. Chernoff's bound of the probability that one is
     further off than the one found is ``exp(-count KL(found | stated))`` to either side: false alarm below
     24 * 2 * exp(-14), 1 in 10^4."""
-    monkeypatch.setattr(matching, "TAIL", late)
+    monkeypatch.setattr(matchings, "TAIL", late)
     count, densities = 40_000, sharpness * torch.randn(4, 4, dtype=torch.float64)
     matrices = densities.expand(count + 1 if own else 1, 1, 4, 4)
     images, told = draw_matchings(matrices, count)
