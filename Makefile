@@ -11,7 +11,7 @@ CHECK := $(addprefix tests/, \
   canonical/test_overlap.py \
   compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
   datasets/test_tables.py \
-  discovery/test_model_check.py discovery/test_nullspace.py \
+  discovery/test_model_check.py \
   distributions/test_matchings.py distributions/test_signed.py \
   distributions/test_symmetrized.py \
   ensembles/test_training.py \

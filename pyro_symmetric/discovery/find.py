@@ -1,10 +1,11 @@
 """Find the weight-space symmetries of a network: trace it, let axes flow through every operator, solve, verify.
 
 The network is traced by ``torch.export`` on an example input. Every entry of every parameter axis starts as a unit of
-its own; one rule for each operator (:mod:`pyro_symmetric.discovery.rules`) ties units that must move together, pins
-those that can't move, and states how multipliers pass. What no rule understands is pinned, never freed. Solving these
-facts gives permutations (nested if heads or groups move as wholes), positive scalings, signs and shifts; then a
-random element of the whole group must leave the output unchanged.
+its own; one rule for each operator (:mod:`pyro_symmetric.discovery.rules`) ties units that must move together and pins
+those that can't move. What no rule understands is pinned, never freed. Solving these facts gives permutations (nested
+if heads or groups move as wholes); gradients give positive scalings, signs and shifts
+(:mod:`~pyro_symmetric.discovery.conservation_law`). Then random elements of the whole group must leave the output
+unchanged.
 
 Sources: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations, by hand-written specifications); Laurent,
 Aldea & Franchi 2024, arXiv 2310.08287, section 2 and appendix (scalings, normalisation layers); colour refinement as in
@@ -26,20 +27,16 @@ from torch.nn.parameter import is_lazy
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.cells import solve
+from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.explain import Explanation, explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.scaling.attachment import attached
-from pyro_symmetric.discovery.scaling.multipliers import multipliers
-from pyro_symmetric.discovery.scaling.trace import MultiplierTrace
-from pyro_symmetric.discovery.scaling.trace import walked as equations_of
 from pyro_symmetric.discovery.selection import Names, frozen_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import UnknownOperator, walked
-from pyro_symmetric.discovery.units import permuted_units
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
+from pyro_symmetric.discovery.units import fixed_units, permuted_units
 from pyro_symmetric.discovery.verify import repaired
-from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups import Group
 from pyro_symmetric.weights import require_finite
 
 
@@ -81,8 +78,8 @@ def find_symmetry(
     :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
     :param verify: try a random element of the group on a copy, in float64 if the network runs in it. Moves that fail
         are dropped, with a warning that names them; if nothing can be told, a warning (``UnverifiedSymmetry``) says so,
-        and the group is what the rules prove. That is the case of a network on the meta device, which holds no numbers:
-        networks of billions of parameters are traced there.
+        and the group is what was proposed. That is the case of a network on the meta device, which holds no numbers:
+        networks of billions of parameters are traced there, and their permutations alone are found.
     :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
         the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
@@ -103,7 +100,7 @@ def find_symmetry(
     except UntraceableError:
         try_out(copied(net).eval(), inputs, kwargs)
         raise
-    used, shifted = _used(traces), set.intersection(*(trace.shifted_biases(logits) for trace in traces))
+    used = _used(traces)
     if any(name not in used for name, _ in traced.named_parameters()):  # another (training) branch may use them
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
             traces += _traces(traced.train(), inputs, kwargs)
@@ -114,7 +111,7 @@ def find_symmetry(
     for site, why in stay.items():
         if site in flow.leaves:
             flow.pin(flow.leaves[site].value, why)
-    symmetry = Symmetry(*_solved(traced, flow, traces, used, shifted - set(held), set(held)), logits)
+    symmetry = Symmetry(*_solved(traced, flow, traces, set(held), logits), logits)
     _report_lost(flow, strict)
     symmetry = replace(symmetry, at_least=any(trace.calls_again() for trace in traces))
     symmetry = symmetry if buffers else symmetry.holding(net)
@@ -146,9 +143,9 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
     return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
 
 
-def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[MultiplierTrace]:
+def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
     """One forward pass: what it draws from NumPy or Python stands for all that it may draw."""
-    trace = MultiplierTrace(net, inputs, kwargs)
+    trace = Trace(net, inputs, kwargs)
     if not trace.returned:
         raise ValueError(
             f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
@@ -156,7 +153,7 @@ def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | N
     return [trace]
 
 
-def _used(traces: Sequence[MultiplierTrace]) -> set[str]:
+def _used(traces: Sequence[Trace]) -> set[str]:
     return {site for trace in traces for site in trace.used_sites()}
 
 
@@ -173,46 +170,15 @@ def _report_lost(flow: Flow, strict: bool) -> None:
 
 
 def _solved(
-    net: nn.Module,
-    flow: Flow,
-    traces: Sequence[MultiplierTrace],
-    used: set[str],
-    shifted: set[str],
-    held: set[str],
+    net: nn.Module, flow: Flow, traces: Sequence[Trace], held: set[str], logits: bool
 ) -> tuple[Group, Explanation]:
     cells = solve(flow)
     units = permuted_units(flow, cells)
-    facts, _ = equations_of(traces)
-    for site, leaf in facts.leaves.items():
-        if site in held:
-            facts.hold(leaf)
-        if site not in used:  # nothing is known about what no forward pass has touched
-            for atoms in leaf.labels:
-                facts.pin(atoms, "because no forward pass uses it")
-    structure = solve(facts)
-    buffers = {site for leaves in (flow.leaves, facts.leaves) for site, leaf in leaves.items() if leaf.buffer}
+    buffers = {site for site, leaf in flow.leaves.items() if leaf.buffer}
     shapes = {name: value.shape for name, value in net.named_parameters()}
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
-    moves: tuple[Move, ...] = ("scale", "flip")
-    # At sites that stay, multipliers of different axes cancel out.
-    found = {
-        move: [
-            own
-            for axes in multipliers(facts, structure, move)
-            if (own := tuple(axis for axis in axes if axis.site not in held))
-        ]
-        for move in moves
-    }
-    shifts = [_shift(site, shapes[site]) for site in sorted(shifted) if site in shapes]
-    return attached(list(units.values()), found, shifts, shapes), explain(flow, cells, units)
-
-
-def _shift(site: str, shape: torch.Size) -> Units:
-    """One constant, added to all entries along the last axis of a site."""
-    dim = len(shape) - 1
-    return Units(
-        f"shift of {site}",
-        1,
-        (Axis(site, dim, torch.arange(shape[dim], device="cpu")[:, None]),),
-        moves=frozenset({"shift"}),
-    )
+    every = list(units.values())
+    if not any(value.is_meta for value in net.parameters()):
+        slices = {site: leaf.slices for site, leaf in flow.leaves.items() if leaf.slices is not None}
+        every = with_multipliers(every, fixed_units(flow, cells), traces, net, shapes, slices, held, logits)
+    return grouped(every, shapes), explain(flow, cells, units)

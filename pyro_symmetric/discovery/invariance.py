@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from pyro_symmetric.groups.units import MOVES, Move
 
 Part = tuple[Move, str]  # one move of some units
 SiteAndDim = tuple[str, int]
+T = TypeVar("T")
 BITS = 20  # a wrong move passes less than once in two to the power of so many times
 DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
 
@@ -201,7 +202,7 @@ def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove,
     return tuple(inspected(*part) for part in guilty(parts_of(group), fails))
 
 
-def guilty(parts: Sequence[Part], fails: Callable[[Sequence[Part]], bool]) -> list[Part]:
+def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
     """The parts that fail by themselves, of those that fail together; if no half of them does, all."""
     if len(parts) <= 1:
         return list(parts)

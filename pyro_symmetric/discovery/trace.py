@@ -114,26 +114,6 @@ class Trace:
         again = {path.removeprefix("net.") for stack in stacks for key, (path, _) in stack.items() if "@" in key}
         return any(site.startswith(f"{path}.") for path in again for site in self._sites.values())
 
-    def shifted_biases(self, logits: bool) -> set[str]:
-        """The bias of the last linear layer, if nothing but a softmax over its units follows.
-
-        :param logits: whether that softmax comes after the network.
-        """
-        aten = torch.ops.aten
-        if len(self.returned) != 1:
-            return set()
-        node: Any = self.returned[0]
-        softmax = logits
-        if node.target in (aten._softmax.default, aten._log_softmax.default):
-            dims = node.meta["val"].dim()
-            softmax = node.args[1] % dims == dims - 1
-            node = node.args[0]
-        if not softmax or node.target is not aten.linear.default or len(node.users) != 1 or len(node.args) < 3:
-            return set()
-        bias = node.args[2]
-        spec = self._specs.get(bias.name) if isinstance(bias, Node) and len(bias.users) == 1 else None
-        return {self._sites[spec.target]} if spec is not None and spec.kind == InputKind.PARAMETER else set()
-
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _circumstances(self, node: Node, noise: Mapping[Node, str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.arrays import Array, distinct_rows, rank_within
+from pyro_symmetric.discovery.arrays import Array, components, distinct_rows, rank_within
 from pyro_symmetric.discovery.cells import Cells
 from pyro_symmetric.discovery.flow import Flow, Leaf
 from pyro_symmetric.groups import Axis, Units
@@ -26,6 +26,42 @@ def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
         else:
             assembly.add_sliced(leaf, leaf.slices)
     return assembly.units({leaf.site: leaf.value.shape for leaf in flow.leaves.values()})
+
+
+def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
+    """Units that nothing permutes, those that lie alike together.
+
+    What operators hold for one unit is one, and so are places with the same numbers along several axes, as far as is
+    known: of a mask's, or the network's inputs'.
+    """
+    axes, where, tied = list[Axis](), list[Array](), dict[bytes, Array]()
+    one, other, units = list[Array](), list[Array](), list[Array]()
+    for leaf in flow.leaves.values():
+        for part in leaf.value.parts if leaf.slices is None else ():
+            own = cells.unit[part.atoms]
+            fixed = np.flatnonzero(~np.isin(cells.cell[own], list(cells.cells)))
+            if not len(fixed) or (leaf.kernel and part.axes[0] > 1):  # pixels have no multipliers
+                continue
+            axes.append(Axis(leaf.site, part.axes[0], torch.from_numpy(fixed)[None], buffer=leaf.buffer))
+            where.append(fixed)
+            units.append(own[fixed])
+            one.append(tied.setdefault(fixed.tobytes(), own[fixed]))
+            other.append(own[fixed])
+    if not axes:
+        return []
+    unit = components(len(cells.cell), np.concatenate(one), np.concatenate(other))[1][np.concatenate(units)]
+    place, position = np.repeat(np.arange(len(axes)), list(map(len, where))), np.concatenate(where)
+    order = np.lexsort([position, place, unit])
+    unit, place, position = unit[order], place[order], position[order]
+    alike: dict[bytes, list[Array]] = {}
+    for start, count in zip(*np.unique(unit, return_index=True, return_counts=True)[1:], strict=True):
+        own = slice(start, start + count)
+        alike.setdefault(place[own].tobytes(), []).append(position[own])
+    found = []
+    for key, rows in alike.items():
+        lying = zip(np.frombuffer(key, dtype=place.dtype), torch.from_numpy(np.stack(rows, 1)), strict=True)
+        found.append([replace(axes[number], index=row[None]) for number, row in lying])
+    return [Units(f"fixed {k}", own[0].index.shape[1], tuple(own), moves=frozenset()) for k, own in enumerate(found)]
 
 
 class _Assembly:

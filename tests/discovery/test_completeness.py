@@ -143,8 +143,8 @@ NETWORKS = {
         lambda: nn.Sequential(nn.Linear(5, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
         torch.randn(8, 5), 291 - (21 - 1 + 12 * 6) - 12 - (39 - 12), 24
     ),
-    # nothing but linear maps before the ReLU units: 24 + 24 + 42 + 14 weights and statistics; 3 x 6 scales are found
-    "affine": (lambda: between(nn.BatchNorm1d(6)), torch.randn(8, 3), 104 - TAKEN, 18),
+    # nothing but linear maps before the ReLU units: 24 + 24 + 42 + 14 weights and statistics; 4 x 6 scales are found
+    "affine": (lambda: between(nn.BatchNorm1d(6)), torch.randn(8, 3), 104 - TAKEN, 24),
     # 24 + 6 + 42 + 42 + 14; scales of 6 ReLU units, of 6 directions, of the units before and behind
     "directions": (
         lambda: between(parametrizations.weight_norm(nn.Linear(6, 6))), torch.randn(8, 3), 128 - TAKEN, None
@@ -153,7 +153,7 @@ NETWORKS = {
     "lstm": (Recurrent, torch.randn(2, 4, 3), 20, None),
     # 4 ReLU units after each normalisation; before, one scale for each of 4 + 4; a bias before; and each channel's
     # mean and variance against its bias and weight
-    "statistics": (normalised, torch.randn(2, 2, 6, 6), 16 + 4 + 16, 16),
+    "statistics": (normalised, torch.randn(2, 2, 6, 6), 16 + 4 + 16, 24),
     # 7 x 4 + 3 x 4 + 3 weights make up a table of 7 x 3
     "tokens": (
         lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)), torch.arange(20).reshape(4, 5) % 7, 43 - 21, 4

@@ -97,7 +97,7 @@ def test_running_statistics_move_with_their_channels_and_flattened_channels_beco
     assert not moved["1.weight", 0].buffer
     assert moved["5.weight", 1].index.tolist() == [[c * 4 + pixel for c in range(4)] for pixel in range(4)]
     # What enters a batch normalisation may be rescaled without any compensation; what leaves it is compensated.
-    before, after = symmetry.scalings["0"], symmetry.scalings["1"]
+    before, after = symmetry.scalings["0~2"], symmetry.scalings["0"]
     exponents = {axis.site: (axis.exponent, axis.epsilon) for axis in before.axes}
     assert exponents == {
         "0.weight": (1, None), "0.bias": (1, None), "1.running_mean": (1, None), "1.running_var": (2, 1e-5),
@@ -348,18 +348,20 @@ def test_rotary_positions_pin_queries_and_keys_but_not_heads() -> None:
 @pytest.mark.parametrize("shared", [1, 2])
 def test_pairs_of_rotary_rows_are_one_set_inside_the_heads(shared: bool) -> None:
     symmetry = checked(attention_net(rotary=True, shared=shared), torch.randn(2, 5, 3))
-    (heads,) = (name for name in symmetry.group.roots if "permute" in symmetry.group[name].moves)
-    (pairs,) = (one for one in symmetry.group.units.values() if one.moves == {"flip", "scale"})
-    assert (pairs.size, pairs.copies, pairs.parent) == (2, 4 // shared, heads)
+    group = symmetry.group
+    pairs = [one for one in group.units.values() if any(a.site == "k.weight" and a.exponent for a in one.axes)]
+    assert [one.count for one in pairs] == [4 // shared] * 2
+    assert all({"flip", "scale"} <= one.moves for one in pairs)
     # Rows i and i + 2 of a head turn together: all of its queries by a factor, its keys by the inverse.
-    rows = torch.arange(4 // shared)[:, None] * 4 + torch.arange(2)
-    for axis in pairs.axes:
-        if axis.site == "k.weight":
-            own = axis.index.reshape(2, -1)
-            assert {tuple(sorted(column)) for column in own.T.tolist()} == {
-                (int(row), int(row) + 2) for row in rows.reshape(-1)
-            }
-    element = symmetry.group.element(log_scales={pairs.name: torch.full(pairs.shape, math.log(2.0))})
+    own = {
+        tuple(sorted(column))
+        for one in pairs
+        for axis in one.axes
+        if axis.site == "k.weight" and axis.exponent
+        for column in axis.index.T.tolist()
+    }
+    assert own == {(4 * head + row, 4 * head + row + 2) for head in range(4 // shared) for row in range(2)}
+    element = group.element(log_scales={one.name: torch.full(one.shape, math.log(2.0)) for one in pairs})
     weights = symmetry.weights_of(attention_net(rotary=True, shared=shared))
     ratios = {site: (value / weights[site]).detach() for site, value in element(weights).items()}
     factor = ratios["k.weight"][0, 0]

@@ -627,7 +627,7 @@ def test_elements_of_networks_with_branches_leave_the_function_alone(monkeypatch
 # 67 and 231 have features side by side with their mirror images, 6 and 54 signs that are measured by one another. 399
 # has scales of the same entries, 485 two units whose largest weight is one and the same, 1087 statistics of a feature
 # that is always zero, 1878 a grouped convolution whose outputs are tied to its inputs.
-@pytest.mark.parametrize("seed", [*range(1, 13), 54, 67, 231, 399, 485, 1087, 1878])
+@pytest.mark.parametrize("seed", [*range(1, 13), 54, 67, 231, 399, 485, 1087, 1878, 2125])
 def test_elements_leave_the_function_alone_and_copies_have_one_form(seed: int) -> None:
     check(seed)
 

@@ -105,11 +105,6 @@ def test_what_is_left_if_sites_stay_is_what_brute_force_finds(name: str, bias: b
     require_held(net, symmetry, stay)
 
 
-def test_a_scale_passes_through_a_layer_that_stays() -> None:
-    symmetry = find_symmetry(network(bias=False), X, freeze=["2"])
-    assert scales_of(symmetry) == 1  # all units of the first layer up, all of the second down
-
-
 def test_frozen_parameters_move_only_if_asked() -> None:
     net = network()
     net[0].requires_grad_(False)

@@ -71,6 +71,10 @@ def declared(axes: dict[str, tuple[str | None, ...]], net: nn.Module) -> Symmetr
     return Symmetry(Group.declare(axes, dict(net.named_parameters())))
 
 
+# Its biases of keys change nothing behind a softmax, so no group that moves them is wrong.
+KEYS = "layer.self_attn.in_proj_bias"
+
+
 def wrong_groups(symmetry: Symmetry) -> Iterator[tuple[str, Symmetry]]:
     """Every group that differs from the right one in one axis of some units, or in two sets of units merged.
 
@@ -90,6 +94,8 @@ def wrong_permutations(group: Group) -> Iterator[tuple[str, list[Units]]]:
         if len(group.family(one.name)) > 1:
             continue  # what lies inside would no longer do so
         for k, axis in enumerate(one.axes):
+            if axis.site == KEYS:
+                continue
             where = f"{axis.site}[{axis.dim}]"
             rest = [a for j, a in enumerate(one.axes) if j != k]
             yield f"{one.name} without {where}", [replace(one, axes=tuple(rest))]
@@ -113,8 +119,8 @@ def wrong_permutations(group: Group) -> Iterator[tuple[str, list[Units]]]:
 def wrong_multipliers(group: Group) -> Iterator[tuple[str, list[Units]]]:
     for one in group.units.values():
         for k, axis in enumerate(one.axes):
-            if axis.site == "layer.self_attn.in_proj_bias":
-                continue  # biases of keys change nothing behind a softmax, so no group that moves them is wrong
+            if axis.site == KEYS:
+                continue
             rest = tuple(a for j, a in enumerate(one.axes) if j != k)
             yield f"{one.name} without {axis.site}", [replace(one, axes=rest)]
             if "scale" in one.moves:

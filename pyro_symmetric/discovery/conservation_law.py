@@ -1,0 +1,538 @@
+r"""Scales, signs and shifts of units, by gradients alone.
+
+If all weights :math:`W_a` that a unit lies in may be multiplied by :math:`\lambda^{e_a}`, the derivative in
+:math:`\log\lambda` is zero: :math:`\sum_a e_a \langle W_a, \partial L / \partial W_a \rangle = 0` for every loss
+:math:`L` of the outputs, every input and all weights, a conservation law for each unit. So exponents are the whole
+numbers in the null space of a small matrix, to which each random loss adds a row for each unit. A shift of a bias is a
+direction along which its gradient adds up to zero.
+
+Signs obey the same law, modulo two, in a linear twin of the network (:mod:`~pyro_symmetric.discovery.linear_twin`).
+What follows for small steps, or for the twin, is then tried on the network itself.
+
+Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
+2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
+
+from pyro_symmetric._process import without_fast_attention, without_warnings
+from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.invariance import guilty
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise
+from pyro_symmetric.discovery.outputs import difference
+from pyro_symmetric.discovery.symmetry import in_precision
+from pyro_symmetric.discovery.trace import Trace
+from pyro_symmetric.discovery.units import module_name, unused
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.units import Move
+from pyro_symmetric.weights import Weights
+
+PRECISE = 2_000_000  # networks with more weights are differentiated in float32
+SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
+SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
+# Random losses at most, of large networks and of small; units with so many places that more are needed have no
+# multipliers.
+MOST = (6, 48)
+# Relative size of what counts as zero in a precision: of singular values, and of gradients.
+NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
+LARGEST = 12  # larger exponents aren't looked for
+Powers = list[int]  # for each place of a cell, the power with which a multiplier enters
+Place = tuple[str, int, int]
+
+
+def with_multipliers(
+    units: Sequence[Units],
+    fixed: Sequence[Units],
+    traces: Sequence[Trace],
+    net: nn.Module,
+    shapes: Mapping[str, torch.Size],
+    slices: Mapping[str, Array],
+    held: Collection[str] = (),
+    logits: bool = False,
+) -> list[Units]:
+    """Units with the multipliers that they admit, and further units that are only multiplied or shifted.
+
+    :param units: the units that permute, outer ones first.
+    :param fixed: units that nothing permutes.
+    :param traces: the forward passes whose outputs matter.
+    :param net: the network that was traced.
+    :param shapes: the shapes of all sites.
+    :param slices: of matrices whose rows fall into slices that read other inputs each, the slice of each row.
+    :param held: sites that stay as they are.
+    :param logits: whether outputs go through a softmax.
+    """
+    law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
+    inside = {one.name: [other for other in units if other.parent == one.name] for one in units}
+    cells = [_cell(one, inside.get(one.name, ()), law, slices, held) for one in (*units, *fixed)]
+    if law.small:  # all that others do together may be what a single unit does
+        single = [cell.units.count == 1 and not cell.units.moves for cell in cells]
+        names = [cell.units.name for cell in cells]
+        pairs = enumerate(zip(cells, single, strict=True))
+        cells = [replace(cell, inside=frozenset(names[:k])) if alone else cell for k, (cell, alone) in pairs]
+    every = {site: torch.arange(shapes[site][0], device="cpu")[:, None] for site in law.trained if site not in held}
+    rows = {site: Axis(site, 0, index) for site, index in every.items()}
+    cells += [
+        _Cell(Units(f"{s} as a whole", 1, (axis,), moves=frozenset()), (axis,), whole=True) for s, axis in rows.items()
+    ]
+    cells = [cell for cell in cells if cell.places]
+    found = {one.name: one for one in units}
+    try:
+        moves = law.moves(cells)
+    except NotDifferentiable:  # then permutations alone are told
+        return list(units)
+    for cell, own in zip(cells, moves, strict=True):
+        _add(found, cell, own)
+    lying = {axis.site for one in found.values() for axis in one.axes}
+    for site, axis in rows.items():
+        if law.shifts(site) and len(shapes[site]) == 1 < shapes[site][0] and site not in lying:
+            found[f"shift of {site}"] = Units(f"shift of {site}", 1, (axis,), moves=frozenset({"shift"}))
+    return list(found.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell:
+    """Units that are alike, and the places where each of them lies: axes with one exponent each.
+
+    :param inside: names of further units that lie inside these.
+    :param whole: whether it is a site as a whole, of which scales alone are asked.
+    """
+
+    units: Units
+    places: tuple[Axis, ...]
+    inside: frozenset[str] = frozenset()
+    whole: bool = False
+
+
+def _cell(
+    units: Units, inside: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
+) -> _Cell:
+    """Units with the places where they lie; those at which one further unit lies inside them have one exponent."""
+    places, whole = list[Axis](), set[str]()
+    for axis in units.axes:
+        length = axis.length(law.shapes)
+        if axis.site in held or (length == 1 and axis.site in whole):
+            continue  # rows and columns of a site that are all of it are the same numbers
+        whole |= {axis.site} if length == 1 else set()
+        inner = [row for one in inside for own in one.axes if _place(own) == _place(axis) for row in own.index]
+        owner = torch.full((length,), -1, device="cpu")
+        for number, row in enumerate(inner):
+            owner[row] = number
+        together: dict[int, list[Tensor]] = {}
+        for k, (row, own) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
+            together.setdefault(int(own[0]) if bool((own == own[0].clamp_min(0)).all()) else -1 - k, []).append(row)
+        blocks = (replace(axis, index=torch.stack(rows)) for rows in together.values())
+        places += [piece for block in blocks for piece in _cut(block, slices.get(axis.site), law)]
+    places = [replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in places]
+    return _Cell(units, tuple(places), frozenset(one.name for one in inside))
+
+
+def _cut(axis: Axis, slices: Array | None, law: _Law) -> list[Axis]:
+    """Columns of a small matrix of which slices of rows read other inputs each: those of each slice by themselves."""
+    rows, columns = (*law.shapes[axis.site], 1)[:2]
+    if slices is None or (axis.dim, axis.span, len(axis.index)) != (1, 1, 1) or rows * columns > SMALL:
+        return [axis]
+    pieces = (torch.from_numpy(np.flatnonzero(slices == number))[:, None] for number in np.unique(slices))
+    return [replace(axis, dim=0, span=2, index=piece * columns + axis.index) for piece in pieces]
+
+
+class _Law:
+    """The conservation laws of some passes: of random losses, at random weights near the network's own."""
+
+    def __init__(self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]):
+        self.passes, self.shapes = passes, shapes
+        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+        own = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
+        size = sum(value.numel() for value in own.values())
+        self.dtype = torch.float64 if size < PRECISE else torch.float32
+        self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
+        self.gradients, self.loudest = dict[str, Tensor](), 0.0
+        self.own = {site: precise(value, self.dtype) for site, value in own.items()}
+        self.buffers = set(dict(net.named_buffers()))
+        self.trained = [site for site in own if site not in self.buffers and shapes[site]]
+        self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
+        self.generator = torch.Generator("cpu").manual_seed(0)
+        # Where one unit is silent, because another is negative, say, another speaks farther off.
+        self.small = size < SMALL
+        spreads = [SPREAD * 2 ** (k // 2) for k in range(6 if self.small else 1)]
+        self.draws = [(self._near(spread), self._inputs()) for spread in spreads]
+
+    def moves(self, cells: Sequence[_Cell]) -> list[dict[tuple[int, ...], frozenset[Move]]]:
+        """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
+        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in cells if not cell.whole]
+        losses = max(len(self.draws), min(MOST[self.small], max(asked, default=1)))
+        plain = self._sums(cells, losses, False)
+        scales = self._right(cells, [self._scales(cell, plain) for cell in cells], (4.0, 0.25))
+        scales = _besides(cells, scales, self.shapes, lambda rows: int(np.linalg.matrix_rank(rows)))
+        try:
+            twin = self._sums(cells, losses, True)
+            signs = [self._signs(cell, own, plain, twin) for cell, own in zip(cells, scales, strict=True)]
+        except NotDifferentiable:
+            signs = [[] for _ in cells]
+        signs = self._right(cells, signs, (-1.0,))
+        signs = _besides(cells, signs, self.shapes, lambda rows: len(_independent(map(_bits, rows))))
+        found = []
+        for own, odd in zip(scales, signs, strict=True):
+            moves: dict[tuple[int, ...], frozenset[Move]] = {tuple(powers): frozenset({"scale"}) for powers in own}
+            for parities in odd:
+                same = next((powers for powers in moves if [p % 2 for p in powers] == parities), tuple(parities))
+                moves[same] = moves.get(same, frozenset()) | {"flip"}
+            found.append(moves)
+        return found
+
+    def shifts(self, site: str) -> bool:
+        """True if a constant may be added to all entries of a site, as far as the first loss tells."""
+        gradient = self.gradients.get(site, torch.zeros(1, device="cpu"))
+        size = float(gradient.norm())
+        return size > self.silent * self.loudest and float(gradient.real.sum().abs()) <= self.null * size
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
+        """A basis of the exponents of a cell's scales."""
+        rows, loud = _rows(cell, sums)
+        if not bool((loud > 0).all()):  # of a place that no loss depends on, an expert's, say, nothing is known
+            return []
+        moved = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.places]
+        live = (loud > self.silent) & torch.tensor(moved, device="cpu")
+        return _null_vectors(rows, loud, live, cell, self.null)
+
+    def _signs(
+        self, cell: _Cell, scales: Sequence[Powers], plain: Mapping[Place, Tensor], twin: Mapping[Place, Tensor]
+    ) -> list[Powers]:
+        """For a cell what may be a basis of the places that a sign enters (1; others are 0)."""
+        heard, (rows, loud) = _rows(cell, plain)[1], _rows(cell, twin)
+        if cell.whole or not bool((heard > 0).all()):
+            return []
+        live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
+        unseen = live & (loud <= self.silent)  # what only even functions read flips together
+        proposed = [_bits(unseen.long().tolist())] if bool(unseen.any()) else []
+        proposed += [_bits(own) for own in _null_vectors(rows, loud, live & ~unseen, cell, self.null)]
+        # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
+        sizes = [self.shapes[axis.site].numel() for axis in cell.places]
+        proposed = _echelon(proposed, sorted(range(len(sizes)), key=sizes.__getitem__))
+        span = _independent(proposed)
+        shared = [odd for odd in map(_bits, scales) if odd and len(_independent([*span, odd])) == len(span)]
+        return [[odd >> k & 1 for k in range(len(cell.places))] for odd in _independent([*shared, *proposed])]
+
+    def _right(
+        self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factors: Sequence[float]
+    ) -> list[list[Powers]]:
+        """The proposals that leave outputs as they are if units are multiplied by powers of these factors."""
+        every = [(i, powers) for i, basis in enumerate(proposed) for powers in basis]
+
+        def fails(chosen: Sequence[tuple[int, Powers]], factor: float, share: float) -> bool:
+            moved = dict(weights)
+            for number, powers in chosen:
+                chance = torch.rand(cells[number].units.count, generator=self.generator, device="cpu")
+                units = chance < share
+                units[0] |= share == 0.0
+                for axis, power in zip(cells[number].places, powers, strict=True):
+                    if power:
+                        by = factor ** (power if factor < 0 else power / max(map(abs, powers)))
+                        moved[axis.site] = _multiplied(moved[axis.site], axis, units, by)
+            return not difference(before, self._outputs(moved, inputs)) < 10 * self.null
+
+        # Each alone, for what several change may cancel out; all together far off, where a clamp isn't odd any more.
+        for number, (weights, inputs) in enumerate(self.draws):
+            before = self._outputs(weights, inputs) if every else []
+            for factor in factors:
+                for share in (1.0, 0.0) if self.small and number == 0 else ():
+                    every = [one for one in every if not fails([one], factor, share)]
+                if every and fails(every, factor, 0.5):
+                    wrong = guilty(every, lambda chosen: fails(chosen, factor, 0.5))  # noqa: B023
+                    every = [one for one in every if one not in wrong]
+        return [[powers for powers in basis if (i, powers) in every] for i, basis in enumerate(proposed)]
+
+    def _sums(self, cells: Sequence[_Cell], losses: int, twin: bool) -> dict[Place, Tensor]:
+        """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
+        axes = {_place(axis): axis for cell in cells for axis in cell.places}
+        found: dict[Place, list[Tensor]] = {place: [] for place in axes}
+        for k, (near, inputs) in enumerate(self.draws):
+            weights = {site: value.clone().requires_grad_() for site, value in near.items()}
+            outputs = [out for out in self._outputs(weights, inputs, twin) if out.requires_grad]
+            for _ in range(k, losses, len(self.draws)) if outputs else ():
+                loss = torch.stack([(out * self._noise(out)).real.sum() for out in outputs]).sum()
+                with evaluation():
+                    every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
+                gradients = {site: g for site, g in zip(weights, every, strict=True) if g is not None}
+                if not twin and k == 0:
+                    self.gradients, self.loudest = (
+                        gradients,
+                        max((float(g.norm()) for g in gradients.values()), default=0.0),
+                    )
+                for place, axis in axes.items():
+                    weight = near[axis.site] + self.epsilons.get(axis.site, 0.0)
+                    gradient = gradients.get(axis.site)
+                    product = weight.real * 0 if gradient is None else (weight * gradient.conj()).real
+                    product = product.reshape(_run(product.shape, axis)).movedim(axis.dim, 0)
+                    product = product.reshape(len(product), -1)
+                    both = (own.sum(1, dtype=torch.float64) for own in (product, product.abs()))
+                    found[place].append(torch.stack([*both]).cpu())
+        nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
+        return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
+
+    def _outputs(self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False) -> list[Tensor]:
+        passes = zip(self.passes, inputs, strict=True)
+        torch.default_generator.manual_seed(0)
+        with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
+            return [out for one, own in passes for out in one.outputs(weights, own, twin, self.dtype)]
+
+    def _noise(self, like: Tensor) -> Tensor:
+        dtype = in_precision(like.dtype, self.dtype)
+        return torch.randn(like.shape, generator=self.generator, dtype=dtype, device="cpu").to(like.device)
+
+    def _inputs(self) -> list[list[Tensor]]:
+        """Random numbers, or the example's if the network doesn't take others."""
+        given = [one.trace.tensors for one in self.passes]
+        drawn = [[self._noise(x) if x.is_floating_point() or x.is_complex() else x for x in own] for own in given]
+        try:
+            finite = all(bool(out.isfinite().all()) for out in self._outputs(self.own, drawn))
+        except NotDifferentiable:
+            finite = False
+        return drawn if finite else [[precise(x, self.dtype) for x in own] for own in given]
+
+    def _near(self, far: float) -> Weights:
+        drawn = {}
+        for site, value in self.own.items():
+            noise, spread = self._noise(value), float(value.std(correction=0)) if value.numel() > 1 else 0.0
+            if site in self.buffers and bool((value >= 0).all()) and bool(value.any()):  # a variance
+                drawn[site] = value * (far * noise).exp()
+            else:
+                drawn[site] = value + far * (spread if spread > 1e-3 else 1.0) * noise
+        return drawn
+
+
+# what follows from it -------------------------------------------------------------------------------------------------
+
+
+def _rows(cell: _Cell, sums: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
+    """A cell's law, one row for each loss and unit ``(rows, places)``, and how loud each place is at most.
+
+    Both are relative to the loudest place of the row.
+    """
+    columns = [sums[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
+    signed, loud = torch.stack(columns, -1)
+    signed, loud = (own[(loud.amax(1) > 0) & loud.isfinite().all(1)] for own in (signed, loud))
+    if not len(loud):
+        return signed, torch.zeros(len(cell.places), dtype=torch.float64, device="cpu")
+    return signed / loud.amax(1, keepdim=True), (loud / loud.amax(1, keepdim=True)).amax(0)
+
+
+def _besides(
+    cells: Sequence[_Cell],
+    bases: Sequence[list[Powers]],
+    shapes: Mapping[str, torch.Size],
+    rank: Callable[[list[Powers]], int],
+) -> list[list[Powers]]:
+    """Of each cell's vectors, sparse ones first, what isn't made of those of the units inside."""
+    found = []
+    for cell, basis in zip(cells, bases, strict=True):
+        pairs = zip(cells, bases, strict=True)
+        known = [(one, v) for one, own in pairs if one.units.name in cell.inside for v in own]
+        if basis and (known or cell.units.count == 1):  # a single unit's rows and columns may cancel out
+            basis = sorted(basis, key=lambda own: sum(map(bool, own)))
+            rows = _entries([*known, *((cell, vector) for vector in basis)], cell.units.count, shapes)
+            ranks = [rank(rows[: len(known) + k]) for k in range(len(basis) + 1)]
+            basis = [vector for k, vector in enumerate(basis) if ranks[k + 1] > ranks[k]]
+        found.append(basis)
+    return found
+
+
+def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[str, torch.Size]) -> list[Powers]:
+    """The exponents of all entries of sites, those that are alike once, if the first of so many units is multiplied."""
+    columns = []
+    for site in sorted({axis.site for cell, _ in moves for axis in cell.places}):
+        rows = torch.zeros(len(moves), *shapes[site], dtype=torch.int16, device="cpu")
+        for row, (cell, powers) in zip(rows, moves, strict=True):
+            for axis, power in zip(cell.places, powers, strict=True):
+                if axis.site == site and power:
+                    run = row.view(_run(row.shape, axis)).movedim(axis.dim, 0)
+                    run[axis.index[:, : cell.units.count // count].flatten()] += power
+        flat = rows.flatten(1).numpy()
+        mixed = np.random.default_rng(0).random(len(flat)) @ flat
+        columns.append(flat[:, np.unique(mixed, return_index=True)[1]])
+    return np.concatenate(columns, 1).tolist()
+
+
+def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Powers]:
+    """A basis of the small whole numbers with which the live columns of a cell's law add up to zero."""
+    where = live.nonzero().flatten().tolist()
+    if not where or (len(rows) < len(where) + 2 and not cell.whole) or not len(rows):
+        return []
+    rows, loud = (rows / loud)[:, where], loud[where]
+    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 32), device="cpu").long()]
+    values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
+    basis = vectors[values <= null * math.sqrt(len(rows))] / loud
+    basis = _reduced(basis / basis.abs().amax(1, keepdim=True) if len(basis) else basis)
+    vectors = [whole for own in basis if (whole := _whole(own))]
+    vectors, found = _sparse(vectors, [cell.places[k].buffer for k in where]), []
+    for vector in vectors:
+        sign = 1 if next(e for e in vector if e) > 0 else -1  # what enters the units has a positive exponent
+        full = dict(zip(where, vector, strict=True))
+        found.append([sign * full.get(k, 0) for k in range(len(live))])
+    return found
+
+
+def _reduced(basis: Tensor) -> Tensor:
+    """The reduced echelon form: each vector is one where all others are zero."""
+    basis, row = basis.clone(), 0
+    for column in range(basis.shape[1]):
+        if row == len(basis):
+            break
+        best = row + int(basis[row:, column].abs().argmax())
+        if float(basis[best, column].abs()) < 1e-3:
+            continue
+        basis[[row, best]] = basis[[best, row]]
+        basis[row] /= basis[row, column].clone()
+        others = torch.arange(len(basis), device="cpu") != row
+        basis[others] -= basis[others, column : column + 1] * basis[row]
+        row += 1
+    return basis
+
+
+def _whole(vector: Tensor) -> Powers:
+    """A multiple of a vector in whole numbers; none if there are no small ones."""
+    fractions = [Fraction(float(x)).limit_denominator(LARGEST) for x in vector]
+    if (
+        float((vector - torch.tensor([float(f) for f in fractions], dtype=vector.dtype, device="cpu")).abs().max())
+        > 1e-3
+    ):
+        return []
+    common = math.lcm(*(f.denominator for f in fractions))
+    numbers = [int(f * common) for f in fractions]
+    return numbers if max(map(abs, numbers)) <= LARGEST else []
+
+
+def _sparse(vectors: list[Powers], buffers: Sequence[bool]) -> list[Powers]:
+    """A basis of the same, in which fewer vectors touch buffers, and more numbers are zero."""
+
+    def cost(vector: Powers) -> tuple[bool, int, int]:
+        touched = any(n and late for n, late in zip(vector, buffers, strict=True))
+        return touched, sum(map(bool, vector)), sum(n < 0 for n in vector)
+
+    for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
+        for sign in (1, -1):
+            other = [n + sign * m for n, m in zip(vectors[i], vectors[j], strict=True)]
+            vectors[i] = other if cost(other) < cost(vectors[i]) else vectors[i]
+    return vectors
+
+
+def _bits(vector: Powers) -> int:
+    return sum((exponent & 1) << k for k, exponent in enumerate(vector))
+
+
+def _independent(rows: Iterable[int]) -> list[int]:
+    """The first of some rows of bits that those before them don't span, modulo two."""
+    pivots: dict[int, int] = {}
+    kept = []
+    for row in rows:
+        left = row
+        while left and left.bit_length() in pivots:
+            left ^= pivots[left.bit_length()]
+        if left:
+            pivots[left.bit_length()] = left
+            kept.append(row)
+    return kept
+
+
+def _echelon(rows: Iterable[int], columns: Iterable[int]) -> list[int]:
+    """The reduced echelon form of some rows of bits, modulo two, with pivots in the order of these columns."""
+    left, found = list(rows), list[int]()
+    for column in columns:
+        pivot = next((row for row in left if row >> column & 1), None)
+        if pivot is not None:
+            left.remove(pivot)
+            left, found = ([row ^ pivot if row >> column & 1 else row for row in own] for own in (left, found))
+            found.append(pivot)
+    return found
+
+
+def _add(found: dict[str, Units], cell: _Cell, moves: Mapping[tuple[int, ...], frozenset[Move]]) -> None:
+    """Record the exponents of a cell's places: the first on its units, if they permute; further ones ride along."""
+
+    def late(powers: Sequence[int]) -> tuple[bool, int]:
+        """Multipliers of running statistics, which others may leave alone, ride along."""
+        touched = [k for k, power in enumerate(powers) if power]
+        return any(cell.places[k].buffer for k in touched), touched[0]
+
+    for powers in sorted(moves, key=late):
+        host, pairs = found.get(cell.units.name), zip(cell.places, powers, strict=True)
+        axes = [replace(axis, exponent=power) for axis, power in pairs if power]
+        multiplied, site = _together(axes), axes[0].site
+        if cell.whole and any({a.site for a in one.axes if a.exponent} == {site} for one in found.values()):
+            continue  # each of its units has a scale of its own
+        name = cell.units.name if cell.whole else unused(module_name(site), found)
+        if host is None:
+            found[name] = Units(name, cell.units.count, multiplied, moves=moves[powers])
+            continue
+        rows = [replace(axis, index=row[None]) for axis in host.axes for row in axis.index]
+        own = {(*_place(axis), *row.tolist()): axis for axis in axes for row in axis.index}
+        lying = [own.get((*_place(axis), *axis.index[0].tolist())) for axis in rows]
+        if host.moves & {"scale", "flip"} or sum(axis is not None for axis in lying) < len(own):
+            found[name] = Units(name, 1, multiplied, host.name, host.count, moves[powers])
+        else:
+            rows = [
+                replace(row, exponent=one.exponent, epsilon=one.epsilon) if one else row
+                for row, one in zip(rows, lying, strict=True)
+            ]
+            found[host.name] = replace(host, axes=_together(rows), moves=host.moves | moves[powers])
+
+
+def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Axes that differ in their blocks alone as one each."""
+    alike: dict[tuple[Place, int], list[Axis]] = {}
+    for axis in axes:
+        alike.setdefault((_place(axis), axis.exponent), []).append(axis)
+    return tuple(replace(own[0], index=torch.cat([axis.index for axis in own])) for own in alike.values())
+
+
+def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
+    """The group of all units; multipliers that permutations don't carry onto one another are left out."""
+    kept = {one.name: one for one in units}
+    try:
+        return Group(kept.values(), shapes, of_network=True)
+    except ValueError:
+        kept = {name: _permuting(one) for name, one in kept.items() if "permute" in one.moves}
+    for one in units:
+        try:
+            Group([*(kept | {one.name: one}).values()], shapes)
+        except ValueError:
+            continue
+        kept[one.name] = one
+    return Group(kept.values(), shapes, of_network=True)
+
+
+def _permuting(units: Units) -> Units:
+    axes = tuple(replace(axis, exponent=0, epsilon=None) for axis in units.axes)
+    return replace(units, axes=axes, moves=frozenset({"permute"}))
+
+
+def _place(axis: Axis) -> Place:
+    return axis.site, axis.dim, axis.span
+
+
+def _run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
+    """A site's shape if the axes that an axis spans are one."""
+    first, last = axis.dim, axis.dim + axis.span
+    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
+def _multiplied(value: Tensor, axis: Axis, units: Tensor, factor: float) -> Tensor:
+    """A site's value with some units multiplied along one axis."""
+    run, epsilon = _run(value.shape, axis), axis.epsilon or 0.0
+    factors = torch.ones(run[axis.dim], dtype=value.real.dtype, device="cpu")
+    factors[axis.index[:, units]] = factor
+    factors = factors.to(value.device).reshape(-1, *(1 for _ in run[axis.dim + 1 :]))
+    return ((value.reshape(run) + epsilon) * factors - epsilon).reshape(value.shape)

@@ -1,0 +1,173 @@
+"""A network as a function of its weights, and its linear twin, which shows where signs go.
+
+A sign passes through odd functions of one number, which are the identity in the twin; even functions let none pass and
+are constants there; and others have no sign to pass on: one is added, so that no law holds. Norms and deviations are
+even; the division by them is left out. What is linear, or a product, stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from pyro_symmetric.discovery.deterministic import Deterministic
+from pyro_symmetric.discovery.export import site_names
+from pyro_symmetric.discovery.rules.registry import operator_name
+from pyro_symmetric.discovery.symmetry import in_precision
+from pyro_symmetric.discovery.trace import Trace
+from pyro_symmetric.weights import Weights
+
+EVEN = ("linalg_vector_norm", "norm", "var", "std")
+# Functions that are homogeneous but pass no sign; those of one number are recognised by trying.
+UNSIGNED = (
+    *("max", "min", "amax", "amin", "prelu", "_prelu_kernel", "rrelu_with_noise", "sort", "topk", "median", "cummax"),
+    *("max_pool", "adaptive_max_pool", "fractional_max_pool", "maximum", "minimum", "fmax", "fmin"),
+)
+
+
+class NotDifferentiable(Exception):
+    """A network can't be evaluated at random weights and inputs, or has no derivatives there."""
+
+
+@contextlib.contextmanager
+def evaluation() -> Iterator[None]:
+    """Whatever the operators of a network raise is a :class:`NotDifferentiable`."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:  # no derivative; an index that was read off random inputs
+        raise NotDifferentiable(f"{type(error).__name__}: {error}") from error
+
+
+class Pass:
+    """A traced forward pass as a function of weights.
+
+    :ivar epsilons: what batch normalisation adds to running variances, by their sites.
+    """
+
+    def __init__(self, trace: Trace, logits: bool):
+        self.trace, self.logits, self.sites = trace, logits, site_names(trace.net)
+        kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
+        self.returned = [i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT]
+        names = {spec.arg.name: spec.target for spec in trace.specs if getattr(spec.arg, "name", None) and spec.target}
+        self.epsilons: dict[str, float] = {}
+        self.casts = False
+        for node in trace.program.graph.nodes:
+            given = _given(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
+            self.casts |= bool(given) and (not node.all_input_nodes or given.get("dtype") is not None)
+            if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
+                self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
+
+    def outputs(self, weights: Weights, inputs: Sequence[Any], twin: bool, dtype: torch.dtype) -> list[Tensor]:
+        """Results of the network, or of its twin, that have derivatives."""
+        users, args = iter(inputs), []
+        for spec in self.trace.specs:
+            if spec.kind == InputKind.USER_INPUT:
+                args.append(next(users))
+            else:
+                value = weights.get(self.sites.get(spec.target, spec.target))
+                args.append(precise(self.trace.constant(spec.target), dtype) if value is None else value)
+        with evaluation(), Deterministic(dtype) if self.casts else contextlib.nullcontext():
+            every = _Run(self.trace.program.graph_module, twin).run(*args)
+        found = [every[i] for i in self.returned if isinstance(every[i], Tensor)]
+        found = [out for out in found if out.is_floating_point() or out.is_complex()]
+        return [out.log_softmax(-1) if self.logits and out.dim() else out for out in found]
+
+
+class _Run(fx.Interpreter):
+    """A pass in which batch normalisation has derivatives in its running statistics.
+
+    :param twin: whether functions are replaced by what signs see of them.
+    """
+
+    def __init__(self, graph: fx.GraphModule, twin: bool):
+        super().__init__(graph)
+        self.twin = twin
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        name, given = operator_name(target), _given(target, args, kwargs)
+        if name in ("view", "_unsafe_view"):  # a twin's tensors may lie in another order
+            return args[0].reshape(args[1])
+        if name == "copy":  # into what is written whole
+            return args[1].to(args[0].dtype).expand_as(args[0])
+        normalised = self._normalised(name, given)
+        if normalised is not None:
+            returns = len(target._schema.returns)
+            return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
+        return self._seen(target, name, args, kwargs) if self.twin else super().call_function(target, args, kwargs)
+
+    def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
+        """Normalisation by running statistics, in train mode, too; in the twin any, by constants."""
+        x: Any = given.get("input")
+        shape: Any = given.get("normalized_shape")
+        variance = given.get("running_var")
+        if shape is None and x is not None:
+            shape = (1, -1, *(1 for _ in x.shape[2:]))
+        if variance is not None:
+            variance = variance.detach() if self.twin else variance
+            y = (x - given["running_mean"].reshape(shape)) / (variance + given["eps"]).sqrt().reshape(shape)
+        elif not self.twin or "_norm" not in name or "weight" not in given:
+            return None
+        elif "group" in name:
+            groups = given.get("num_groups") or given["group"]
+            y = _standardised(x.reshape(len(x), groups, -1), [-1], given["eps"]).reshape(x.shape)
+        elif given.get("normalized_shape") is not None:
+            y = _standardised(x, range(x.dim() - len(shape), x.dim()), given["eps"], "rms" not in name)
+        else:  # of each channel alone, which passes its sign on
+            y = x
+        y = y if given["weight"] is None else y * given["weight"].reshape(shape)
+        return y if given.get("bias") is None else y + given["bias"].reshape(shape)
+
+    def _seen(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """The result as signs see it."""
+        if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
+            with _WithoutTanh():
+                return decomposition_table[target](*args, **kwargs)
+        result = super().call_function(target, args, kwargs)
+        if not isinstance(first := result[0] if isinstance(result, tuple | list) and result else result, Tensor):
+            return result
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not first.is_floating_point() or not any(x.requires_grad for x in tensors):
+            return result
+        if name in EVEN or (name == "mul" and args[0] is args[1]):
+            return result.detach()
+        if name.removesuffix("_with_indices").rstrip("123d") in UNSIGNED:
+            return first + 1.0 if first is result else type(result)([first + 1.0, *result[1:]])
+        if len(tensors) != 1 or torch.Tag.pointwise not in getattr(target, "tags", ()):
+            return result
+        x = torch.linspace(0.1, 3.0, 30, dtype=first.dtype, device=first.device)
+        one, other = (target(sign * x, *args[1:], **kwargs) for sign in (1.0, -1.0))
+        if torch.allclose(one, -other):
+            return tensors[0]
+        return result.detach() if torch.allclose(one, other) else result + 1.0
+
+
+class _WithoutTanh(TorchFunctionMode):
+    """The hyperbolic tangent is the identity."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in (torch.tanh, Tensor.tanh) else func(*args, **(kwargs or {}))
+
+
+def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: bool = True) -> Tensor:
+    """Normalisation over some axes, whose division is by constants."""
+    y = x - x.mean([*dims], keepdim=True) if centre else x
+    return y * (y.square().mean([*dims], keepdim=True) + (eps or 0.0)).rsqrt().detach()
+
+
+def _given(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    schema = getattr(target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def precise(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor in a precision; complex numbers stay so, and whatever else is left alone."""
+    return value.to(in_precision(value.dtype, dtype)) if isinstance(value, Tensor) else value

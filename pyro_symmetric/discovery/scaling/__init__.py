@@ -1,1 +1,0 @@
-"""Scales and signs by rules: equations between multipliers, operator by operator."""
