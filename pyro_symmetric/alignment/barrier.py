@@ -130,7 +130,7 @@ def loss_barrier(
         named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
         _require_data(named)
         _warn_of_statistics(model.net, first, second)
-        scores = {name: functools.partial(_of_model, model, name, *pair) for name, pair in named.items()}
+        scores = {name: functools.partial(_of_model, model, name, pair) for name, pair in named.items()}
     elif isinstance(log_likelihood, nn.Module) or not callable(log_likelihood) or data is not None:
         raise TypeError(
             f"log_likelihood is {described(log_likelihood)}; it must be a BayesianModel, or, without data, a function "
@@ -179,12 +179,10 @@ def _of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> t
     return (torch.logsumexp(pointwise.double(), 0),)
 
 
-def _of_model(
-    model: BayesianModel, name: str, x: Tensor, y: Tensor, weights: Weights, count: int
-) -> tuple[Tensor, ...]:
+def _of_model(model: BayesianModel, name: str, pair: Data, weights: Weights, count: int) -> tuple[Tensor, ...]:
     """``log Σ_s p(y|x, w_s)`` and the sum of predictions by row, a few rows at once. Weights may hold buffers, which
     take the place of the network's own."""
-    targets = model.likelihood.targets(y)
+    x, targets = pair[0], model.likelihood.targets(pair[1])
     latents = {site: weights[site] for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))}
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
     found = []

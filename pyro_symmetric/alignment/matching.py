@@ -28,7 +28,6 @@ from pyro_symmetric.alignment.features import (
     Cost,
     Moments,
     batch_shape_of,
-    chunks_of,
     compared_sites,
     moments_of,
     require_fit,
@@ -139,23 +138,15 @@ def align(
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
     fixed, came = moments_of([first, second], sites, group, COSTS[cost])
-    weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
-    chunks, found = chunks_of(group, came), []
-    with tqdm(total=len(chunks) * (1 + restarts), desc="align", disable=not progress, delay=BAR_DELAY) as bar:
+    shown = None
+    if activations is not None:
+        weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
+        shown = shown_by(activations, weights, first.loc, group)
+    with tqdm(total=1 + restarts, desc="align", disable=not progress, delay=BAR_DELAY) as bar:
         search = _Search(group, COSTS[cost], restarts, max_sweeps, tolerance, bar.update)
-        for rows in chunks:
-            own = {site: value[rows] for site, value in weights.items()}
-            shown = shown_by(activations, own, first.loc, group) if activations is not None else None
-            found.append(search(fixed, {site: value[:, rows] for site, value in came.items()}, shown))
+        element, *costs, ends = search(fixed, came, shown)
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    joined = lambda move, _: torch.cat([one.element.numbers[move] for one in found])  # noqa: E731
-    element = reshaped(found[0].element.changed(joined, (sum(len(one.cost) for one in found),)), shape).to(device)
-    most = max(len(one.ends) for one in found)
-    ends = [torch.cat([one.ends[min(k, len(one.ends) - 1)] for one in found]) for k in range(most)]
-    total, initial, converged = (
-        fit(torch.cat([getattr(one, name) for one in found])) for name in ("cost", "initial", "converged")
-    )
-    return Alignment(element, total, initial, converged, tuple(fit(end) for end in ends))
+    return Alignment(reshaped(element, shape).to(device), *map(fit, costs), tuple(fit(end) for end in ends))
 
 
 class _Found(NamedTuple):
