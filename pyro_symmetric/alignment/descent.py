@@ -34,6 +34,8 @@ from pyro_symmetric.groups.places import rows
 KICKED_UNITS, KICKED_SHARE = 6, 0.25
 # Bonuses for units that stay, in standard deviations of scores: the steps of a linearisation get shorter.
 BONUSES = (0.0, 1.0, 3.0, 7.0)
+# How often at most one descent goes through what waits.
+MAX_SWEEPS = 100
 # Further descents of what lies inside each pair of units, if sets of it meet in one site.
 RESTARTS_INSIDE = 3
 
@@ -83,7 +85,7 @@ class Descent:
         reference: Moments,
         source: Moments,
         tolerance: float = 0.0,
-        max_sweeps: int = 100,
+        max_sweeps: int = MAX_SWEEPS,
     ):
         self.group, self.cost, self.max_sweeps = group.finite, cost, max_sweeps
         self.reference, self.source = reference, source

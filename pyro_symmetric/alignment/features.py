@@ -34,17 +34,14 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, draws_of, on_host
-from pyro_symmetric.calls import described
+from pyro_symmetric.alignment.gaussian import GaussianWeights, on_host
 from pyro_symmetric.groups import Axis, Element, Group, Units
 from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, batch_shape, require_finite
+from pyro_symmetric.weights import batch_shape, require_finite
 
 Moments = dict[str, Tensor]
 
-# How many numbers the sources that are matched together may hold, with their scores.
-CHUNK_ENTRIES = 2**26
 # A weight that varies by less than this part of its size, such as the zeros of a triangle, says nothing of any label.
 LEAST_SPREAD = 1e-7
 
@@ -165,17 +162,12 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
     return sites
 
 
-def members_of(
-    sources: Any, group: Group, each: str
-) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
+def members_of(sources: Any, group: Group) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
     """The moments of a list, a batch or a posterior, by what messages call them; their device, and the batch shape of
     the elements that act on them.
 
     :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
     """
-    arguments.one_of("each", each, ("draw", "chain"))
-    if each == "chain" and not isinstance(sources, Posterior):
-        raise ValueError(f"each is 'chain', but only a Posterior knows its chains; sources is {described(sources)}")
     if not isinstance(sources, Posterior | Mapping | GaussianWeights):
         members = arguments.listed("sources", sources, object, "members, or a batch")
         if not members:
@@ -186,27 +178,17 @@ def members_of(
                 raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
             require_buffers(one.loc, group.buffers, name)
         return {name: one for name, (one, _) in found.items()}, found["sources[0]"][1], (len(found),)
-    read, shape = sources, None
+    shape, read = None, sources
     if isinstance(sources, Posterior):
-        samples = _with_moments(draws_of(sources, "posterior"), group)
-        shape, read = (sources.num_chains, sources.num_samples), {s: v.flatten(0, 1) for s, v in samples.items()}
-        if each == "chain":
-            shape, spread = (sources.num_chains, 1), {s: v.std(1, correction=0) for s, v in samples.items()}
-            read = GaussianWeights({site: value.mean(1) for site, value in samples.items()}, spread)
-    elif isinstance(sources, Mapping):
-        read = _with_moments(sources, group)
+        shape, read = (sources.num_chains, sources.num_samples), sources.get_samples()
+    if isinstance(read, Mapping):  # without what a group knows nothing of and has no mean: counters, labels
+        read = {s: v for s, v in read.items() if v.is_floating_point() or s in group.site_shapes}
     gaussian, device = on_host(read, "sources")
     batch = tuple(batch_shape_of(gaussian, group, "sources"))
     if len(batch) != 1:
         raise ValueError(f"sources has batch shape {batch}; it must be (number of members,), or a list of members")
     require_buffers(gaussian.loc, group.buffers, "sources")
     return {"sources": gaussian}, device, shape or batch
-
-
-def _with_moments(weights: Mapping[str, Tensor], group: Group) -> Weights:
-    """Without the sites that a group knows nothing of and that have no mean: counters, labels."""
-    arguments.weights("sources", weights)
-    return {s: value for s, value in weights.items() if value.is_floating_point() or s in group.site_shapes}
 
 
 def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost) -> list[Moments]:
@@ -245,14 +227,6 @@ def shifted(group: Group, reference: Moments, source: Moments) -> tuple[Moments,
     for site in set(group.shifts.sites) & set(source) if shifts else ():
         result[site] = torch.cat([element.on_site(site, source[site][0]).unsqueeze(0), source[site][1:]])
     return result, shifts
-
-
-def chunks_of(group: Group, source: Mapping[str, Tensor]) -> list[Tensor]:
-    """Numbers of the sources to match together, so that their weights and scores fit into memory."""
-    batch = next((value.shape[1] for value in source.values()), 1)
-    weights = sum(value[:, 0].numel() for value in source.values())
-    scores = sum(u.count**2 * len(u.axes) for u in group.units.values() if "permute" in u.moves)
-    return list(torch.arange(batch, device="cpu").split(max(1, CHUNK_ENTRIES // max(1, 3 * weights + 2 * scores))))
 
 
 def _comparable(group: Group) -> list[str]:

@@ -131,17 +131,6 @@ def plain(weights: Any) -> Any:
     return {**dict(weights.named_parameters()), **buffers}
 
 
-def draws_of(posterior: Posterior, name: str) -> Weights:
-    """All draws, ``(chains, draws, *site_shape)``.
-
-    :raises ValueError: if there are none, or they hold NaN or infinite values.
-    """
-    if not posterior.num_chains * posterior.num_samples:
-        raise ValueError(f"{name} has {posterior.num_chains} chains of {posterior.num_samples} draws; it is empty")
-    require_finite(posterior.samples, name)
-    return posterior.samples
-
-
 # barycentres, and draws ----------------------------------------------------------------------------------------------
 
 
@@ -194,12 +183,12 @@ def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> W
 def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Constraint]]:
     """Means, deviations (of plain weights none) and supports, where they are."""
     if isinstance(weights, Posterior):
-        flat = {site: value.flatten(0, 1) for site, value in draws_of(weights, name).items()}
+        flat = weights.get_samples()
+        require_finite(flat, name)
         spread = {site: value.std(0, correction=0) for site, value in flat.items()}
         return {site: value.mean(0) for site, value in flat.items()}, spread, {}
     if isinstance(weights, Mapping):
-        if not arguments.weights(name, weights):
-            raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+        arguments.weights(name, weights)
         return {site: value.detach() for site, value in weights.items()}, {}, {}
     by_site = hasattr(weights, "_get_loc_and_scale")
     if not by_site and not (hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")):

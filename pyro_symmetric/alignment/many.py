@@ -39,7 +39,6 @@ from pyro_symmetric.alignment.descent import Descent, acted, put, recentred, res
 from pyro_symmetric.alignment.features import (
     COSTS,
     Moments,
-    chunks_of,
     compared_sites,
     members_of,
     moments_of,
@@ -60,12 +59,16 @@ Objective = Literal["gaussian", "wasserstein", "l2"]
 MANY = 100
 # Ends that differ by less than this part are the same.
 SAME = 1e-3
-# Rounds by distances before those by densities: a start needn't be an end.
-NEAR_ROUNDS = 3
+# Rounds at most, and those by distances before those by densities: a start needn't be an end.
+MAX_ROUNDS, NEAR_ROUNDS = 50, 3
 # Up to so many members each is aligned to the others in turn at the end.
 FEW = 32
 # In how many rounds members start anew as well as where they are.
 FRESH_ROUNDS = 2
+# A round that lowers the mean cost by less than this part is the last one.
+TOLERANCE = 1e-6
+# How many numbers the members that are matched together may hold, with their scores.
+CHUNK_ENTRIES = 2**26
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class Frame:
         barycentre is ``ps.barycentre(frame.aligned)``.
     :param cost: squared distance of each member to the barycentre, float64 ``(S,)``, on the CPU; under ``"gaussian"``
         minus the log-density.
-    :param history: the mean of these costs as the members came, then after each round that lies below; it never rises.
-    :param converged: whether it ended because nothing changed, rather than by ``max_rounds``.
+    :param history: the mean of these costs as the members came, but for evened scales, then after each round that lies
+        below; it never rises.
+    :param converged: whether it ended because nothing changed, not after fifty rounds.
     :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
     :param ends: the mean cost at the end of each start, of which the lowest was kept.
     """
@@ -133,11 +137,7 @@ def align_many(
     group: Any,
     *,
     cost: Objective | None = None,
-    each: Literal["draw", "chain"] = "draw",
     restarts: int = 1,
-    max_rounds: int = 50,
-    max_sweeps: int = 100,
-    tolerance: float = 1e-6,
     seed: int | None = None,
     progress: bool = True,
 ) -> Frame:
@@ -152,18 +152,14 @@ def align_many(
     *Scales* are evened before all else. Those that no weight makes up for (in front of batch normalisation) stay as
     they are; remove them by ``canonicalize``.
 
-    :param sources: a ``Posterior``, or site -> samples ``(samples, *site_shape)``; or a list of what
-        :func:`~pyro_symmetric.alignment.align` takes. On any device: their moments come to the CPU once, and results
-        are where they are.
+    :param sources: a ``Posterior``, each draw of which gets an element, or site -> samples ``(samples, *site_shape)``;
+        or a list of what :func:`~pyro_symmetric.alignment.align` takes (of a posterior's chains, say, by their
+        moments). On any device: their moments come to the CPU once, and results are where they are.
     :param group: the symmetry.
     :param cost: ``"wasserstein"``; ``"l2"`` to look at the means alone; ``"gaussian"``, the density under Gaussians
         fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
         scales, else ``"wasserstein"``.
-    :param each: of a ``Posterior``, whether each draw or each chain (by its moments) gets an element of its own.
     :param restarts: further starts, each from all members aligned to a random one; the best end is kept.
-    :param max_rounds: how often to go to the new barycentre at most.
-    :param max_sweeps: as in ``align``.
-    :param tolerance: it ends when a round lowers the mean cost by less than this part.
     :param seed: of the random choices; ``None``: they are drawn from PyTorch's generator.
     :param progress: whether to show a progress bar over starts, if they take more than two seconds.
     :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
@@ -173,51 +169,42 @@ def align_many(
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
     require_of_posterior(group, sources)
     group = _two_sided(group_of(group))
-    given, device, shape = members_of(sources, group, each)
+    given, device, shape = members_of(sources, group)
     sites = compared_sites(given, group)
-    objective: Any = cost
-    if cost is not None:
-        require_fit(cost, group)
-    else:
-        drawn = isinstance(sources, Posterior | Mapping) and each == "draw"
-        objective = "gaussian" if drawn and math.prod(shape) >= MANY and not group.names("scale") else "wasserstein"
+    drawn = isinstance(sources, Posterior | Mapping) and math.prod(shape) >= MANY and not group.names("scale")
+    objective: Any = cost or ("gaussian" if drawn else "wasserstein")
+    require_fit(objective, group)
     every = moments_of(list(given.values()), sites, group, COSTS[objective])
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
     scales = evening(group, moments)
-    even, settings = scaled(scales, moments), (max_sweeps, tolerance)
-    rounds = _Rounds(group, objective, even, *settings)
+    even = scaled(scales, moments)
+    rounds = _Rounds(group, objective, even)
     with (
         contextlib.nullcontext() if seed is None else forked(seed),
         tqdm(total=1 + restarts, desc="align many", unit="start", disable=not progress, delay=BAR_DELAY) as bar,
     ):
-        settled = []
+        ends = []
         for number in range(1 + restarts):
-            start = None
             if objective == "gaussian" and number == 0:
-                near = _Rounds(group, "wasserstein", even, *settings)
+                near = _Rounds(group, "wasserstein", even)
                 start = near.settle(near.aligned_to_one(), NEAR_ROUNDS).element
-            settled.append(rounds.settle(start or rounds.aligned_to_one(), max_rounds))
+            else:
+                start = rounds.aligned_to_one()
+            ends.append(rounds.settle(start))
             bar.update()
-        best, frame = min(settled, key=lambda one: one.history[-1]), rounds
-        first = _Rounds(group, objective, moments, *settings)
-        if best.history[-1] > first.given:  # the members came in a better frame than a start from any one of them finds
-            best, frame, scales = first.settle(first.identity(), max_rounds), first, Element(group, batch_shape=(1,))
-        frame.place(best.element)
+        best = min(ends, key=lambda one: one.history[-1])
+        if best.history[-1] > rounds.given:  # the members came in a better frame than a start from any of them finds
+            best = rounds.settle(rounds.identity())
+    rounds.place(best.element)
     element = recentred(best.element).within(group) @ scales
-    if frame.shifts:
-        element = element @ Element(group, shifts=frame.shifts)
+    if rounds.shifts:
+        element = element @ Element(group, shifts=rounds.shifts)
     element = reshaped(element, shape).to(device)
-    return Frame(
-        element,
-        _as_given(sources, element),
-        frame.costs(),
-        (first.given, *(cost for cost in best.history if cost < first.given)),
-        best.converged,
-        objective,
-        tuple(one.history[-1] for one in settled),
-    )
+    history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
+    costs = tuple(one.history[-1] for one in ends)
+    return Frame(element, _as_given(sources, element), rounds.costs(), history, best.converged, objective, costs)
 
 
 # round by round -------------------------------------------------------------------------------------------------------
@@ -239,17 +226,19 @@ class _Rounds:
     :ivar shifts: name of units -> the constants that were added in front of a softmax, ``(S, *units.shape)``.
     """
 
-    def __init__(self, group: Group, objective: str, moments: Moments, max_sweeps: int, tolerance: float):
+    def __init__(self, group: Group, objective: str, moments: Moments):
         self._group, self._cost = group.finite, COSTS[objective]
-        self._max_sweeps, self._tolerance = max_sweeps, tolerance
-        self._chunks = chunks_of(self._group, moments)
         self._count = next(iter(moments.values())).shape[1]
-        self._present = {site: self._cost.of_source(value) for site, value in moments.items()}
-        self.given = float(self.costs().mean())
+        weights = sum(value[:, 0].numel() for value in moments.values())
+        scores = sum(u.count**2 * len(u.axes) for u in self._group.units.values() if "permute" in u.moves)
+        together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
+        self._chunks = torch.arange(self._count, device="cpu").split(together)
         # Shifts concern nothing else: the mean of all is as good as any.
         mean = {site: value.mean(1, keepdim=True) for site, value in moments.items()}
         self._moments, self.shifts = shifted(group, mean, moments)
         self._source = {site: self._cost.of_source(value) for site, value in self._moments.items()}
+        self._present = {site: self._cost.of_source(value) for site, value in moments.items()}
+        self.given = float(self.costs().mean())
 
     def identity(self) -> Element:
         """All members stay as they came."""
@@ -270,7 +259,7 @@ class _Rounds:
             found = put(found, rows, self._descent(alone, rows).search(0)[0].element)
         return found
 
-    def settle(self, element: Element, max_rounds: int) -> _Settled:
+    def settle(self, element: Element, max_rounds: int = MAX_ROUNDS) -> _Settled:
         """Align to the common reference until nothing changes; then, of few members, each to the others.
 
         :param element: where the members begin.
@@ -282,7 +271,7 @@ class _Rounds:
                 fresh = alone or number < FRESH_ROUNDS
                 element = self._round(element, alone, fresh)
                 history.append(float(self.costs().mean()))
-                gained = history[-2] - history[-1] > self._tolerance * abs(history[-2])
+                gained = history[-2] - history[-1] > TOLERANCE * abs(history[-2])
                 if converged := not gained and (alone or not fresh):
                     break
             if not converged:
@@ -319,7 +308,7 @@ class _Rounds:
 
     def _descent(self, reference: Moments, rows: Tensor) -> Descent:
         source = _some(self._source, rows)
-        return Descent(self._group, self._cost, reference, source, 0.1 * self._tolerance, self._max_sweeps)
+        return Descent(self._group, self._cost, reference, source, 0.1 * TOLERANCE)
 
     def _centre(self, total: Moments, count: int) -> Moments:
         """The reference that is best for as many members, whose features have this sum."""

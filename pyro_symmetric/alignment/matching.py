@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from pyro_symmetric.alignment.features import (
     shifted,
 )
 from pyro_symmetric.alignment.gaussian import on_host
-from pyro_symmetric.alignment.scales import evening, fitted, scaled
+from pyro_symmetric.alignment.scales import evening, fitted
 from pyro_symmetric.groups import Element, Group, group_of
 
 # How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
@@ -63,7 +63,7 @@ class Alignment:
     :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device.
     :param cost: the cost that it attains, over all sites that the group knows, moved or not.
     :param initial_cost: the cost of the source as it came.
-    :param converged: whether the descents ended because nothing could improve, rather than by ``max_sweeps``.
+    :param converged: whether descents ended because nothing could improve, not after a hundred sweeps.
     :param start_costs: the cost at the end of every descent, of what permutations and signs are matched by: forward
         start first, then the restarts.
     """
@@ -90,7 +90,6 @@ def align(
     *,
     activations: Sequence[Any] | None = None,
     restarts: int | None = None,
-    max_sweeps: int = 100,
     tolerance: float = 1e-7,
     progress: bool = True,
 ) -> Alignment:
@@ -118,7 +117,6 @@ def align(
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
         from PyTorch's generator; none where units share no site, which is solved exactly. ``None``: three, or none if
         there are more than 256 units of a kind.
-    :param max_sweeps: how often one descent goes through what waits at most.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
     :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
@@ -143,77 +141,49 @@ def align(
         weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
         shown = shown_by(activations, weights, first.loc, group)
     with tqdm(total=1 + restarts, desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        search = _Search(group, COSTS[cost], restarts, max_sweeps, tolerance, bar.update)
-        element, *costs, ends = search(fixed, came, shown)
+        found = _matched(group, COSTS[cost], fixed, came, shown, restarts, tolerance, bar.update)
+    element, *costs, ends = found
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    return Alignment(reshaped(element, shape).to(device), *map(fit, costs), tuple(fit(end) for end in ends))
+    total, initial, converged = map(fit, costs)
+    return Alignment(reshaped(element, shape).to(device), total, initial, converged, tuple(map(fit, ends)))
 
 
-class _Found(NamedTuple):
-    element: Element
-    cost: Tensor
-    initial: Tensor
-    converged: Tensor
-    ends: list[Tensor]
+def _matched(
+    group: Group, cost: Cost, reference: Moments, given: Moments, shown: Shown | None, restarts: int, tolerance: float,
+    tick: Any,
+) -> tuple[Element, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """The best element for each source, its cost, that of the source, whether it converged, and the ends of descents.
 
+    :param reference: site -> moments ``(channels, 1, *site_shape)``; ``given``: ``(channels, B, *site_shape)``.
+    :param shown: what units do, if that decides where it shows.
+    """
+    source, shifts = shifted(group, reference, given)
+    element, left = evening(group, source, reference), group.finite
 
-class _Search(NamedTuple):
-    """A search for the best elements, by its settings."""
-
-    group: Group
-    cost: Cost
-    restarts: int
-    max_sweeps: int
-    tolerance: float
-    tick: Any
-
-    def __call__(self, reference: Moments, given: Moments, shown: Shown | None) -> _Found:
-        """The best element for each source.
-
-        :param reference: site -> moments ``(channels, 1, *site_shape)``; ``given``: ``(channels, B, *site_shape)``.
-        :param shown: what units do, if that decides where it shows.
-        """
-        source, shifts = shifted(self.group, reference, given)
-        element, matched = evening(self.group, source, reference), self.group.finite
-        if shown is not None:
-            descent = self._descent(shown.group, CORRELATION, shown.reference, shown.source)
-            told, ends = descent.search(self.restarts, self.tick)
-            found = _Found(element, told.cost, descent.initial, told.converged, ends)
-            element, matched = told.element.within(self.group) @ element, shown.left
-        descent = self._by_weights(matched, reference, self._placed(source, element))
-        best, ends = descent.search(self.restarts if shown is None else 0, self.tick if shown is None else int)
-        element, cost = best.element.within(self.group) @ element, best.cost
-        if self.group.names("scale"):
-            element, cost = self._rescaled(matched, reference, source, element)
-        element = element @ Element(self.group, shifts=shifts) if shifts else element
-        if shown is not None:
-            return found._replace(element=element)
-        came = {site: self.cost.of_source(value) for site, value in given.items()}
-        return _Found(element, cost, self.cost.total(reference, came), best.converged, ends)
-
-    def _rescaled(
-        self, matched: Group, reference: Moments, source: Moments, element: Element
-    ) -> tuple[Element, Tensor]:
-        """Fit scales, and match units anew under these, until that gains next to nothing."""
-        for number in range(REFITS):
-            placed = self._placed(source, element)
-            scales = fitted(self.group, reference, placed)
-            element = scales @ element
-            again = self._by_weights(matched, reference, scaled(scales, placed))
-            if number + 1 < REFITS:
-                end = again.descend(again.begin, again.roots)
-                if bool((again.initial - end.cost > REFITTED * again.initial).any()):
-                    element = end.element.within(self.group) @ element
-                    continue
-            break
-        return element, again.initial
-
-    def _placed(self, source: Moments, element: Element) -> Moments:
+    def placed() -> Moments:
         return {site: acted(element, site, value) for site, value in source.items()}
 
-    def _by_weights(self, group: Group, reference: Moments, source: Moments) -> Descent:
-        features = {site: self.cost.of_source(value) for site, value in source.items()}
-        return self._descent(group, self.cost, reference, features)
+    def by_weights() -> Descent:
+        features = {site: cost.of_source(value) for site, value in placed().items()}
+        return Descent(left, cost, reference, features, tolerance)
 
-    def _descent(self, group: Group, cost: Cost, reference: Moments, source: Moments) -> Descent:
-        return Descent(group, cost, reference, source, self.tolerance, self.max_sweeps)
+    if shown is not None:
+        descent = Descent(shown.group, CORRELATION, shown.reference, shown.source, tolerance)
+        told, ends = descent.search(restarts, tick)
+        element, left = told.element.within(group) @ element, shown.left
+        best, _ = by_weights().search(0)
+    else:
+        best, ends = by_weights().search(restarts, tick)
+    element, total = best.element.within(group) @ element, best.cost
+    for _ in range(REFITS if group.names("scale") else 0):
+        element = fitted(group, reference, placed()) @ element
+        again = by_weights()
+        total, end = again.initial, again.descend(again.begin, again.roots)
+        if not bool((total - end.cost > REFITTED * total).any()):
+            break
+        element, total = end.element.within(group) @ element, end.cost
+    element = element @ Element(group, shifts=shifts) if shifts else element
+    if shown is not None:
+        return element, told.cost, descent.initial, told.converged, ends
+    came = {site: cost.of_source(value) for site, value in given.items()}
+    return element, total, cost.total(reference, came), best.converged, ends

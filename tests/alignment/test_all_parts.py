@@ -230,7 +230,7 @@ def test_signs_of_several_layers_alone_reach_the_enumerated_optimum():
 def test_scales_of_several_layers_alone_end_where_no_scale_improves():
     symmetry, reference = network("relu")
     source = {site: torch.randn_like(value) for site, value in reference.items()}
-    result = align(source, reference, symmetry.scalings, tolerance=0.0, max_sweeps=1000)
+    result = align(source, reference, symmetry.scalings, tolerance=0.0)
     assert result.cost < result.initial_cost
     assert len(result.start_costs) == 1
     moved = result.element(source)

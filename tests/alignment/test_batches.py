@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoLowRankMultivariateNormal
 
-from pyro_symmetric.alignment import align, features
+from pyro_symmetric.alignment import align
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -19,9 +19,7 @@ def distances(one, other, batch_dims):
     return sum((one[site] - other[site]).square().flatten(batch_dims).sum(-1) for site in one)
 
 
-@pytest.mark.parametrize("chunk", [1, 2**26])
-def test_the_costs_of_a_batch_are_those_of_its_moved_sources(mlp, chunk, monkeypatch):
-    monkeypatch.setattr(features, "CHUNK_ENTRIES", chunk)
+def test_the_costs_of_a_batch_are_those_of_its_moved_sources(mlp):
     group = mlp([4, 6, 5, 3]).permutations
     source, reference = random_weights(group, 7), random_weights(group)
     result = align(source, reference, group, restarts=4)
