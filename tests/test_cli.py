@@ -18,22 +18,8 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from torch import nn\n"
         "def mlp():\n"
         "    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))\n"
-        "def made(shape, outputs):\n"
-        "    return nn.Sequential(nn.Linear(shape[0], 7), nn.ReLU(), nn.Linear(7, outputs))\n"
-        "net = mlp()\n"
         "def three(a, b, c):\n"
         "    return mlp()\n"
-        "class Branching(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)\n"
-        "    def forward(self, x):\n"
-        "        hidden = self.first(x).relu()\n"
-        "        return self.last(hidden * 2 if hidden.sum() > 0 else hidden)\n"
-        "def line():\n"
-        "    return nn.Linear(3, 2)\n"
-        "def number():\n"
-        "    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -60,7 +46,6 @@ def test_json_holds_the_whole_symmetry(nets: str, capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["resnet51"], "did you mean 'resnet"),
-        (["{nets}:number"], "returned a int"),
         (["{nets}:absent"], "no attribute 'absent'"),
         (["{nets}:three"], "needs 3 arguments"),
         (["{nets}:mlp"], "--input"),
@@ -71,16 +56,6 @@ def test_unknown_nets_end_in_one_sentence(
 ) -> None:
     assert cli.main(["symmetries", *(part.format(nets=nets) for part in arguments)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_factory_is_called_as_compare_calls_it_and_a_network_is_taken_as_it_is(
-    nets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["symmetries", f"{nets}:made", "--input", "2,3", "--outputs", "4", "--json"]) == 0
-    made = Symmetry.from_dict(json.loads(capsys.readouterr().out))
-    assert {site: tuple(shape) for site, shape in made.site_shapes.items()}["2.weight"] == (4, 7)
-    assert cli.main(["symmetries", f"{nets}:net", "--input", "2,3", "--json"]) == 0
-    assert Symmetry.from_dict(json.loads(capsys.readouterr().out)).permutations.factors == {"0": 5, "2": 4}
 
 
 @pytest.mark.parametrize(
@@ -115,16 +90,6 @@ def test_a_misspelt_name_is_answered_by_the_nearest(
 ) -> None:
     assert cli.main(["compare", *given, "--out", str(tmp_path / "out")]) == 2
     assert f"did you mean '{meant}'" in capsys.readouterr().err
-
-
-def test_a_network_that_can_t_be_traced_is_told_what_to_do_instead(
-    nets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["symmetries", f"{nets}:Branching", "--input", "2,3"]) == 2
-    told = capsys.readouterr().err
-    assert "Branching can't be traced" in told
-    assert "no `if x.sum() > 0`" in told
-    assert "ps.Group.declare(" in told
 
 
 def without(*modules: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -167,25 +132,6 @@ def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_wo
     )
     assert "Fitting" not in done.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_a_warning_is_a_sentence_without_lines_of_source(tmp_path: Path) -> None:
-    (tmp_path / "qr_nets.py").write_text(
-        "import torch\n"
-        "from torch import nn\n"
-        "class Odd(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)\n"
-        "    def forward(self, x):\n"
-        "        square = self.first(x)[:, :, None].expand(-1, -1, 3)\n"
-        "        return self.last(torch.linalg.qr(square)[0][:, 0])\n"
-    )
-    done = without(arguments=["symmetries", "qr_nets:Odd", "--input", "2,4"], folder=tmp_path)
-    assert done.returncode == 0
-    assert "pyro-symmetric: units are left out of the group at linalg_qr in Odd" in done.stderr
-    assert ".py:" not in done.stderr
-    assert "= _found(" not in done.stderr
 
 
 def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(

@@ -26,7 +26,7 @@ from pyro_symmetric.mcmc.resume import OTHER_MODEL, OtherRun, agree, energies, i
 from pyro_symmetric.mcmc.settings import Settings
 from pyro_symmetric.mcmc.starts import resolve, starting_points
 from pyro_symmetric.storage import PathLike, StoreError
-from pyro_symmetric.store import Checkpoint, Contents, FolderRecorder, Recorder
+from pyro_symmetric.store import CHECKPOINT, Checkpoint, Contents, FolderRecorder, Recorder
 from pyro_symmetric.weights import Weights
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
@@ -48,7 +48,9 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None) ->
             chains.go(progress, hook)
         except KeyboardInterrupt:
             if chains.at.draws == 0:
-                raise KeyboardInterrupt(*_how_to_resume(settings, chains.at)) from None
+                begun = f"interrupted after {chains.at.iteration} of {chains.at.num_warmup} iterations of warm-up"
+                kept = f"; they are kept in {settings.store}, and the same call resumes there" if settings.store else ""
+                raise KeyboardInterrupt(f"{begun}{kept}") from None
         return recorder.draws(min(settings.num_samples, chains.at.draws), chains.metadata())
 
 
@@ -81,10 +83,8 @@ class Run:
         self._agreement = Agreement()
         self._clock, self._seconds = time.perf_counter(), {"warmup": 0.0, "sampling": 0.0}
         if recorder.last is None:
-            settings.require_resumable(False)
             self._start()
         else:
-            settings.require_resumable(True)
             with _reading(settings.store):
                 self._resume(recorder.last)
 
@@ -251,11 +251,16 @@ def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[RunState, dic
 
 
 def _recorder(settings: Settings) -> contextlib.AbstractContextManager[Recorder]:
-    if settings.store is None:
+    """:raises OSError: if a store exists that mustn't, or the other way round."""
+    store, resume = settings.store, settings.resume
+    if store is None:
         return contextlib.nullcontext(Recorder(settings.num_samples))
-    if not settings.store.exists():
-        settings.require_resumable(False)  # before a folder is made
-    return FolderRecorder(settings.store, settings.num_samples)
+    exists = (store / CHECKPOINT).exists()
+    if exists and resume is False:
+        raise FileExistsError(f"{store} is a draw store already; with resume=False, name a new folder")
+    if not exists and resume is True:
+        raise FileNotFoundError(f"resume is True, but there is no run to resume at {store}")
+    return FolderRecorder(store, settings.num_samples)
 
 
 @contextlib.contextmanager
@@ -275,12 +280,3 @@ def _parts_of_states(kernel: Kernel) -> list[Any]:
     names |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
     found = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
-
-
-def _how_to_resume(settings: Settings, at: RunState) -> tuple[str, ...]:
-    if settings.store is None:
-        return ()
-    return (
-        f"interrupted in warm-up, after {at.iteration} of {at.num_warmup} iterations; they are kept in "
-        f"{settings.store}, and the same call resumes there",
-    )

@@ -80,10 +80,3 @@ class Settings:
             subsampled=self.kernel.subsampled,
             evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
         )
-
-    def require_resumable(self, exists: bool) -> None:
-        """:raises OSError: if a store exists that mustn't, or the other way round."""
-        if exists and self.resume is False:
-            raise FileExistsError(f"{self.store} is a draw store already; with resume=False, name a new folder")
-        if not exists and self.resume is True:
-            raise FileNotFoundError(f"resume is True, but there is no run to resume at {self.store}")

@@ -101,13 +101,6 @@ def test_chains_at_several_places_have_settled_and_chains_on_their_way_have_not(
     assert found(many, energies) > LIMIT
 
 
-def test_halves_of_a_single_chain_stand_for_chains():
-    draws = torch.randn(1, 200, 1, generator=torch.Generator(torch.empty(0).device).manual_seed(0))
-    assert recorded(draws).r_hat(200) < LIMIT
-    draws[0, 150:] += 3.0
-    assert recorded(draws).r_hat(200) > 1.5
-
-
 def test_chains_that_stand_still_or_are_no_numbers_never_agree():
     still = torch.arange(4.0)[:, None, None].expand(4, 100, 1)
     assert recorded(still).r_hat(100) >= 900

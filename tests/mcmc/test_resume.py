@@ -276,7 +276,9 @@ def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
 
 def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after):
     break_after(10, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt, match=r"after 9 of 24 iterations; they are kept in .*the same call resumes"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"after 9 of 24 iterations of warm-up; they are kept in .*the same call resumes"
+    ):
         run("HMC", seed=1, store=tmp_path / "s")
     with pytest.raises(ValueError, match="no draws yet"):
         Posterior.load(tmp_path / "s")

@@ -16,8 +16,8 @@ import torch
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.run import packed, unpacked
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, inside, load_tensors, save_tensors
-from pyro_symmetric.store import CHECKPOINT, KIND, LOCK, VERSION, Checkpoint, FolderRecorder, read_store
+from pyro_symmetric.storage import StoreError, load_tensors, save_tensors
+from pyro_symmetric.store import CHECKPOINT, KIND, VERSION, Checkpoint, FolderRecorder, read_store
 
 SECRET = b"secret" * 100
 links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
@@ -80,43 +80,26 @@ def test_a_link_in_place_of_a_file_to_come_is_not_written_through(name, tmp_path
         add(folder)
 
 
-@links
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_place_of_the_lock_is_not_followed(exists, path, tmp_path, secret):
-    (path / LOCK).unlink()
-    target = secret if exists else tmp_path / "new"
-    (path / LOCK).symlink_to(target)
-    with pytest.raises(OSError, match="symbolic link"):
-        FolderRecorder(path, 5)
-    assert (path / LOCK).is_symlink()
-    assert target.exists() == exists
-
-
 @pytest.mark.parametrize(
     "changes",
     [
         {"draws": -1},
         {"draws": 10**12},
-        {"draws": 4.0},
         {"draws": True},
         {"shape": [10**30, 3]},
         {"shape": [2, -3]},
-        {"shape": [2, 10**9]},
-        {"shape": [2, 3.5]},
         {"shape": []},
         {"shape": "3"},
         {"dtype": "load"},
         {"dtype": "float64"},
-        {"dtype": None},
-        {"group": "methods"},
         {"group": "sample_stats"},
         {"group": "../store"},
         {"name": 5},
         {"name": "v"},
         {"name": "../../secret"},
+        {"name": ".."},
         {"arrays": []},
         {"arrays": 7},
-        {"arrays": None},
         {"metadata": None},
         {"fingerprint": 3},
         {"crc": 0},
@@ -129,16 +112,6 @@ def test_counts_shapes_and_dtypes_that_cannot_be_are_told(changes, path):
     for use in (read_store, Posterior.load, add):
         with pytest.raises(StoreError):
             use(path)
-
-
-@links
-def test_links_within_a_folder_may_stay(tmp_path):
-    (tmp_path / "a").write_text("x")
-    (tmp_path / "b").symlink_to("a")
-    (tmp_path / "loop").symlink_to("loop")
-    assert inside(tmp_path, "b") == tmp_path / "b"
-    with pytest.raises(StoreError, match="isn't a file inside"):
-        inside(tmp_path, "loop/x")
 
 
 def sampled(path: Path) -> Posterior:

@@ -271,12 +271,3 @@ def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, ca
         fill(recorder, 5, 20)
         commit(recorder, 20)
     check(read_store(path), 20)
-
-
-def test_a_store_without_draws_or_at_no_place_is_told(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no draw store"):
-        read_store(tmp_path / "nowhere")
-    with FolderRecorder(tmp_path / "new", 1) as recorder:
-        commit(recorder, 0, b"state")
-    with pytest.raises(ValueError, match="holds no draws yet"):
-        read_store(tmp_path / "new")
