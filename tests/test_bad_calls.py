@@ -140,7 +140,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "Posterior.from_samples": (lambda: ps.Posterior.from_samples({"w": [1.0]}, kind="chains"), "weights"),
     "Posterior.concat": (lambda: ps.Posterior.concat([posterior(), posterior().thin(2)]), "num_samples"),
     "Posterior.map": (lambda: posterior().map(lambda own: {site: v[:1] for site, v in own.items()}), "function"),
-    "Posterior.to_dataframe": (lambda: posterior().to_dataframe(names=["banana"]), "names"),
     "Posterior.to_arviz": (lambda: posterior().to_arviz(dims={"0.weight": ["one"]}), "dims"),
     "predict": (lambda: ps.predict(transposed(4), MODEL, X, progress=False), "0.weight"),
     "diagnose": (lambda: ps.diagnose(posterior(), predictions=torch.zeros(3, 8, 2)), "predictions"),

@@ -92,6 +92,7 @@ def test_weights_keep_their_batch_shape(model, posterior, x):
     by_chain = predict(posterior.samples, model, x)
     assert by_chain.shape == (2, 6, 9, 3)
     assert torch.equal(by_chain.flatten(0, 1), predict(posterior, model, x))
+    assert torch.equal(predict(posterior, model, x, num_samples=4), predict(posterior, model, x)[2::3])
     single = {site: value[1, 2] for site, value in posterior.samples.items()}
     assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
 
@@ -101,12 +102,6 @@ def test_means_are_probabilities_and_their_average_is_streamed(model, posterior,
     assert torch.allclose(probabilities, predict(posterior, model, x).softmax(-1))
     average = predict(posterior, model, x, kind="mean", average=True)
     assert torch.allclose(average, probabilities.double().mean(0), atol=1e-6)
-
-
-def test_evenly_spaced_draws_are_taken(model, posterior, x):
-    assert torch.equal(
-        predict(posterior, model, x, num_samples=4), predict(posterior, model, x)[2::3]
-    )  # the last of each part
 
 
 @pytest.mark.stochastic
@@ -127,11 +122,6 @@ def test_a_guide_is_asked_for_draws(model, x):
     guide.setup(x, torch.zeros(9, dtype=torch.long))
     assert predict(guide, model, x, num_samples=7).shape == (7, 9, 3)
     assert predict(guide, model, x).shape == (100, 9, 3)
-
-
-def test_weights_in_another_precision_are_converted_for_the_network(model, posterior, x):
-    double = {site: value.double() for site, value in posterior.samples.items()}
-    assert torch.equal(predict(double, model, x.double()), predict(posterior.samples, model, x))
 
 
 def test_a_network_is_evaluated_in_eval_mode_and_left_alone(x):
@@ -345,13 +335,3 @@ def test_masked_observations_have_no_density() -> None:
     found = predict({"mu": torch.tensor([0.0, 1.0])}, masked, y, kind="log_likelihood")["y"]
     torch.testing.assert_close(found[:, 0], dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y[0]))
     assert torch.equal(found[:, 1:], torch.zeros(2, 2))
-
-
-def test_a_number_can_be_averaged() -> None:
-    def model() -> None:
-        w = pyro.sample("w", dist.Normal(0.0, 1.0))
-        pyro.deterministic("square", w**2)
-        pyro.sample("y", dist.Normal(w, 1.0))
-
-    found = predict({"w": torch.tensor([1.0, 2.0])}, model, kind="mean", average=True)
-    assert {site: float(value) for site, value in found.items()} == {"square": 2.5, "y": 1.5}

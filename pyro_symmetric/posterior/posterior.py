@@ -9,7 +9,7 @@ On disk it is a Zarr group, see :mod:`~pyro_symmetric.store`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,13 +23,12 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.arviz import to_arviz
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import chains_diagnostics, data_frame, entries_table, sites_table
+from pyro_symmetric.posterior.tables import chains_diagnostics, entries_table, sites_table
 from pyro_symmetric.storage import PathLike, StoreError
 from pyro_symmetric.store import CHECKPOINT, Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
-    import pandas
     import xarray
 
 Kind = Literal["chains", "independent"]
@@ -228,20 +227,6 @@ class Posterior:
 
     # as tables and trees --------------------------------------------------------------------------------------------
 
-    def to_dataframe(self, names: Iterable[str] | None = None) -> pandas.DataFrame:
-        """The draws as a pandas data frame: a row for each, indexed by ``(chain, draw)``, a column for each entry.
-
-        >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 2), "s": torch.rand(4, 100)}, kind="chains")
-        >>> wide = posterior.to_dataframe()
-        >>> wide.shape, list(wide.columns), wide.index.names
-        ((400, 3), ['w[0]', 'w[1]', 's'], FrozenList(['chain', 'draw']))
-
-        :param names: sites to take, or names of statistics, such as ``["w", "diverging"]``; by default all sites.
-        """
-        known = {**self.statistics, **self.samples}
-        chosen = self.samples if names is None else arguments.listed("names", names, str, "names of sites")
-        return data_frame({name: known[arguments.one_of("names", name, known)] for name in chosen})
-
     def to_arviz(
         self,
         dims: Mapping[str, list[str]] | None = None,
@@ -250,7 +235,8 @@ class Posterior:
         log_likelihood: bool | tuple[Any, ...] = False,
         posterior_predictive: bool | tuple[Any, ...] = False,
     ) -> xarray.DataTree:
-        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``. Its
+        ``tree["posterior"].to_dataset().to_dataframe()`` is one of pandas.
 
         Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
         ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``; and

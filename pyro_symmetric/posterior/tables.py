@@ -1,4 +1,4 @@
-"""Draws ``(chains, draws, *site_shape)`` by site, and what is known of them, as tables and as a data frame.
+"""Draws ``(chains, draws, *site_shape)`` by site, and what is known of them, as tables.
 
 Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0. Numbers that can't be told are NaN: of
 sites without entries, of fewer than 4 draws, of weights that are constant or not finite.
@@ -7,16 +7,13 @@ sites without entries, of fewer than 4 draws, of weights that are constant or no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
-
-if TYPE_CHECKING:
-    import pandas
 
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
@@ -74,20 +71,6 @@ def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dic
     if (rates := statistics.get("acceptance_rate")) is not None:
         found["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
     return found
-
-
-def data_frame(draws: Mapping[str, Tensor]) -> pandas.DataFrame:
-    """A row for each draw, indexed by chain and draw, and a column for each entry."""
-    import pandas  # which takes half a second to load
-
-    sizes = next(iter(draws.values())).shape[:2]
-    index = pandas.MultiIndex.from_product([range(size) for size in sizes], names=("chain", "draw"))
-    shapes = {site: value.shape[2:] for site, value in draws.items()}
-    blocks = [
-        pandas.DataFrame(array(value.reshape(len(index), shape.numel())), index, entry_names(site, shape))
-        for (site, value), shape in zip(draws.items(), shapes.values(), strict=True)
-    ]
-    return pandas.concat(blocks, axis=1)
 
 
 def entry_names(site: str, shape: torch.Size) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import config_enumerate
-from pyro.infer.mcmc.util import initialize_model
 from pyro.ops.indexing import Vindex
 from pyro.poutine.util import site_is_subsample
 from scipy import stats
@@ -17,7 +16,6 @@ from torch import Tensor
 from pyro_symmetric import enumeration
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.weights import unflatten
 
 Y = torch.tensor([0.3, -1.2, 2.0, 0.8], dtype=torch.float64)
 
@@ -79,7 +77,6 @@ def one_hot(y: Tensor) -> None:
 
 
 def outside_of_plates(y: Tensor) -> None:
-    """Pyro's own potential takes the two locations for the values of the discrete site, or fails."""
     k = pyro.sample("k", dist.Bernoulli(0.3))
     locs = pyro.sample("locs", dist.Normal(0.0, 2.0).expand([2]))
     pyro.sample("y", dist.Normal(locs[0] + k * locs[1], 1.0), obs=y)
@@ -101,8 +98,9 @@ MODELS = {
     "dependent": dependent,
     "one-hot": one_hot,
     "two indices": two_indices,
+    "outside of plates": outside_of_plates,
+    "series, masked": chains_in_a_plate,
 }
-ALONE = {"outside of plates": outside_of_plates}  # which Pyro's own potential can't evaluate
 
 
 def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
@@ -124,9 +122,9 @@ def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
     return torch.logsumexp(torch.stack(joint), 0)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *ALONE])
+@pytest.mark.parametrize("name", MODELS)
 def test_discrete_sites_are_summed_out_as_by_brute_force(name):
-    model = {**MODELS, **ALONE}[name]
+    model = MODELS[name]
     density = Density(model, (Y,))
     assert not any(site.startswith(("z", "a", "k", "i", "j")) for site in density.layout.site_shapes)
     z = torch.randn(3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(2))
@@ -140,22 +138,6 @@ def test_discrete_sites_are_summed_out_as_by_brute_force(name):
     torch.testing.assert_close(density.energy_and_gradient(z[:1])[0], energy[:1])
 
 
-@pytest.mark.parametrize("name", [*MODELS, "series, masked"])
-def test_discrete_sites_are_summed_out_as_pyro_does(name):
-    model = {**MODELS, "series, masked": chains_in_a_plate}[name]
-    model = mixture if "sequential" in name else model  # of which Pyro's potential draws one assignment
-    density = Density({**MODELS, "series, masked": chains_in_a_plate}[name], (Y,))
-    _, potential, _, _ = initialize_model(model, (Y,))
-    z = torch.randn(3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(3))
-    energy, gradient = density.energy_and_gradient(z)
-    for chain in range(3):
-        leaf = z[chain].clone().requires_grad_()
-        shapes = density.layout.unconstrained_shapes
-        expected = potential(unflatten(leaf, shapes))
-        torch.testing.assert_close(energy[chain], expected)
-        torch.testing.assert_close(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-7, atol=1e-9)
-
-
 def prior_weights(model) -> dict[str, Tensor]:
     trace = poutine.trace(model).get_trace(Y)
     latent = {name: site for name, site in trace.iter_stochastic_nodes() if not site["fn"].has_enumerate_support}
@@ -163,10 +145,10 @@ def prior_weights(model) -> dict[str, Tensor]:
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("name", [*MODELS, *ALONE, "series, masked"])
+@pytest.mark.parametrize("name", MODELS)
 def test_discrete_sites_are_drawn_from_their_joint_posterior(name):
     """Frequencies of whole assignments beside brute force, by chi-squared. False alarms: 1e-5 of each case."""
-    model = {**MODELS, **ALONE, "series, masked": chains_in_a_plate}[name]
+    model = MODELS[name]
     torch.manual_seed(1)
     weights, count = prior_weights(model), 4000
     drawn = predict({n: v.expand(count, *v.shape) for n, v in weights.items()}, model, Y, kind="discrete")
@@ -211,16 +193,10 @@ def coins(y: Tensor | None = None) -> None:
         pyro.sample("y", dist.Bernoulli(shares[z.long()]), obs=y)
 
 
-@pytest.mark.parametrize(
-    ("draws", "y", "message"),
-    [
-        ([[0.2, 0.8], [torch.nan, 0.8]], [0.0, 1.0, 0.0], "of 2 draws, 1 leave the data no possible values"),
-    ],
-)
-def test_discrete_sites_without_data_or_with_impossible_ones_are_refused(draws, y, message):
-    data = () if y is None else (torch.tensor(y),)
-    with pytest.raises(ValueError, match=message):
-        predict({"shares": torch.tensor(draws).reshape(-1, 2)}, coins, *data, kind="discrete")
+def test_impossible_data_are_refused():
+    shares, y = torch.tensor([[0.2, 0.8], [torch.nan, 0.8]]), torch.tensor([0.0, 1.0, 0.0])
+    with pytest.raises(ValueError, match="of 2 draws, 1 leave the data no possible values"):
+        predict({"shares": shares}, coins, y, kind="discrete")
 
 
 def test_a_long_chain_costs_no_more_than_its_length():
