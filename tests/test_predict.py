@@ -46,11 +46,8 @@ def regression(x, y=None):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """A few draws and a few rows at a time."""
-    monkeypatch.setattr(module, "LEAST_DRAWS", 1)
+    """A few draws at a time."""
     monkeypatch.setattr(module, "MOST_DRAWS", 5)
-    monkeypatch.setattr(module, "CPU_ENTRIES", 100)
-    monkeypatch.setattr(module, "DEVICE_ENTRIES", 100)
 
 
 def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x):
@@ -224,7 +221,6 @@ def test_log_likelihood_of_every_row(draws, model, posterior, x):
         (lambda p, m, x: predict(p, m, x, average=True), ValueError, "average=True"),
         (lambda p, m, x: predict(p, m.net, x, kind="mean"), ValueError, "no likelihood"),
         (lambda p, m, x: predict(p, m, x, x), TypeError, "the inputs only"),
-        (lambda p, m, x: predict(p, m, x[0]), ValueError, r"not one row for each row.*x\[None\]"),
         (lambda p, m, x: predict({"u": torch.zeros(3)}, regression, x), ValueError, "none of the sites"),
         (lambda p, m, x: predict(p.select(draws=slice(0)), m, x), ValueError, "no draws"),
     ],

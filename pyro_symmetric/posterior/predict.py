@@ -1,4 +1,4 @@
-r"""Predictions of many weights: chunked over draws and rows, for networks and for any Pyro model.
+r"""Predictions of many weights: chunked over draws, for networks and for any Pyro model.
 
 For draws :math:`w_s` of a posterior, the outputs :math:`f_{w_s}(x)`, the expected targets
 :math:`\mathbb E[y \mid x, w_s]`, or draws :math:`y_s \sim p(y \mid x, w_s)` of the posterior predictive.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
@@ -29,7 +29,7 @@ GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
 CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
 WEIGHT_ENTRIES = 2**24
-LEAST_DRAWS, MOST_DRAWS = 8, 1024
+MOST_DRAWS = 1024
 
 
 @torch.no_grad()
@@ -89,45 +89,29 @@ def predict(
     draws = {s: weights[s].detach().reshape(-1, *shape) for s, shape in predictor.site_shapes.items()}
     if num_samples is not None:
         if len(batch) != 1 or num_samples > batch[0]:
-            raise ValueError(
-                f"num_samples is {num_samples}, of weights of batch shape {tuple(batch)}, one axis of more"
-            )
+            raise ValueError(f"num_samples is {num_samples}, but the batch shape is {tuple(batch)}; it takes one axis")
         draws = {s: value[evenly_spaced(len(value), num_samples).to(value.device)] for s, value in draws.items()}
         batch = torch.Size([num_samples])
 
-    count, place, num_rows = batch.numel(), next(iter(draws.values())).device, predictor.num_rows
-    draws_at_once, rows_at_once = _chunks(place, predictor)
-    rows = [()] if num_rows is None else [(part,) for part in slices(num_rows, rows_at_once)]
-    totals, spec = list[Tensor](), None
+    count, place, results = batch.numel(), next(iter(draws.values())).device, list[Any]()
     with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
-        for part in slices(count, draws_at_once):
+        for part in slices(count, _at_once(place, predictor)):
             own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
-            for some in rows:
-                leaves, spec = tree_flatten(predictor(own, *some))
-                totals = totals or [_room(leaf, count, num_rows, average, place) for leaf in leaves]
-                for total, leaf in zip(totals, leaves, strict=True):
-                    if average:
-                        total[some] += leaf.sum(0, dtype=total.dtype).to(place)
-                    else:
-                        total[part, *some] = leaf.to(place)
+            found = predictor(own)
+            if average:
+                found = tree_map(lambda leaf: leaf.sum(0, dtype=torch.float64), found)
+                found = tree_map(torch.add, found, results.pop()) if results else found
+            results.append(tree_map(lambda leaf: leaf.to(place), found))
             bar.update(part.stop - part.start)
-    if spec is None or not totals:
-        raise ValueError("there is nothing to predict: the posterior holds no draws, the data no rows or no targets")
-    return tree_unflatten([t / count if average else t.reshape(*batch, *t.shape[1:]) for t in totals], spec)
-
-
-def _room(leaf: Tensor, count: int, num_rows: int | None, average: bool, place: torch.device) -> Tensor:
-    """The room for all of a result, of which a part is at hand."""
-    shape = leaf.shape[1:] if num_rows is None else (num_rows, *leaf.shape[2:])
+    if not results or not tree_leaves(results[0]):
+        raise ValueError("there is nothing to predict: the posterior holds no draws, or the model no targets")
     if average:
-        return torch.zeros(shape, dtype=torch.float64, device=place)
-    return torch.empty((count, *shape), dtype=leaf.dtype, device=place)
+        return tree_map(lambda leaf: leaf / count, results[0])
+    return tree_map(lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0], *results)
 
 
-def _chunks(place: torch.device, predictor: NetworkPredictor | TracedPredictor) -> tuple[int, int]:
-    """The numbers of draws and rows to take at once, from the numbers that a row of one draw meets, about."""
-    entries = CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES
-    fitting = entries // (predictor.row_entries * max(1, predictor.num_rows or 1))
-    numbers = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
-    draws = max(1, min(max(LEAST_DRAWS, min(MOST_DRAWS, fitting)), WEIGHT_ENTRIES // numbers))
-    return draws, max(1, entries // (draws * predictor.row_entries))
+def _at_once(place: torch.device, predictor: NetworkPredictor | TracedPredictor) -> int:
+    """The number of draws to take at once, from the numbers that one meets, about."""
+    fitting = (CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES) // predictor.entries
+    weights = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
+    return max(1, min(MOST_DRAWS, fitting, WEIGHT_ENTRIES // weights))

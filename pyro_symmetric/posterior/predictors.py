@@ -1,7 +1,6 @@
 """Networks, and runs of any Pyro model, mapped over draws; ``predict`` evaluates them in chunks.
 
-A predictor says which sites it needs and in which place and precision; how many rows its inputs have, ``None`` if they
-can't be taken apart; and how many numbers a row of one draw meets on the way, or without rows a draw, about.
+A predictor says which sites it needs, in which place and precision, and how many numbers a draw meets, about.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric._process import LOCK, running_pyro
 from pyro_symmetric.calls import (
-    described,
     described_call,
     explaining,
     is_deterministic,
@@ -68,26 +66,12 @@ class NetworkPredictor:
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
-        self.num_rows: int | None = len(args[0])
         widest = max((value.shape[0] for value in parameters.values() if value.dim()), default=1)
-        self.row_entries = max(1, args[0].shape[1:].numel(), widest * args[0].shape[2:].numel())
+        rows, pixels = len(args[0]), args[0].shape[2:].numel()
+        self.entries = max(1, args[0].numel(), rows * widest * pixels)
 
-    def __call__(self, weights: Weights, rows: slice) -> Any:
-        def cut(value: Any) -> Any:
-            is_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.num_rows
-            return value[rows] if is_data else value
-
-        args, kwargs = tree_map(cut, (self.args, self.kwargs))
-        values = self._predicted(weights, args, kwargs)
-        shapes = [tuple(leaf.shape[1:]) for leaf in tree_leaves(values)]
-        if any(shape[:1] != args[0].shape[:1] for shape in shapes):
-            raise ValueError(
-                f"the network makes {', '.join(map(str, shapes))} of {described(args[0])}: not one row for each row. "
-                "The first axis of the inputs are the rows; one row by itself is x[None]"
-            )
-        return values
-
-    def _predicted(self, weights: Weights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, weights: Weights) -> Any:
+        args, kwargs = self.args, self.kwargs
         if not isinstance(self.model, BayesianModel):
             return over_weights(self.model, lambda own: with_weights(self.model, own, args, kwargs), weights)
         if self.kind == "log_likelihood":
@@ -108,8 +92,6 @@ class TracedPredictor(Traced):
     Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
     """
 
-    num_rows: int | None = None
-
     def __init__(
         self,
         model: Callable[..., Any],
@@ -122,7 +104,7 @@ class TracedPredictor(Traced):
         self.dtype, self.kind = promoted(list(given.values())), kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.row_entries = max([1, *(leaf.numel() for leaf in tensors)])
+        self.entries = max([1, *(leaf.numel() for leaf in tensors)])
         parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
         self.device: torch.device | None = torch.device(places[0]) if places else None
