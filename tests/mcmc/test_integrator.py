@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC
+from pyro_symmetric.mcmc.kernels.adaptation import find_step_size
 from pyro_symmetric.mcmc.kernels.integrator import (
     PhasePoint,
     choose,
     energy_error,
-    find_step_size,
     leapfrog,
 )
-from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
+from pyro_symmetric.mcmc.kernels.mass import Mass
 
-UNIT = Mass(torch.ones(2, dtype=torch.float64))
+UNIT = Mass.of(torch.ones(2, dtype=torch.float64))
 COVARIANCE = torch.tensor([[0.5, 0.3], [0.3, 2.0]], dtype=torch.float64)
 MASSES = [
-    Mass(torch.tensor([0.5, 2.0], dtype=torch.float64)),
-    DenseMass.of(COVARIANCE),
+    Mass.of(torch.tensor([0.5, 2.0], dtype=torch.float64)),
+    Mass.of(COVARIANCE),
 ]
 
 
@@ -110,7 +110,7 @@ def found_step(density: Any, z: Tensor, first: float, generator: torch.Generator
     """By the acceptance of HMC's own single steps."""
     kernel = HMC(None, step_size=1.0)
     state = kernel.init(density, z, 0, generator)
-    return find_step_size(partial(kernel._accepts, density, state), torch.full_like(z[:, 0], first), 0.8, alone)
+    return find_step_size(partial(kernel.accepts, density, state), torch.full_like(z[:, 0], first), 0.8, alone)
 
 
 def test_step_size_is_found_on_either_side(gaussian, generator):

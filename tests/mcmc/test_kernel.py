@@ -30,7 +30,6 @@ from pyro_symmetric.mcmc import (
     pSGLD,
     sample,
 )
-from pyro_symmetric.mcmc.kernels.integrator import energy_error
 from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
 from pyro_symmetric.models import BayesianModel
 
@@ -206,27 +205,7 @@ def test_a_kernel_of_twenty_lines_is_sampled_like_any_other():
     assert posterior.metadata["settings"] == {"step_size": 1.0}
 
 
-# settings -----------------------------------------------------------------------------------------------------------
-
-
 # energies that are no numbers ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lost", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(
-    "kernel", [HMC(None, num_steps=3), NUTS(None), AdaptiveHMC(None)], ids=lambda k: type(k).__name__
-)
-def test_energies_that_are_no_numbers_are_never_moved_to(toy, kernel, lost, generator):
-    # Beyond 1 there is no number, not even minus infinity, which would look like a place of endless mass.
-    density = toy(lambda z: torch.where(z.abs() < 1, 0.5 * z.square(), lost).sum(-1))
-    z = 2 * torch.rand(40, 1, dtype=torch.float64) - 1
-    state = replace(kernel, step_size=0.7).init(density, z, 0, generator)
-    for _ in range(5):
-        state = kernel.step(density, state)
-        assert torch.isfinite(state.energy).all()
-        assert (state.z.abs() < 1).all()
-    assert (state.z != z).any(-1).float().mean() > 0.5
-    assert torch.equal(energy_error(torch.tensor(lost), torch.tensor(1.0)), torch.tensor(torch.inf))
 
 
 def test_the_first_step_size_stays_clear_of_where_there_are_no_numbers(toy, generator):

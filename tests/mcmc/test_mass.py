@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate
-from pyro_symmetric.mcmc.kernels.mass import DenseMass, Mass
+from pyro_symmetric.mcmc.kernels.mass import Mass
 
 D = 6
 
@@ -15,12 +15,12 @@ def covariance_of(mass: Mass) -> Tensor:
 
 
 def diagonal() -> Mass:
-    return Mass(torch.rand(D, dtype=torch.float64) + 0.1)
+    return Mass.of(torch.rand(D, dtype=torch.float64) + 0.1)
 
 
-def dense() -> DenseMass:
+def dense() -> Mass:
     factor = torch.randn(D, D, dtype=torch.float64)
-    return DenseMass.of(factor @ factor.T + torch.eye(D, dtype=torch.float64))
+    return Mass.of(factor @ factor.T + torch.eye(D, dtype=torch.float64))
 
 
 # algebra ------------------------------------------------------------------------------------------------------------

@@ -32,13 +32,6 @@ def fresh_generator() -> torch.Generator:
     return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
-class Holding(Mass):
-    """A diagonal mass matrix under which coordinates of variance 0 have no momentum and never move."""
-
-    def momentum(self, noise: Tensor) -> Tensor:
-        return torch.where(self.variance > 0, super().momentum(noise), 0.0)
-
-
 def hierarchy() -> None:
     """Scores of three groups; the spread of groups is positive, the shares of noise are a simplex."""
     spread = pyro.sample("spread", dist.Gamma(torch.tensor(2.0).double(), 2.0))
@@ -79,8 +72,7 @@ def holding(density: Density, state: State) -> State:
     """The state with a mass matrix that holds the data."""
     ones = {site: torch.ones(shape) for site, shape in density.layout.unconstrained_shapes.items()}
     moving = torch.cat([(site in PARAMETERS) * value.flatten() for site, value in ones.items()]).double()
-    mass = Holding(moving)
-    return replace(state, tuning=replace(state.tuning, mass=mass))
+    return replace(state, tuning=replace(state.tuning, mass=Mass(moving, moving)))
 
 
 def kernels(step_size: float | None) -> dict[str, Kernel]:

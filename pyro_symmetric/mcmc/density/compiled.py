@@ -84,12 +84,9 @@ class Compiled:
         self._lock = threading.RLock()
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        """Return energies ``(C,)`` and gradients ``(C, D)``, by programs for powers of two of chains."""
-        count, names = len(z), tuple(rows or ())
-        size = 1 << (count - 1).bit_length()
-        inputs = [torch.cat([v, v[-1:].expand(size - count, -1)]) for v in (z.detach(), *(rows or {}).values())]
-        energy, gradient = self.run(_evaluated, *inputs, names=names)
-        return energy[:count], gradient[:count]
+        """Return energies ``(C,)`` and gradients ``(C, D)``."""
+        energy, gradient = self.run(_evaluated, z.detach(), *(rows or {}).values(), names=tuple(rows or ()))
+        return energy, gradient
 
     def run(self, function: Callable[..., Any], *inputs: Any, names: tuple[str, ...] = ()) -> Any:
         """:raises Unavailable: if a program can't be made, or computes something else."""

@@ -2,12 +2,8 @@ r"""The potential energy of any Pyro model, for many chains at once; discrete si
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
-over the unconstrained vectors of a :class:`~pyro_symmetric.layout.Layout`. Pyro's own potential can't be
-mapped over chains (its enumeration handler reads ``tensor.data``), so this one traces the conditioned model itself
-under :func:`torch.func.vmap`. A :class:`~pyro_symmetric.models.BayesianModel` skips the trace.
-
-Which engine serves, and in what chunks of chains, is settled when the density is made, by rules and not by timing, so
-that every run rounds alike.
+over the unconstrained vectors of a :class:`~pyro_symmetric.layout.Layout`. Which engine computes it, and in what chunks
+of chains, is settled when the density is made, by rules and not by timing, so that every run rounds alike.
 """
 
 from __future__ import annotations
@@ -84,21 +80,21 @@ class Density:
 
     :param model: a Pyro model. Discrete latent sites are summed out, so they must have finitely many values, and there
         must be continuous ones; a module with batch normalisation must be in eval mode.
-    :param args: the model's positional arguments, data included.
-    :param kwargs: the model's keyword arguments.
+    :param args: the model's positional arguments, data included; ``kwargs`` are its keyword arguments.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
         the cache, about; on other devices, and where a network's loop goes chain by chain, all.
     :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"layers"`` for a ``BayesianModel`` of a
-        feed-forward network; of other models ``"compiled"`` if so many evaluations are expected that it pays, else
-        ``"eager"``, to which also gives way what can't serve: with a warning if it was asked for by name, or if a
+        feed-forward network; of other models ``"compiled"`` if so many ``evaluations`` are expected, of all chains at
+        once, that it pays. If one can't serve ``"eager"`` does, with a warning if it was asked for by name or if a
         compiler is missing.
-    :param batch_size: rows of each mini-batch, for stochastic-gradient samplers; see :meth:`energy_and_gradient`. Every
-        tensor argument as long as the first one is data. ``None``: all data, or what the model's plates with
-        ``subsample_size`` draw.
+    :param batch_size: rows of each mini-batch, for stochastic-gradient samplers. Every tensor argument as long as the
+        first one is data. ``None``: all data, or what the model's plates with ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
-    :param evaluations: how many are expected, of all chains at once; by that engine ``"auto"`` decides.
+    :ivar dim: number of unconstrained coordinates ``D``.
+    :ivar row_counts: the rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used.
+    :ivar engine_reason: why no faster engine serves, in words.
     :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
     """
 
@@ -118,12 +114,11 @@ class Density:
     ):
         require_model(model)
         arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
-        args, kwargs = tuple(args), dict(kwargs or {})
         self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
         arguments.one_of("engine", engine, ENGINES)
         refuse_training_batch_norm(model)
-        model, args, kwargs = placed(model, args, kwargs, device, dtype)
+        model, args, kwargs = placed(model, tuple(args), dict(kwargs or {}), device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
             self.target: NetworkTarget | TracedTarget
             if isinstance(model, BayesianModel):
@@ -131,48 +126,31 @@ class Density:
             else:
                 self.target = TracedTarget(model, args, kwargs, batch_size, device, dtype)
             self.row_counts = self.target.row_counts
-            """The rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used."""
-            if not subsampled and self.row_counts:
-                sizes = ", ".join(
-                    f"{name!r}: {size} of {total} rows" for name, (total, size) in self.row_counts.items()
-                )
+            if self.row_counts and not subsampled:
+                sizes = ", ".join(f"{name!r}: {size} of {all_} rows" for name, (all_, size) in self.row_counts.items())
                 raise ValueError(
                     f"the model subsamples its data ({sizes}); all of them are needed here. Pass the whole data "
                     "(and no subsample_size), or, to sample, use a stochastic-gradient sampler (SGHMC)"
                 )
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim
-            """Number of unconstrained coordinates ``D``."""
             if self.dim == 0:
                 raise ValueError(f"the model's sites {list(self.target.sites)} hold no numbers, so nothing to sample")
-            floats = [value for value in self.target.prior_weights(1).values() if value.is_floating_point()]
+            drawn = self.target.prior_weights(2)
+            floats = [value for value in drawn.values() if value.is_floating_point()]
             self.device = torch.device(device) if device is not None else floats[0].device
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
             if self.dtype not in CHAIN_DTYPES:
                 raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
-            z = self.layout.unconstrain(self._cast(self.target.prior_weights(2)))
             self._eager = Eager(self.target, self.layout)
             self.fast: Layers | Compiled | None = None
             self.engine_reason = ""
-            """Why no faster engine serves, in words."""
-            self._settle_engine(engine, z, evaluations)
+            self._settle_engine(engine, self.unconstrain(drawn), evaluations)
 
     @property
     def is_network(self) -> bool:
         """True of a ``BayesianModel``."""
         return isinstance(self.target, NetworkTarget)
-
-    @property
-    def num_rows(self) -> int:
-        """The number of observations that the likelihood counts, about; 0 without any."""
-        return self.target.num_rows
-
-    def __repr__(self) -> str:
-        engine = f"{self.engine!r} ({self.engine_reason})" if self.engine_reason else repr(self.engine)
-        return (
-            f"Density({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, engine={engine}, "
-            f"chain_chunk={self.chain_chunk})"
-        )
 
     @property
     def engine(self) -> str:
@@ -184,18 +162,15 @@ class Density:
         """Versions of all that computes energies."""
         return dict(VERSIONS)
 
-    def give_up(self, reason: Exception) -> None:
-        """Go on with the model itself, and warn."""
-        better, self.fast, self.engine_reason = self.engine, None, str(reason)
-        warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
+    def __repr__(self) -> str:
+        engine = f"{self.engine!r} ({self.engine_reason})" if self.engine_reason else repr(self.engine)
+        return f"Density({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, engine={engine})"
 
     # energy ---------------------------------------------------------------------------------------------------------
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
         """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
-        if self.fast is not None:
-            return self.energy_and_gradient(z, rows)[0]
-        return in_chunks(lambda z, rows: (self._eager.energy(z, rows),), z, rows, self.chain_chunk)[0]
+        return self.energy_and_gradient(z, rows)[0]
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Energy ``(C,)`` and gradient ``(C, D)``.
@@ -204,13 +179,11 @@ class Density:
         :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
             The energy is then the unbiased estimate that counts each row ``N / B`` times.
         """
-        energy, gradient = in_chunks(self._evaluated, z, rows, self.chain_chunk)
-        return energy, gradient
+        return in_chunks(self._evaluated, z, rows, self.chain_chunk)
 
     def without_compiling(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """:meth:`energy_and_gradient` by the model itself."""
-        energy, gradient = in_chunks(self._eager.energy_and_gradient, z, rows, self.chain_chunk)
-        return energy, gradient
+        return in_chunks(self._eager.energy_and_gradient, z, rows, self.chain_chunk)
 
     def _evaluated(self, z: Tensor, rows: Rows | None) -> Evaluation:
         if self.fast is not None:
@@ -224,49 +197,48 @@ class Density:
 
     # engines --------------------------------------------------------------------------------------------------------
 
+    def give_up(self, reason: Exception) -> None:
+        """Go on with the model itself, and warn."""
+        better, self.fast, self.engine_reason = self.engine, None, str(reason)
+        warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
+
     def _settle_engine(self, asked: str, z: Tensor, evaluations: int) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
-        expected = self._probed(z, rows)
-        if asked == "eager":
-            return self._choose_chunk()
-        named, why = asked != "auto", self.target.one_by_one
+        expected, named = self._probed(z, rows), asked != "auto"
         if not named:
             asked = "layers" if self.is_network else "compiled" if evaluations >= LEAST_EVALUATIONS else "eager"
-        if not why and asked == "layers":
-            why = self._take_layers(z, rows, expected)
-        elif not why and asked == "compiled" and not has_compiler(self.device):
-            why = "no C++ compiler was found (g++, clang++ or $CXX)"
-        self._choose_chunk()
-        if not why and asked == "compiled":
-            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
-        self.engine_reason = why
-        if why and (named or asked == "compiled") and not self.target.one_by_one:  # which was warned of
-            warnings.warn(f"engine 'eager' serves, not {asked!r}: {why}", RuntimeWarning, stacklevel=3)
-
-    def _take_layers(self, z: Tensor, rows: Rows | None, expected: Evaluation) -> str:
-        """Let the engine serve, or tell why it can't."""
-        if not isinstance(self.target, NetworkTarget):
-            return "it serves a BayesianModel only"
-        if not all(bool(torch.isfinite(part).all()) for part in expected):
-            return "its density isn't finite at draws from the prior, where evaluations are compared"
+        one_by_one = self.target.one_by_one  # which was warned of
         try:
-            layers = Layers(self.target, self.layout)
+            if asked != "eager" and one_by_one:
+                raise Unavailable(one_by_one)
+            if asked == "layers":
+                self.fast = self._layers(z, rows, expected)
+            if asked == "compiled" and not has_compiler(self.device):
+                raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
         except Unavailable as error:
-            return f"the network isn't a chain of linear layers and known activations: {error}"
-        if not same_evaluation(layers.energy_and_gradient(z, rows), expected):
-            return "the evaluation by hand differs from the model's own"
-        self.fast = layers
-        return ""
-
-    def _choose_chunk(self) -> None:
-        """As many chains as have numbers of the size of the data, or of themselves, in the cache of a CPU."""
-        by_chain = isinstance(self.fast, Layers) and self.fast.tiled
-        if self.chain_chunk is None and self.device.type == "cpu" and not by_chain:
+            self.engine_reason = str(error)
+            if (named or asked == "compiled") and not one_by_one:
+                warnings.warn(f"engine 'eager' serves, not {asked!r}: {error}", RuntimeWarning, stacklevel=3)
+        if self.chain_chunk is None and self.device.type == "cpu" and not getattr(self.fast, "tiled", False):
             given = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
+            # As many chains as have numbers of the size of the data, or of themselves, in the cache.
             numbers = max([self.dim, *given]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
+        if asked == "compiled" and not self.engine_reason:
+            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
+
+    def _layers(self, z: Tensor, rows: Rows | None, expected: Evaluation) -> Layers:
+        """:raises Unavailable: if the engine can't serve."""
+        if not isinstance(self.target, NetworkTarget):
+            raise Unavailable("it serves a BayesianModel only")
+        if not all(bool(torch.isfinite(part).all()) for part in expected):
+            raise Unavailable("its density isn't finite at draws from the prior, where evaluations are compared")
+        layers = Layers(self.target, self.layout)
+        if not same_evaluation(layers.energy_and_gradient(z, rows), expected):
+            raise Unavailable("the evaluation by hand differs from the model's own")
+        return layers
 
     def _probed(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """The model's own evaluation; whether chains are evaluated one by one is settled on the way.
@@ -298,26 +270,20 @@ class Density:
         target.give_up_map(failure or target.one_by_one)
         return alone
 
-    # draws ----------------------------------------------------------------------------------------------------------
+    # places ---------------------------------------------------------------------------------------------------------
 
     def draws(self, z: Tensor) -> Weights:
         """Weights at vectors ``(C, D)``, and the values of the model's deterministic sites."""
         weights = self.layout.constrain(z)
-        if isinstance(self.target, NetworkTarget) or not self.target.computed:
-            return weights
-        return {**weights, **self.target.compute(weights)}
-
-    # places ---------------------------------------------------------------------------------------------------------
+        return weights | self.target.compute(weights)
 
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights on any device and in any dtype -> unconstrained vectors ``batch_shape + (D,)`` of this density."""
-        return self.layout.unconstrain(self._cast(weights))
+        own = {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
+        return self.layout.unconstrain(own)
 
     def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:
         """Draws ``(num, D)`` from the prior. The model is run with PyTorch's global generators seeded from
         ``generator``; afterwards they are as they were."""
         with forked(generator, self.device):
             return self.unconstrain(self.target.prior_weights(num))
-
-    def _cast(self, weights: Mapping[str, Tensor]) -> Weights:
-        return {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,14 +27,15 @@ class Eager:
     def __init__(self, target: NetworkTarget | TracedTarget, layout: Layout):
         self.target, self.layout = target, layout
 
-    def energy(self, z: Tensor, rows: Rows | None) -> Tensor:
-        """Return energies ``(C,)``; of chains whose matrices are singular they are infinite."""
-        return sparing(lambda z, rows: (self._energy(z, rows),), z, rows)[0]
-
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        """Return energies ``(C,)`` and gradients ``(C, D)``, likewise."""
-        energy, gradient = sparing(self.raw, z, rows)
-        return energy, gradient
+        """Return energies ``(C,)`` and gradients ``(C, D)``; of chains whose matrices are singular energies are
+        infinite: half of the chains are tried again, until such a chain is alone."""
+        try:
+            return self.raw(z, rows)
+        except torch.linalg.LinAlgError:
+            if len(z) == 1:
+                return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
+            return in_chunks(self.energy_and_gradient, z, rows, -(-len(z) // 2))
 
     def raw(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Evaluate all chains at once. They are independent, so one backward pass gives every chain's gradient.
@@ -44,33 +44,19 @@ class Eager:
         """
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
-            energy = self._energy(leaf, rows)
+            weights, log_det = self.layout.constrain_with_log_det(leaf)
+            energy = -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
             return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
 
-    def _energy(self, z: Tensor, rows: Rows | None) -> Tensor:
-        weights, log_det = self.layout.constrain_with_log_det(z)
-        return -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may hold finer numbers
 
-
-def in_chunks(
-    evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None, size: int | None
-) -> tuple[Tensor, ...]:
+def in_chunks(evaluate: Evaluate, z: Tensor, rows: Rows | None, size: int | None) -> Evaluation:
     """Evaluate so many chains at once; ``None``: all."""
     if size is None or len(z) <= size:
         return evaluate(z, rows)
     cuts = [slice(start, start + size) for start in range(0, len(z), size)]
     parts = [evaluate(z[cut], rows and {name: index[cut] for name, index in rows.items()}) for cut in cuts]
-    return tuple(torch.cat(values) for values in zip(*parts, strict=False))  # energies alone, if no more were asked for
-
-
-def sparing(evaluate: Callable[..., tuple[Tensor, ...]], z: Tensor, rows: Rows | None) -> tuple[Tensor, ...]:
-    """Evaluate, and halve if a matrix is singular, until its chain is alone: that one is outside of the support."""
-    try:
-        return evaluate(z, rows)
-    except torch.linalg.LinAlgError:
-        if len(z) == 1:
-            return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
-        return in_chunks(partial(sparing, evaluate), z, rows, -(-len(z) // 2))
+    energy, gradient = (torch.cat(values) for values in zip(*parts, strict=True))
+    return energy, gradient
 
 
 def same_evaluation(found: Evaluation, expected: Evaluation) -> bool:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,14 @@ from pyro_symmetric.models import normal_base
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 WEIGHT_BYTES = 2**19  # beyond it a chain's weights leave the cache, and packed matrix products are faster
 THREAD_FLOPS = 2e7  # less work than this isn't worth a thread
-# PyTorch's operators that are activations, and the number of those that tiles.py knows.
-DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0}  # of their setting
-TILED = {"": 0, "relu": 1, "leaky_relu": 1, "tanh": 2, "sigmoid": 3, "silu": 4, "elu": 5}
-ACTIVATIONS = {*TILED, "gelu", "softplus", "hardtanh"}
+ACTIVATIONS = {"relu": 1, "leaky_relu": 1, "tanh": 2, "sigmoid": 3, "silu": 4}  # PyTorch's operators, and their kinds
+FUNCTIONS: tuple[Callable[[Tensor, float], Tensor], ...] = (
+    lambda h, _: h,
+    functional.leaky_relu,
+    lambda h, _: h.tanh(),
+    lambda h, _: h.sigmoid(),
+    lambda h, _: functional.silu(h),
+)
 SHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "alias", "detach", "clone"}
 
 
@@ -54,7 +59,7 @@ class Layers:
         loc, scale = (torch.cat([getattr(base, name).reshape(-1) for base in bases]) for name in ("loc", "scale"))
         self._loc, self._precision = loc, scale**-2
         self._constant = float((scale.double().log() + HALF_LOG_2PI).sum())
-        self._temperature, self._dim, self._rows = likelihood.temperature, problem.dim, len(problem.x)
+        self._temperature, self._dim, self._rows = likelihood.temperature, len(self._loc), len(problem.x)
         # Observations with a normal density, and the logarithm of their noise; None if it is learnt.
         self._count = 0 if problem.labels else problem.y.numel() / likelihood.temperature
         noise = likelihood.scale if isinstance(likelihood, GaussianLikelihood) else 1.0
@@ -95,26 +100,20 @@ class Layers:
 # losses -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """``activation(weight @ inputs + bias)``, and where weight and bias begin in a flat vector (-1: no bias)."""
 
-    weight: int
-    bias: int
     inputs: int
     outputs: int
-    activation: str = ""  # the name of PyTorch's operator
-    settings: tuple[Any, ...] = ()  # its further arguments
-    named: tuple[tuple[str, Any], ...] = ()
-
-    def activated(self, h: Tensor) -> Tensor:
-        operator = getattr(torch.ops.aten, self.activation or "alias")
-        return operator(h, *self.settings, **dict(self.named))
+    weight: int
+    bias: int
+    kind: int = 0  # of activation; 0: none
+    slope: float = 0.0  # of a rectifier below 0
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A network, whose flat weights are of length ``dim``, and the data that it is fitted to.
+    """A network and the data that it is fitted to.
 
     :param x: inputs ``(N, inputs)``.
     :param y: labels ``(N, 1)`` or real targets ``(N, outputs)``.
@@ -122,16 +121,9 @@ class Problem:
     """
 
     layers: list[Layer]
-    dim: int
     x: Tensor
     y: Tensor
     labels: bool
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Numbers of each weight and bias, by where it begins."""
-        sizes = {layer.weight: layer.inputs * layer.outputs for layer in self.layers}
-        return dict(sorted((sizes | {layer.bias: layer.outputs for layer in self.layers if layer.bias >= 0}).items()))
 
 
 class Batched:
@@ -141,20 +133,22 @@ class Batched:
         self.problem = problem
 
     def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
-        """Return the loss ``(C,)``, summed over rows, and ``scale`` times its gradient ``(C, dim)``.
+        """Return the loss ``(C,)``, summed over rows, and ``scale`` times its gradient ``(C, W)``.
 
-        :param w: flat weights ``(C, dim)``.
+        :param w: flat weights ``(C, W)``.
         :param scale: ``(C,)``.
         :param index: rows of each chain's mini-batch ``(C, B)``; ``None`` for all.
         """
-        problem, chains = self.problem, len(w)
-        x, y = (problem.x, problem.y) if index is None else (problem.x[index], problem.y[index])
+        problem = self.problem
+        h, y = (problem.x, problem.y) if index is None else (problem.x[index], problem.y[index])
         with torch.enable_grad():
-            leaf, h = w.detach().requires_grad_(), x
-            parts = dict(zip(problem.sizes, leaf.split(list(problem.sizes.values()), 1), strict=True))
+            leaf = w.detach().requires_grad_()
             for layer in problem.layers:
-                h = h @ parts[layer.weight].reshape(chains, layer.outputs, layer.inputs).mT
-                h = layer.activated(h if layer.bias < 0 else h + parts[layer.bias][:, None])
+                end = layer.weight + layer.outputs * layer.inputs
+                h = h @ leaf[:, layer.weight : end].unflatten(1, (layer.outputs, layer.inputs)).mT
+                if layer.bias >= 0:
+                    h = h + leaf[:, None, layer.bias : layer.bias + layer.outputs]
+                h = FUNCTIONS[layer.kind](h, layer.slope)
             if problem.labels:
                 loss = functional.cross_entropy(h.mT, y[..., 0].expand(h.shape[:2]), reduction="none").sum(1)
             else:
@@ -167,13 +161,10 @@ class Tiled:
     """The same by code that Numba compiles, which goes chain by chain; large enough work is shared among threads."""
 
     def __init__(self, problem: Problem):
-        layers = problem.layers
-        kinds = [(layer.inputs, layer.outputs, layer.weight, layer.bias, TILED[layer.activation]) for layer in layers]
-        self.problem, self._layers = problem, torch.tensor(kinds, device="cpu").numpy()
-        self._settings = problem.x.new_tensor(
-            [float(next(iter(layer.settings), DEFAULTS.get(layer.activation, 0.0))) for layer in layers]
-        ).numpy()
-        self._flops = 6.0 * sum(layer.inputs * layer.outputs for layer in layers)
+        self.problem = problem
+        self._layers = torch.tensor([layer[:5] for layer in problem.layers], device="cpu").numpy()
+        self._slopes = problem.x.new_tensor([layer.slope for layer in problem.layers]).numpy()
+        self._flops = 6.0 * sum(layer.inputs * layer.outputs for layer in problem.layers)
         self._data = torch.cat([problem.x, problem.y.to(problem.x)], 1).contiguous().numpy()
         self._tiles: Any = None
 
@@ -190,16 +181,15 @@ class Tiled:
         if index is None:
             data = self._tiles = self._in_tiles(int(T)) if self._tiles is None else self._tiles
         batches = torch.empty((0, 0), dtype=torch.long, device="cpu") if index is None else index.long()
-        loss, gradient = w.new_empty(chains), w.new_empty(chains, self.problem.dim)
-        each = [value.detach().contiguous().numpy() for value in (batches, w, scale, loss, gradient)]
+        loss, gradient = w.new_empty(chains), w.new_empty(w.shape)
+        each = [value.contiguous().numpy() for value in (batches, w, scale, loss, gradient)]
         count = rows if index is None else index.shape[1]
 
         def evaluate(cut: slice) -> None:
             own = [value[cut] for value in each]
-            loss_and_gradient(self._layers, self._settings, data, own[0], count, self.problem.labels, *own[1:])
+            loss_and_gradient(self._layers, self._slopes, data, own[0], count, self.problem.labels, *own[1:])
 
-        work = self._flops * count * chains
-        threads = max(1, min(torch.get_num_threads(), chains, int(work / THREAD_FLOPS)))
+        threads = max(1, min(torch.get_num_threads(), chains, int(self._flops * count * chains / THREAD_FLOPS)))
         cuts = [slice(chains * t // threads, chains * (t + 1) // threads) for t in range(threads)]
         if threads == 1:
             evaluate(cuts[0])
@@ -216,11 +206,9 @@ class Tiled:
 
 def is_tiled(problem: Problem) -> bool:
     """True if a problem is one for :class:`Tiled`."""
-    x, layers = problem.x, problem.layers
-    numbers = sum(layer.inputs * layer.outputs for layer in layers)
+    x, numbers = problem.x, sum(layer.inputs * layer.outputs for layer in problem.layers)
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    known = all(layer.activation in TILED for layer in layers)
-    return fits and known and numbers * x.element_size() <= WEIGHT_BYTES
+    return fits and numbers * x.element_size() <= WEIGHT_BYTES
 
 
 # reading ------------------------------------------------------------------------------------------------------------
@@ -242,8 +230,7 @@ def problem_of(target: NetworkTarget, layout: Layout) -> Problem:
     shape = (len(x),) if labels or layers[-1].outputs == 1 else (len(x), layers[-1].outputs)
     if y.shape != shape or y.device != x.device or (not labels and y.dtype != x.dtype):
         raise Unavailable(f"y has shape {tuple(y.shape)}, {y.dtype} on {y.device}")
-    dim = sum(parameter.numel() for parameter in net.parameters())
-    return Problem(layers, dim, x.reshape(len(x), -1), y.reshape(len(x), -1), labels)
+    return Problem(layers, x.reshape(len(x), -1), y.reshape(len(x), -1), labels)
 
 
 def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
@@ -256,25 +243,22 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
     with torch.no_grad(), _Recorded() as recorded:
         net(x)
     layers, current, transposed = list[Layer](), x, dict[int, Tensor]()
-    for name, args, named, result in recorded.calls:
+    for name, args, result in recorded.calls:
         if name == "t" and id(args[0]) in begins:
             transposed[id(result)] = args[0]
-        elif name in ("mm", "addmm") and args[-2] is current and id(args[-1]) in transposed:
+            continue
+        if name in ("mm", "addmm") and args[-2] is current and id(args[-1]) in transposed:
             weight, biases = transposed[id(args[-1])], args[:-2]
             if any(id(bias) not in begins for bias in biases) or current.shape != (len(x), weight.shape[1]):
                 raise Unavailable("a bias is frozen, or a layer doesn't take all features of a row")
             bias = begins[id(biases[0])] if biases else -1
-            layers.append(Layer(begins[id(weight)], bias, weight.shape[1], weight.shape[0]))
-            current = result
-        elif name in SHAPES and args[0] is current and len(result) == len(x):
-            current = result
-        elif name.rstrip("_") in ACTIVATIONS and args[0] is current and layers and not layers[-1].activation:
-            layers[-1] = replace(
-                layers[-1], activation=name.rstrip("_"), settings=tuple(args[1:]), named=tuple(named.items())
-            )
-            current = result
-        else:
+            layers.append(Layer(weight.shape[1], weight.shape[0], begins[id(weight)], bias))
+        elif name.rstrip("_") in ACTIVATIONS and args[0] is current and layers and not layers[-1].kind:
+            slope = (*args[1:], 0.01)[0] if "leaky" in name else 0.0
+            layers[-1] = layers[-1]._replace(kind=ACTIVATIONS[name.rstrip("_")], slope=float(slope))
+        elif not (name in SHAPES and args[0] is current and len(result) == len(x)):
             raise Unavailable(f"it calls {name}, where a layer or an activation should follow")
+        current = result
     if sum(layer.outputs * (layer.inputs + (layer.bias >= 0)) for layer in layers) != sum(sizes):
         raise Unavailable("layers share parameters, or some have none")
     return layers
@@ -285,9 +269,9 @@ class _Recorded(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func.overloadpacket.__name__, args, kwargs or {}, result))
+        self.calls.append((func.overloadpacket.__name__, args, result))
         return result

@@ -25,7 +25,6 @@ class NetworkTarget:
 
     :ivar sites: latent site -> its distribution, in the order of the layout.
     :ivar row_counts: mini-batches: name -> (rows there are, rows in a batch); empty without.
-    :ivar num_rows: observations in the likelihood, about: the scale of the potential's curvature.
     :ivar computed: deterministic sites, and their shapes.
     :ivar one_by_one: why chains are evaluated one after another; empty if they are all at once.
     """
@@ -46,7 +45,7 @@ class NetworkTarget:
         if model.num_data not in (None, len(x)):
             raise ValueError(f"x has {len(x)} rows, but the model was told num_data={model.num_data}")
         labels = type(model.likelihood) is CategoricalLikelihood
-        self.args, self.kwargs, self.num_rows = args, kwargs, len(x)
+        self.args, self.kwargs = args, kwargs
         self.model, self.x, self.y = model, x, y.long() if labels else y
         self.sites: Mapping[str, Distribution] = {name: unchecked(fn) for name, fn in model.priors().items()}
         self.row_counts = {ROWS: (len(x), batch_size)} if batch_size is not None and batch_size < len(x) else {}
@@ -86,6 +85,10 @@ class NetworkTarget:
         labels = y.expand(outputs.shape[:-1]).reshape(-1)
         losses = nn.functional.cross_entropy(outputs.flatten(0, -2), labels, reduction="none")
         return -losses.reshape(outputs.shape[:-1]).sum(-1)
+
+    def compute(self, weights: Weights) -> Weights:
+        """Values of :attr:`computed`."""
+        return {}
 
     def prior_weights(self, num_chains: int) -> Weights:
         """Draws from the prior, of batch shape ``(C,)``."""

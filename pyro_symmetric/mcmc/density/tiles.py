@@ -27,12 +27,12 @@ OPTIONS: dict[str, Any] = {
 
 
 @njit(**OPTIONS)
-def loss_and_gradient(layers, settings, data, index, count, labels, w, scale, loss, gradient):
+def loss_and_gradient(layers, slopes_below, data, index, count, labels, w, scale, loss, gradient):
     """Write the losses ``(C,)``, and ``scale`` ``(C,)`` times their gradients ``(C, dim)``.
 
     :param layers: inputs, outputs, offsets of weight and bias (-1: none) and kind of activation of each,
         ``(L, 5)``.
-    :param settings: of the activations, ``(L,)``.
+    :param slopes_below: of rectifiers, below 0, ``(L,)``.
     :param data: tiles of inputs and targets ``(tiles, width * T)``; or rows ``(N, width)``, if there are mini-batches.
     :param index: each chain's mini-batch ``(C, B)``; ``(0, 0)`` without.
     :param count: rows of the data, or of a mini-batch.
@@ -58,7 +58,7 @@ def loss_and_gradient(layers, settings, data, index, count, labels, w, scale, lo
                 out = values[at * T : (at + m) * T]
                 _fill(weights, layers[number, 3], m, out)
                 _multiply(weights[layers[number, 2] :], n, np.uint64(1), below, n, out, m)
-                _activate(layers[number, 4], settings[number], out, slopes[at * T : (at + m) * T])
+                _activate(layers[number, 4], slopes_below[number], out, slopes[at * T : (at + m) * T])
                 below, at = out, at + m
             if labels:
                 total += _cross_entropy(below, np.uint64(layers[last, 1]), tile[inputs * T :], rows, spare)
@@ -177,16 +177,15 @@ def _exp(x, like):
 
 
 @njit(**OPTIONS)
-def _activate(kind, setting, h, slope):
+def _activate(kind, below, h, slope):
     """Write a function of ``h`` in its place, and its slope."""
     t = h.dtype.type
-    one, two, size = t(1), t(2), np.uint64(len(h))
+    one, gain, size = t(1), t(2 if kind == 2 else 1), np.uint64(len(h))
     if kind == 1:
         for j in range(size):
-            slope[j] = one if h[j] > t(0) else setting
+            slope[j] = one if h[j] > t(0) else below
             h[j] *= slope[j]
     elif kind == 2 or kind == 3:  # the hyperbolic tangent is twice a logistic function, less 1
-        gain = two if kind == 2 else one
         for j in range(size):
             sigmoid = one / (one + _exp(-gain * h[j], h))
             slope[j] = gain * gain * sigmoid * (one - sigmoid)
@@ -196,10 +195,6 @@ def _activate(kind, setting, h, slope):
             sigmoid = one / (one + _exp(-h[j], h))
             slope[j] = sigmoid * (one + h[j] * (one - sigmoid))
             h[j] *= sigmoid
-    elif kind == 5:
-        for j in range(size):
-            slope[j] = one if h[j] > t(0) else setting * _exp(h[j], h)
-            h[j] = h[j] if h[j] > t(0) else slope[j] - setting
 
 
 @njit(**OPTIONS)

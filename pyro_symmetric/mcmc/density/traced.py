@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ from pyro_symmetric.placement import Placement, as_tensor
 from pyro_symmetric.traced import Traced
 from pyro_symmetric.weights import Weights
 
-RUNS, SECONDS = 30, 0.2  # of a model, at most, to see whether its sites and supports are always the same
+RUNS = 10  # of a model, to see whether its sites and supports are always the same
 
 
 class TracedTarget(Traced):
@@ -73,20 +72,14 @@ class TracedTarget(Traced):
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
         observed = [site for site in observed if not site_is_subsample(site) and not is_deterministic(site)]
         refuse_complex_observations(observed)
-        sizes = [torch.Size(site["fn"].batch_shape).numel() for site in observed]
-        counts = [size * as_tensor(site["scale"]).double().mean() for size, site in zip(sizes, observed, strict=True)]
-        self.num_rows = max((round(float(count)) for count in counts), default=0)
         self.row_counts = _subsampled_plates(trace, given_changes=batch_size is not None)
         if batch_size is not None and batch_size < self._data_rows:
             self._require_same_priors(trace, given)
             warn_of_batch_scale(observed, batch_size, self._data_rows)
             self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
-        self._probes = {site: self._probe(site, value) for site, value in given.items()}
-        began = time.monotonic()
+        self._probes = {site: _probe(site, self.sites[site], self._placement, value) for site, value in given.items()}
         for _ in range(RUNS):
             self._require_same_layout(self._prior_run())
-            if time.monotonic() - began > SECONDS:
-                break
         with running_pyro():
             if len(self.sites) < len(latent):
                 self.enumeration = Enumeration(self.model, trace, given, *self._cut(rows))
@@ -102,12 +95,10 @@ class TracedTarget(Traced):
         return as_tensor(log_prob)
 
     def compute(self, weights: Weights) -> Weights:
-        """Values of :attr:`computed` for weights of batch shape ``(C,)``.
-
-        They come from a flat program, traced once for each ``C``, without Pyro and without what only the density needs.
-        """
-        if self.one_by_one:
-            return self.mapped(self._compute, weights)
+        """Values of :attr:`computed` for weights of batch shape ``(C,)``, by a program without Pyro and without what
+        only the density needs; it is traced once for each ``C``."""
+        if not self.computed or self.one_by_one:
+            return self.mapped(self._compute, weights) if self.computed else {}
         key = tuple((value.shape, value.dtype, value.device) for value in weights.values())
         if key not in self._programs:
             from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
@@ -135,7 +126,7 @@ class TracedTarget(Traced):
     def __repr__(self) -> str:
         return f"sites={list(self.sites)}"
 
-    # small steps ----------------------------------------------------------------------------------------------------
+    # runs -----------------------------------------------------------------------------------------------------------
 
     def _cut(self, rows: Rows | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, or the mini-batch's rows of those that hold data."""
@@ -176,6 +167,8 @@ class TracedTarget(Traced):
             )
         return {name: shape for name, shape in shapes.items() if name not in unclear}
 
+    # what is refused ------------------------------------------------------------------------------------------------
+
     def _require_same_priors(self, trace: poutine.Trace, given: Weights) -> None:
         """:raises ValueError: if a latent site's prior on a mini-batch isn't the one on all data."""
         with LOCK, torch.no_grad():
@@ -183,26 +176,18 @@ class TracedTarget(Traced):
                 whole = poutine.trace(poutine.condition(self.model, given)).get_trace(*self.args, **self.kwargs)
             except Exception:  # a model that is made for mini-batches alone, or a prior as wide as they are
                 whole = self._prior_run()
-        laws: dict[str, Any] = {name: (whole.nodes[name]["fn"], trace.nodes[name]["fn"]) for name in given}
-        same = [
-            name
-            for name, (one, other) in laws.items()
-            if one.shape() == other.shape()
-            and torch.allclose(one.log_prob(given[name]), other.log_prob(given[name]), equal_nan=True)
-        ]
-        if changed := sorted(given.keys() - same):
+
+        def changes(name: str, value: Tensor) -> bool:
+            fns: list[Any] = [run.nodes[name]["fn"] for run in (whole, trace)]
+            one, other = fns
+            same = one.shape() == other.shape()
+            return not (same and torch.allclose(one.log_prob(value), other.log_prob(value), equal_nan=True))
+
+        if changed := sorted(name for name, value in given.items() if changes(name, value)):
             raise ValueError(
                 f"the priors of the sites {changed} change with the mini-batch: an argument that they depend on is as "
                 f"long as the data, {self._data_rows} rows, and is cut with them. Hold it outside of the arguments"
             )
-
-    def _probe(self, site: str, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Unconstrained values of a site, and what its first support makes of them."""
-        transform = transform_of(site, self.sites[site])
-        free = torch.Size(transform.inverse_shape(like.shape))
-        dtype, device = self._placement.dtype or like.dtype, self._placement.device or like.device
-        probe = torch.linspace(-1.5, 1.5, free.numel(), dtype=dtype, device=device).reshape(free)
-        return probe, transform(probe)
 
     def _require_same_layout(self, trace: poutine.Trace, supports: bool = True) -> None:
         """:raises ValueError: if a run has other sites, shapes or supports than the first."""
@@ -243,6 +228,15 @@ def _value(trace: poutine.Trace, site: str) -> Tensor:
     value = trace.nodes[site]["value"]
     assert value is not None  # a finished trace holds a value at every sample site
     return value
+
+
+def _probe(site: str, fn: Any, placement: Placement, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Unconstrained values of a site, and what its first support makes of them."""
+    transform = transform_of(site, fn)
+    free = torch.Size(transform.inverse_shape(like.shape))
+    probe = torch.linspace(-1.5, 1.5, free.numel(), device="cpu").reshape(free)
+    probe = probe.to(placement.device or like.device, placement.dtype or like.dtype)
+    return probe, transform(probe)
 
 
 def _latent(trace: poutine.Trace) -> list[Any]:

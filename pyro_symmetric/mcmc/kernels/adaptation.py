@@ -3,11 +3,6 @@ r"""The warm-up of kernels with full gradients: a step size and a mass matrix th
 **Windows.** As in Stan, the mass matrix is learnt from the draws of windows that double in length, between a first
 phase in which chains arrive and a last one in which the step size settles (:func:`window_ends`).
 
-**The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962): chains of a network usually sit
-in different modes, and the distance between modes says nothing about how far one trajectory may go. Variances are
-shrunk towards a small constant as if by five draws, as Stan does, and a dense matrix's correlations likewise. Of fewer
-draws than twice the coordinates a dense matrix is diagonal.
-
 **The step size** :math:`\varepsilon` is a root: acceptance falls in :math:`x = \log \varepsilon`, and is to be the
 target :math:`\delta`. It is found by stochastic approximation (Robbins & Monro 1951) with averaging (Polyak &
 Juditsky 1992),
@@ -20,9 +15,8 @@ where :math:`c` is Newton's gain for the acceptance curve of many coordinates, :
 
 .. math:: \frac1c = -\frac{d\alpha}{dx} = 2 s\, \varphi(\tfrac12 s) \quad\text{where}\quad \alpha = \delta.
 
-Stan's dual averaging (Hoffman & Gelman 2014, eq. 6) has a gain that grows with :math:`\sqrt t` at first, so that steps
-swing widely, and acceptance is more than the target at the mean of their logarithms: after 50 iterations, by 0.06 for 4
-chains and a target of 0.65, where this one is off by 0.003.
+Stan's dual averaging (Hoffman & Gelman 2014, eq. 6) swings widely at first: after 50 iterations of 4 chains with a
+target of 0.65, its acceptance is off by 0.06, this one's by 0.003.
 
 Until the mass matrix is first known each chain has a step of its own: far out, each is at a scale of its own. From then
 on all have one, by their mean acceptance, which so many chains tell after few iterations.
@@ -33,7 +27,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -43,16 +36,16 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, find_step_size, leapfrog
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, Tuning
-from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, DenseMass, Mass
+from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, leapfrog
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
 
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
 FURTHEST = 1.0  # that one iteration moves a log step size: near such a target a bad one would take it to nothing
 FOLLOWING = 4  # the count at which a search stops that is to follow its root rather than to settle
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
-MANY_DRAWS = 2  # for each coordinate, from which on correlations are learnt
+MOST_TRIES = 60  # of a first step size
 
 
 # the step size ------------------------------------------------------------------------------------------------------
@@ -104,7 +97,28 @@ def newton_gain(target: float) -> float:
     return min(1 / (4 * half * NormalDist().pdf(half)), LARGEST_GAIN)
 
 
-# the mass matrix ----------------------------------------------------------------------------------------------------
+def find_step_size(acceptance: Callable[[Tensor], Tensor], step_size: Tensor, target: float, alone: bool) -> Tensor:
+    """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses ``target``, as Stan does.
+
+    :param acceptance: step sizes -> acceptance, ``(C,)`` each, of chains whose momenta are drawn anew.
+    :param alone: whether each chain finds its own; else their mean acceptance counts for all.
+    """
+
+    def accepts(step: Tensor) -> Tensor:
+        found = acceptance(step)
+        return (found if alone else found.mean().expand_as(found)) > target
+
+    grow = accepts(step_size)
+    factor, crossed = torch.where(grow, 2.0, 0.5).to(step_size), torch.zeros_like(grow)
+    for _ in range(MOST_TRIES):
+        step_size = torch.where(crossed, step_size, factor * step_size)
+        crossed = crossed | (accepts(step_size) != grow)
+        if bool(crossed.all()):
+            break
+    return step_size
+
+
+# windows ------------------------------------------------------------------------------------------------------------
 
 
 def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25) -> tuple[int, tuple[int, ...]]:
@@ -129,58 +143,6 @@ def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25
     return first, tuple(ends)
 
 
-@dataclass(frozen=True, eq=False)
-class MassEstimate:
-    r"""Running covariance within chains, pooled over the chains (Welford 1962).
-
-    :param mean: each chain's mean, ``(C, D)``.
-    :param squares: sum of squared deviations over chains and draws, ``(D,)``.
-    :param scatter: of a dense matrix the sum of the deviations' outer products, ``(D, D)``; else ``None``.
-    :param count: draws of each chain so far.
-    """
-
-    mean: Tensor
-    squares: Tensor
-    scatter: Tensor | None
-    count: int = 0
-
-    @classmethod
-    def start(cls, z: Tensor, kind: str = "diagonal") -> MassEstimate:
-        """Nothing seen yet, for chains ``(C, D)``."""
-        dim = z.shape[-1]
-        return cls(torch.zeros_like(z), z.new_zeros(dim), z.new_zeros(dim, dim) if kind == "dense" else None)
-
-    def update(self, z: Tensor) -> MassEstimate:
-        """Take in one draw of every chain, ``(C, D)``."""
-        count = self.count + 1
-        delta = z - self.mean
-        # These rows' outer products sum to the scatter about the chains' final means.
-        rows = delta * ((count - 1) / count) ** 0.5
-        scatter = None if self.scatter is None else torch.addmm(self.scatter, rows.mT, rows)
-        return MassEstimate(self.mean + delta / count, self.squares + rows.square().sum(0), scatter, count)
-
-    def mass(self) -> Mass:
-        """The mass matrix that the draws so far suggest; of less than two draws the unit matrix."""
-        degrees = len(self.mean) * max(self.count - 1, 0)
-        share = degrees / (degrees + 5.0)
-        if degrees < 1:
-            variance = torch.ones_like(self.squares)
-        else:
-            variance = share * self.squares / degrees + 1e-3 * (1 - share)
-        if self.scatter is None:
-            return Mass(variance)
-        eye = torch.eye(len(variance), dtype=torch.double, device=variance.device)
-        if degrees < max(MANY_DRAWS * len(eye), 1):
-            return DenseMass.of(torch.diag(variance))
-        squares = self.squares.double()
-        moves = squares > 0
-        deviations = torch.where(moves, squares / degrees, variance.double()).sqrt()
-        norms = torch.where(moves, squares, 1.0).sqrt()
-        correlations = (self.scatter.double() / norms / norms[:, None]).fill_diagonal_(1.0)
-        correlations = torch.lerp(correlations, eye, 1e-3 * (1 - share))
-        return DenseMass.of((correlations * deviations * deviations[:, None]).to(variance.dtype))
-
-
 # kernels that learn both --------------------------------------------------------------------------------------------
 
 
@@ -193,7 +155,7 @@ class HamiltonianTuning:
     :param mass: the mass matrix, shared by the chains.
     :param estimate: running covariance of the current window; ``None`` outside of windows.
     :param blind: True while the mass matrix is still unknown.
-    :param learns: whether warm-up still goes on.
+    :param length: of trajectories, if a kernel learns that.
     """
 
     step_size: Tensor
@@ -201,31 +163,17 @@ class HamiltonianTuning:
     mass: Mass
     estimate: MassEstimate | None
     blind: bool
-    learns: bool
+    length: Any = None
 
     @property
     def steps(self) -> Tensor:
         """Step sizes as the integrators take them, ``(C, 1)``."""
         return self.step_size[:, None]
 
-    def noted(self: Tuning, z: Tensor) -> Tuning:
-        """Take in a draw of all chains ``(C, D)``."""
-        if not self.learns or self.estimate is None:
-            return self
-        return replace(self, estimate=self.estimate.update(z))
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TunedKernel(Kernel):
-    r"""Base of the kernels that follow trajectories with full gradients.
-
-    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
-    :param step_size: of the integrator, where adaptation starts or, with ``adapt_step_size=False``, stays. ``None``:
-        found by doubling and halving at the starting points.
-    :param adapt_step_size: whether warm-up adapts the step size.
-    :param adapt_mass: whether warm-up learns the mass matrix; otherwise it is 1.
-    :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few hundred dimensions.
-    """
+    """Base of the kernels that follow trajectories with full gradients."""
 
     warmups = (150, 200, 300, 500, 900, 1700)  # whose windows are the same as far as they go
 
@@ -243,21 +191,16 @@ class TunedKernel(Kernel):
     # what subclasses provide ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        """The acceptance of one step of these sizes, or what stands for it, from there with fresh momenta, ``(C,)``."""
-
-    @property
-    @abstractmethod
-    def _least_acceptance(self) -> float:
-        """Acceptance of one step: a first step size is doubled or halved until it crosses this."""
-
-    @abstractmethod
-    def _search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
+    def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
         """The search for step sizes ``(C,)``, from there."""
 
-    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> HamiltonianTuning:
-        """The tuning with all that this kernel learns besides, for chains that start at ``z``."""
-        return tuning
+    @abstractmethod
+    def accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+        """The acceptance ``(C,)``, or what the search takes for it, of one step from there with fresh momenta."""
+
+    @abstractmethod
+    def accepted(self, state: State) -> Tensor:
+        """The same of the iteration that the state comes from."""
 
     # the contract ---------------------------------------------------------------------------------------------------
 
@@ -271,11 +214,12 @@ class TunedKernel(Kernel):
         step = torch.full_like(start.energy, 0.1 if self.step_size is None else self.step_size)
         blind = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
         mass = MassEstimate.start(z, self.mass).mass()
-        tuning = HamiltonianTuning(step, self._search(step, blind), mass, None, blind, learns=num_warmup > 0)
-        state = State(*start, self._tuning(tuning, z), generator)
+        tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
+        state = State(*start, tuning, generator)
         return state if self.step_size is not None else self._with_step(density, state, step)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        state = self._learnt(state)
         begin, ends = window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
         done = iteration + 1
         if done in ends:
@@ -284,33 +228,34 @@ class TunedKernel(Kernel):
                 state = self._with_step(density, state, _settled(state))
         if ends and (done == begin or done in ends[:-1]):
             state = tuned(state, estimate=MassEstimate.start(state.z, self.mass))
-        if done == num_warmup:
-            state = tuned(state, learns=False, **({"step_size": _settled(state)} if self.adapt_step_size else {}))
+        if done == num_warmup and self.adapt_step_size:
+            state = tuned(state, step_size=_settled(state))
         return state
 
     # small steps ----------------------------------------------------------------------------------------------------
 
+    def _learnt(self, state: State) -> State:
+        """The state that has learnt from its draws and their acceptance."""
+        tuning: HamiltonianTuning = state.tuning
+        if tuning.estimate is not None:
+            state = tuned(state, estimate=tuning.estimate.update(state.z))
+        if not self.adapt_step_size:
+            return state
+        acceptance = self.accepted(state)
+        search = tuning.search.update(acceptance if tuning.blind else acceptance.mean().expand_as(acceptance))
+        return tuned(state, search=search, step_size=search.log_step.exp().to(acceptance.dtype))
+
     def _with_step(self, density: Density, state: State, step: Tensor) -> State:
         """Step sizes for chains there, found from these ``(C,)``, and the search from there."""
-        accepts, blind = partial(self._accepts, density, state), state.tuning.blind
-        step = find_step_size(accepts, step, self._least_acceptance, alone=blind)
-        return tuned(state, step_size=step, search=self._search(step, blind))
-
-    def _learnt(self, tuning: Tuning, acceptance: Tensor) -> Tuning:
-        """The tuning after an iteration of this acceptance, ``(C,)``."""
-        if not (tuning.learns and self.adapt_step_size):
-            return tuning
-        search = tuning.search.update(acceptance if tuning.blind else acceptance.mean().expand_as(acceptance))
-        return replace(tuning, search=search, step_size=search.log_step.exp().to(acceptance.dtype))
+        blind = state.tuning.blind
+        target = self.search(step, blind).target
+        step = find_step_size(lambda size: self.accepts(density, state, size), step, target, alone=blind)
+        return tuned(state, step_size=step, search=self.search(step, blind))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HamiltonianKernel(TunedKernel):
-    """Base of the kernels that accept or reject where trajectories end.
-
-    :param target_accept: mean acceptance that the step size is adapted to. More pays where curvature varies, and costs
-        elsewhere.
-    """
+    """Base of the kernels that accept or reject where trajectories end."""
 
     target_accept: float = 0.9
 
@@ -318,18 +263,17 @@ class HamiltonianKernel(TunedKernel):
         super().__post_init__()
         arguments.fraction("target_accept", self.target_accept)
 
-    @property
-    def _least_acceptance(self) -> float:
-        return self.target_accept
+    def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
+        return StepSizeAdaptation.start(step_size, self.target_accept, follow)
 
-    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+    def accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
         mass = state.tuning.mass
         start = PhasePoint(state.z, mass.draw(state.z, state.generator), state.energy, state.gradient)
-        end = leapfrog(partial(evaluated_once, density), start, step_size[:, None], mass)
+        end = leapfrog(lambda z: evaluated_once(density, z), start, step_size[:, None], mass)
         return (-energy_error(end.total_energy(mass), start.total_energy(mass))).clamp(max=0).exp()
 
-    def _search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
-        return StepSizeAdaptation.start(step_size, self.target_accept, follow)
+    def accepted(self, state: State) -> Tensor:
+        return state.statistics["acceptance_rate"]
 
 
 # small steps --------------------------------------------------------------------------------------------------------

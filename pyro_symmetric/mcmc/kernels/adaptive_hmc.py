@@ -18,25 +18,10 @@ distances of successive draws have the correlation :math:`\rho = 1 - \bar g / \m
 whose correlations fall geometrically, :math:`(1 - \rho) / (1 + \rho)`.
 
 Trajectories of all times up to :math:`T` are made anyway, so that the whole curve :math:`g` is known up to there, bin
-by bin; :math:`T` stays a bin ahead of the best, to see what comes next.
-
-The paper's sampler is another one, in four points:
-
-* It climbs the slope of :math:`g` in :math:`T` by Adam. The slope's estimate from single trajectories, :math:`t (x' -
-  m)^\top v'` times the change, is noisier the longer they are: on a Gaussian, whose best length is 1.8, :math:`T`
-  became 4 to 5. By the curve it is 1.3 to 2.
-* Its centre :math:`m` is the average of all chains, whose distance from a chain says where its mode lies and not how it
-  moves. (On a network whose chains sit in different modes, :math:`T` fell to a single step.) Here it is each chain's
-  own average.
-* It counts squares instead of effective draws, and doesn't divide by the cost.
-* Its step size follows the harmonic mean of the chains' acceptance, with a target of 0.651. A few bad chains pull that
-  down (to three quarters of the step, on eight schools). Here it is the mean, with the target of the other Hamiltonian
-  kernels.
-
-Warmed up by itself, it gave for 1,000 gradients 104 and 111 effective draws of the worst position or square on eight
-schools, the paper's sampler 119 and 117; on a rotated Gaussian of 50 dimensions and condition number 1,000, 6.9 and
-11.6 beside 4.1 and 2.2. (``benchmarks/performance/trajectory_length.py``: 16 chains, two seeds each. The worst of so
-many figures is known to about 20 %.)
+by bin; :math:`T` stays a bin ahead of the best, to see what comes next. The paper climbs the slope of :math:`g` in
+:math:`T` by Adam, an estimate that is noisier the longer trajectories are, and doesn't divide by the cost; its centre
+is the average of all chains, whose distance from a chain says where its mode lies and not how it moves. Here it is each
+chain's own average. ``benchmarks/performance/trajectory_length.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -50,7 +35,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, HamiltonianTuning, tuned
-from pyro_symmetric.mcmc.kernels.hmc import longest, trajectory, typical, whole_steps
+from pyro_symmetric.mcmc.kernels.hmc import trajectory, typical, whole_steps
 from pyro_symmetric.mcmc.kernels.kernel import State
 
 START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
@@ -66,48 +51,33 @@ class TrajectoryLength:
 
     :param log_length: :math:`\\log T`, of the next iteration, ``()``; times are in units of the whitened coordinates.
     :param log_average: the average of what was advised, weighted to the last iterations, ``()``.
-    :param sums: of squares over the trajectories whose time lay in each bin, older ones fading as new ones come,
-        ``(BINS,)``.
-    :param times: sums of these trajectories' times, fading likewise, ``(BINS,)``.
-    :param counts: of these trajectories, fading likewise, ``(BINS,)``.
+    :param curve: sums over the trajectories whose time lay in each bin of squares, times and ones, older ones fading
+        as new ones come, ``(3, BINS)``.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param updates: how often the length was adapted since the curve was begun, ``()``; likewise
-    :param draws: how many there have been of each chain.
+    :param last: where the chains were an iteration ago, ``(C, D)``.
+    :param updates: how often the length was adapted since the curve was begun.
+    :param iteration: how many trajectories there have been: the place in the Halton sequence.
     """
 
     log_length: Tensor
     log_average: Tensor
-    sums: Tensor
-    times: Tensor
-    counts: Tensor
+    curve: Tensor
     centre: Tensor
-    updates: Tensor
-    draws: Tensor
+    last: Tensor
+    updates: int = 0
+    iteration: int = 0
 
     @classmethod
-    def start(cls, length: Tensor, z: Tensor) -> TrajectoryLength:
-        """Start from this length, ``()``, with chains at ``z``."""
-        log_length = length.double().log()
-        empty, none = log_length.new_zeros(BINS), torch.zeros_like(log_length)
-        return cls(log_length, log_length, empty, empty, empty, z, none, none)
-
-    def recentred(self, z: Tensor) -> TrajectoryLength:
-        """Take this draw of all chains into their averages, with weight in proportion to its number."""
-        weight = (2 / (self.draws + 2)).to(z.dtype)
-        return replace(self, centre=torch.lerp(self.centre, z, weight), draws=self.draws + 1)
+    def start(cls, length: float, z: Tensor) -> TrajectoryLength:
+        """Start from this length, with chains at ``z``."""
+        log_length = z.new_tensor(length, dtype=torch.double).log()
+        return cls(log_length, log_length, log_length.new_zeros(3, BINS), z, z)
 
     def seen(self, time: Tensor, square: Tensor) -> TrajectoryLength:
         """Count an iteration: how long its trajectories lasted, and their estimate of the expected square, ``()``."""
         place = (BINS_OF_TWO * (time / SHORTEST).log2()).clamp(0, BINS - 1).long()
-        here = (torch.arange(BINS, device=place.device) == place).to(self.counts)
-        sums, times = FADING * self.sums + here * square, FADING * self.times + here * time
-        return replace(self, sums=sums, times=times, counts=FADING * self.counts + here)
-
-    def restarted(self, length: float) -> TrajectoryLength:
-        """Start the curve anew in other units of time, from this length or the present one, whichever is shorter."""
-        log_length, none = self.log_length.clamp(max=math.log(length)), torch.zeros_like(self.updates)
-        empty = torch.zeros_like(self.counts)
-        return replace(self, log_length=log_length, sums=empty, times=empty, counts=empty, updates=none)
+        here = torch.arange(BINS, device=place.device) == place
+        return replace(self, curve=FADING * self.curve + here * torch.stack([square, time, square * 0 + 1])[:, None])
 
     def advised(self) -> Tensor:
         """The log of the best length among those that were tried twice, ``()``; the present one before any was.
@@ -115,18 +85,15 @@ class TrajectoryLength:
         A time that was tried once belongs, as a rule, to a step size that the search has left. Times are rounded up to
         whole steps. So a bin that wasn't tried stands for times of the next one that was.
         """
-        tried = self.counts > 1
-        places = torch.arange(BINS, device=tried.device)
-        edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=tried.device) / BINS_OF_TWO).double()
-        later = tried & (places >= places[:, None])
-        following = torch.where(later, places, BINS - 1).amin(1)
-        square, time = ((sums / self.counts)[following] for sums in (self.sums, self.times))
-        most = torch.where(tried, square, 0.0).max()
-        square, time = ((value * edges.diff()).cumsum(0) / edges[1:] for value in (square, time))
+        sums, counts = self.curve[:2], self.curve[2]
+        tried, places = counts > 1, torch.arange(BINS, device=counts.device)
+        edges = SHORTEST * 2 ** (torch.arange(BINS + 1, device=counts.device) / BINS_OF_TWO).double()
+        following = torch.where(tried, places, BINS - 1).flip(0).cummin(0).values.flip(0)
+        means = (sums / counts)[:, following]
+        most = torch.where(tried, means[0], 0.0).max()
+        square, time = (means * edges.diff()).cumsum(1) / edges[1:]
         worth = torch.where(tried & (most > 0), square / ((2 * most - square) * time), -torch.inf)
-        return torch.where(
-            tried.any(), edges[1:].index_select(0, worth.argmax().reshape(1)).squeeze(0).log(), self.log_length
-        )
+        return torch.where(tried.any(), edges[1:][worth.argmax()].log(), self.log_length)
 
     def update(self, highest: Tensor) -> TrajectoryLength:
         """Go towards what is advised, and a bin beyond it, below a limit of the log length.
@@ -135,26 +102,16 @@ class TrajectoryLength:
         """
         updates, advice = self.updates + 1, self.advised()
         ahead = (advice + math.log(2) / BINS_OF_TWO - self.log_length).clamp(-RATE, RATE)
-        average = torch.lerp(self.log_average, torch.minimum(advice, highest), updates.rsqrt())
+        average = torch.lerp(self.log_average, torch.minimum(advice, highest), updates**-0.5)
         log_length = torch.minimum(self.log_length + ahead, highest)
         return replace(self, log_length=log_length, log_average=average, updates=updates)
-
-
-@dataclass(frozen=True, eq=False)
-class AdaptiveTuning(HamiltonianTuning):
-    """The tuning of every Hamiltonian kernel, the trajectories' length, and how many there have been: the place in the
-    Halton sequence."""
-
-    length: TrajectoryLength
-    iteration: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AdaptiveHMC(HamiltonianKernel):
     r"""HMC whose trajectory length is learnt from many chains, from about 8 on; nothing needs to be set.
 
-    The criterion is that of ChEES (Hoffman, Radul & Sountsov 2021) for the cost of a trajectory; the module's
-    description says what else differs from the paper.
+    The criterion is that of ChEES (Hoffman, Radul & Sountsov 2021) for the cost of a trajectory.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), torch.tensor([1.0, 2.0, 10.0])).to_event(1))
@@ -162,6 +119,8 @@ class AdaptiveHMC(HamiltonianKernel):
     >>> posterior = ps.sample(kernel, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
     >>> posterior.samples["w"].shape
     torch.Size([8, 20, 3])
+
+    Other settings are those of :class:`~pyro_symmetric.mcmc.NUTS`.
 
     :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts (again after each renewal of
         the mass matrix, unless a shorter one was learnt) or, with ``adapt_length=False``, stays; the mean is half of
@@ -179,58 +138,49 @@ class AdaptiveHMC(HamiltonianKernel):
         arguments.positive("trajectory_length", self.trajectory_length)
         arguments.whole("max_steps", self.max_steps, 1)
 
+    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+        state = super().init(density, z, num_warmup, generator)
+        return tuned(state, length=TrajectoryLength.start(self.trajectory_length, z))
+
     def step(self, density: Density, state: State) -> State:
-        tuning: AdaptiveTuning = state.tuning
-        unit, share = typical(tuning), radical_inverse(tuning.iteration + 1)
-        found = trajectory(
-            density, state, whole_steps(share * tuning.length.log_length.exp() / unit, self.max_steps, tuning)
-        )
-        if tuning.learns:
-            length = tuning.length
-            first, last = (tuning.mass.whiten(z - length.centre) for z in (state.z, found.end.z))
-            length = length.seen(found.num_steps * unit, expected_square(first, last, found.acceptance))
-            if self._learns_length(state.z) and not tuning.blind:
-                # By the average: a single small step would cut off what took long to learn.
-                average = tuning.search.log_average.median()
-                length = length.update(average + math.log(longest(self.max_steps, tuning)))
-            tuning = replace(tuning, length=length.recentred(found.after.z))
-        tuning = replace(tuning, iteration=tuning.iteration + 1)
-        return found.state(state, self._learnt(tuning, found.acceptance))
+        tuning: HamiltonianTuning = state.tuning
+        length: TrajectoryLength = tuning.length
+        time = radical_inverse(length.iteration + 1) * length.log_length.exp()
+        state = trajectory(density, state, whole_steps(time / typical(tuning.step_size), self.max_steps, tuning))
+        return tuned(state, length=replace(length, iteration=length.iteration + 1))
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        before: AdaptiveTuning = state.tuning
+        before: HamiltonianTuning = state.tuning
+        length = self._learnt_length(state)
+        length = replace(length, centre=length.centre.lerp(state.z, 2 / (iteration + 2)), last=state.z)
         if iteration + 1 == num_warmup and self._learns_length(state.z):
-            state = tuned(state, length=replace(before.length, log_length=before.length.log_average))
-        after = super().adapt(density, state, iteration, num_warmup)
-        if after.tuning.mass is before.mass:
-            return after
-        # Squares and times in other units say nothing of those to come.
-        length = after.tuning.length.restarted(self.trajectory_length)
-        if before.blind:  # so do the places that chains come from
-            length = replace(length, centre=after.z)
-        return tuned(after, length=length)
+            length = replace(length, log_length=length.log_average)
+        state = super().adapt(density, state, iteration, num_warmup)
+        if state.tuning.mass is not before.mass:
+            # Squares and times in other units say nothing of those to come.
+            log_length = length.log_length.clamp(max=math.log(self.trajectory_length))
+            length = replace(length, log_length=log_length, curve=torch.zeros_like(length.curve), updates=0)
+            if before.blind:  # so do the places that chains come from
+                length = replace(length, centre=state.z)
+        return tuned(state, length=length)
 
-    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> AdaptiveTuning:
-        length = TrajectoryLength.start(z.new_tensor(self.trajectory_length), z)
-        return AdaptiveTuning(**vars(tuning), length=length)
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _learnt_length(self, state: State) -> TrajectoryLength:
+        """The length that has seen the last iteration."""
+        tuning: HamiltonianTuning = state.tuning
+        length: TrajectoryLength = tuning.length
+        first, last = (tuning.mass.whiten(z - length.centre).square().sum(-1) for z in (length.last, state.z))
+        square = (0.25 * (last - first).double().square()).mean()  # what is refused has changed nothing
+        time = state.statistics["n_steps"][0] * typical(state.statistics["step_size"])
+        length = length.seen(time, square)
+        if tuning.blind or not self._learns_length(state.z):
+            return length
+        # By the average: a single small step would cut off what took long to learn.
+        return length.update(tuning.search.log_average.median() + math.log(self.max_steps))
 
     def _learns_length(self, z: Tensor) -> bool:
         return self.adapt_length and len(z) >= MIN_CHAINS
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def expected_square(before: Tensor, after: Tensor, acceptance: Tensor) -> Tensor:
-    r"""The mean ``()`` of :math:`\tfrac14(\|x' - m\|^2 - \|x - m\|^2)^2`, each times the probability of going there.
-
-    :param before: :math:`x - m`, whitened and from each chain's own centre, ``(C, D)``; likewise ``after``.
-    :param acceptance: ``(C,)``.
-    :return: in double precision; 0 if no trajectory arrived.
-    """
-    change = (after.square().sum(-1) - before.square().sum(-1)).double()
-    square = torch.where(acceptance > 0, acceptance.double() * 0.25 * change.square(), 0.0).mean()
-    return torch.where(torch.isfinite(square), square, 0.0)
 
 
 def radical_inverse(index: int) -> float:

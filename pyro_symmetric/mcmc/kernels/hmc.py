@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,6 +35,8 @@ class HMC(HamiltonianKernel):
     >>> posterior = ps.sample(kernel, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
     >>> posterior.samples["w"].shape
     torch.Size([4, 20, 3])
+
+    Other settings are those of :class:`~pyro_symmetric.mcmc.NUTS`.
 
     :param trajectory_length: mean length of a trajectory in integration time, in units where the mass matrix has made
         each coordinate's standard deviation 1. With full jitter, :math:`\pi / 2` is the shortest for which successive
@@ -64,45 +65,14 @@ class HMC(HamiltonianKernel):
         fraction = uniform(tuning.step_size[0], state.generator).double()
         steps = (1 + self.jitter * (2 * fraction - 1)) * (self.num_steps or self.trajectory_length)
         if self.num_steps is None:
-            steps = steps / typical(tuning)
-        found = trajectory(density, state, whole_steps(steps, self.max_steps, tuning))
-        return found.state(state, self._learnt(tuning, found.acceptance))
+            steps = steps / typical(tuning.step_size)
+        return trajectory(density, state, whole_steps(steps, self.max_steps, tuning))
 
 
-class Outcome(NamedTuple):
-    """The outcome of an iteration, for C chains.
-
-    :param after: where the chains are now.
-    :param end: where their trajectories ended.
-    :param acceptance: the probability of going there, ``(C,)``.
-    :param energy: total energy of what was chosen, ``(C,)``.
-    :param diverging: ``(C,)``.
-    :param num_steps: of the trajectories.
-    """
-
-    after: PhasePoint
-    end: PhasePoint
-    acceptance: Tensor
-    energy: Tensor
-    diverging: Tensor
-    num_steps: int
-
-    def state(self, before: State, tuning: HamiltonianTuning) -> State:
-        """The state afterwards, with what was learnt."""
-        statistics = {
-            "lp": -self.after.energy,
-            "acceptance_rate": self.acceptance,
-            "energy": self.energy,
-            "diverging": self.diverging,
-            "step_size": before.tuning.step_size,
-            "n_steps": self.diverging.long().fill_(self.num_steps),
-        }
-        return State(*self.after, tuning.noted(self.after.z), before.generator, statistics)
-
-
-def trajectory(density: Density, state: State, num_steps: int) -> Outcome:
+def trajectory(density: Density, state: State, num_steps: int) -> State:
     """An iteration: fresh momenta, so many steps, and Metropolis' decision."""
-    mass, steps = state.tuning.mass, state.tuning.steps
+    tuning: HamiltonianTuning = state.tuning
+    mass, steps = tuning.mass, tuning.steps
     start = end = PhasePoint(state.z, mass.draw(state.z, state.generator), state.energy, state.gradient)
     for _ in range(num_steps):
         end = run(density, leapfrog, end, steps, mass)
@@ -110,27 +80,25 @@ def trajectory(density: Density, state: State, num_steps: int) -> Outcome:
     error = energy_error(after, before)
     acceptance = (-error).clamp(max=0).exp()
     accept = uniform(error, state.generator) < acceptance
-    return Outcome(
-        choose(accept, end, start),
-        end,
-        acceptance,
-        after.where(accept, before),
-        error > MAX_ENERGY_ERROR,
-        num_steps,
-    )
+    at, diverging = choose(accept, end, start), error > MAX_ENERGY_ERROR
+    statistics = {
+        "lp": -at.energy,
+        "acceptance_rate": acceptance,
+        "energy": after.where(accept, before),
+        "diverging": diverging,
+        "step_size": tuning.step_size,
+        "n_steps": diverging.long().fill_(num_steps),
+    }
+    return State(*at, tuning, state.generator, statistics)
 
 
-def typical(tuning: HamiltonianTuning) -> Tensor:
-    """The step size ``()`` by which trajectories are measured, in double precision."""
-    return tuning.step_size.median().double()
+def typical(step_size: Tensor) -> Tensor:
+    """The step size ``()`` of all by which trajectories are measured, in double precision."""
+    return step_size.median().double()
 
 
 def whole_steps(steps: Tensor, max_steps: int, tuning: HamiltonianTuning) -> int:
     """A number of steps ``()``, rounded up, of at least 1 and at most what is allowed. The one place where an iteration
     waits for the device: a loop needs its length."""
-    return max(1, min(math.ceil(float(steps) - 1e-9), longest(max_steps, tuning)))
-
-
-def longest(max_steps: int, tuning: HamiltonianTuning) -> int:
-    """The most steps that a trajectory may have now."""
-    return min(max_steps, BLIND_STEPS) if tuning.blind else max_steps
+    most = min(max_steps, BLIND_STEPS) if tuning.blind else max_steps
+    return max(1, min(math.ceil(float(steps) - 1e-9), most))

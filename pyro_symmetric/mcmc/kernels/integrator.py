@@ -1,9 +1,8 @@
-r"""Chains in phase space, the leapfrog method that moves them, and a first guess of its step size."""
+r"""Chains in phase space, and the leapfrog method that moves them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,10 +45,10 @@ def leapfrog(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mas
     :param evaluate: points ``(C, D)`` -> energy ``(C,)`` and gradient ``(C, D)``.
     :param step_size: ``(C, 1)``; negative ones go back in time.
     """
-    momentum = start.momentum - 0.5 * step_size * start.gradient
-    z = start.z + step_size * mass.velocity(momentum)
+    momentum = torch.addcmul(start.momentum, step_size, start.gradient, value=-0.5)
+    z = torch.addcmul(start.z, step_size, mass.velocity(momentum))
     energy, gradient = evaluate(z)
-    return PhasePoint(z, momentum - 0.5 * step_size * gradient, energy, gradient)
+    return PhasePoint(z, torch.addcmul(momentum, step_size, gradient, value=-0.5), energy, gradient)
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:
@@ -64,35 +63,3 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
         blur = rounding(before)
         error = torch.where((blur > 1) & (error.abs() <= blur), 0.0, error)
     return error.nan_to_num(torch.inf, torch.inf, torch.inf)
-
-
-def find_step_size(
-    acceptance: Callable[[Tensor], Tensor], step_size: Tensor, target: float, alone: bool, max_tries: int = 60
-) -> Tensor:
-    """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses ``target``, as Stan does.
-
-    :param acceptance: step sizes -> acceptance, ``(C,)`` each, of chains whose momenta are drawn anew.
-    :param alone: whether each chain finds its own; else their mean acceptance counts for all.
-    """
-
-    def accepts(step: Tensor) -> Tensor:
-        found = acceptance(step)
-        return (found if alone else found.mean().expand_as(found)) > target
-
-    grow = accepts(step_size)
-    factor, crossed = torch.where(grow, 2.0, 0.5).to(step_size), torch.zeros_like(grow)
-    for _ in range(max_tries):
-        step_size = torch.where(crossed, step_size, factor * step_size)
-        crossed = crossed | (accepts(step_size) != grow)
-        if bool(crossed.all()):
-            break
-    return step_size
-
-
-def mapped(function: Callable[..., Tensor], *values: Any) -> Any:
-    """Apply a function to every tensor of (nested) tuples and lists of one structure."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return function(*values)
-    parts = [mapped(function, *parts) for parts in zip(*values, strict=True)]
-    return parts if isinstance(first, list) else type(first)(*parts)

@@ -8,23 +8,17 @@ all that follows.
 
 from __future__ import annotations
 
-import inspect
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.traced import require_model
-
-Tuning = TypeVar("Tuning", bound=Any)
-_WITH_TOLIST = (Tensor, np.ndarray, np.generic)  # which JSON can't hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +34,13 @@ class State:
     :param momentum: momenta at ``z``, ``(C, D)``; zeros if the kernel has none.
     :param energy: potential energy at ``z``, ``(C,)``; of stochastic-gradient kernels a mini-batch's estimate.
     :param gradient: its gradient ``(C, D)``; zeros if the kernel needs none.
-    :param tuning: what warm-up learns, in a frozen dataclass that belongs to the kernel, or ``None``. It consists of
-        tensors, numbers, strings, ``None``, tuples and dictionaries of these, and frozen dataclasses of these, which
-        this package's kernels or the modules of the kernel's own classes define. So a run can be written to disk, read
-        back without running code that the file brings (``torch.load(..., weights_only=True)``), and resumed exactly.
+    :param tuning: what warm-up learns, or ``None``: tensors, numbers, strings, ``None``, tuples and dictionaries of
+        these, and frozen dataclasses of these, which this package's kernels or the modules of the kernel's own classes
+        define. So a run can be written to disk, read back without running code that the file brings, and resumed.
     :param generator: where every random number of the run comes from, on the chains' device. It is the one part of a
         state that changes: it moves on as it is used.
-    :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics. Traces and progress
-        show ``acceptance_rate`` and ``step_size`` if they are there, and ``diverging`` is counted.
+    :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics. Progress shows
+        ``acceptance_rate`` and ``step_size`` if they are there, and ``diverging`` is counted.
     """
 
     z: Tensor
@@ -65,33 +58,7 @@ class State:
 class Kernel(ABC):
     """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``.
 
-    Metropolis' random walk, and draws of a standard normal by it:
-
-    >>> from collections.abc import Callable
-    >>> from dataclasses import dataclass, replace
-    >>> from typing import Any
-    >>> from pyro_symmetric.mcmc.kernels.randomness import normal, uniform
-    >>> @dataclass(frozen=True, eq=False, repr=False)
-    ... class RandomWalk(ps.mcmc.Kernel):
-    ...     model: Callable[..., Any]
-    ...     step_size: float = 1.0
-    ...
-    ...     def init(self, density, z, num_warmup, generator):
-    ...         nothing = torch.zeros_like(z)
-    ...         return ps.mcmc.State(z, nothing, density.energy(z), nothing, None, generator)
-    ...
-    ...     def step(self, density, state):
-    ...         z = state.z + self.step_size * normal(state.z, state.generator)
-    ...         energy = density.energy(z)
-    ...         accept = uniform(energy, state.generator) < (state.energy - energy).exp()
-    ...         z, energy = torch.where(accept[:, None], z, state.z), torch.where(accept, energy, state.energy)
-    ...         return replace(state, z=z, energy=energy, statistics={"acceptance_rate": accept.float()})
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    >>> kernel = RandomWalk(model, step_size=1.5)
-    >>> posterior = ps.sample(kernel, num_samples=500, num_warmup=100, num_chains=8, seed=0, progress=False)
-    >>> posterior.samples["w"].shape
-    torch.Size([8, 500, 2])
+    The guide "How to extend" writes one in twenty lines.
 
     A kernel of mini-batches has ``subsampled = True`` and a ``batch_size``. ``warmups`` are the lengths at which a
     warm-up of ``num_warmup="auto"`` may end, rising. If there are several, :meth:`adapt` must do the same in warm-ups
@@ -102,15 +69,6 @@ class Kernel(ABC):
     subsampled = False  # whether the kernel works from mini-batches
     batch_size: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
-    _documented: Mapping[str, str] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let a subclass's docstring list the inherited settings too, each with its default, for ``help``."""
-        super().__init_subclass__(**kwargs)
-        text, own = _parted(inspect.getdoc(cls) or "" if cls.__doc__ else "")
-        cls._documented = {**cls._documented, **own}
-        settings = [f":param {name}: {words}{_default(cls, name)}" for name, words in cls._documented.items()]
-        cls.__doc__ = "\n".join([text, "", *settings]).strip()
 
     def __post_init__(self) -> None:
         if self.model is not None:  # a kernel without one can be driven by hand, on a Density
@@ -134,7 +92,7 @@ class Kernel(ABC):
     def settings(self) -> dict[str, Any]:
         """The settings, for the metadata of a posterior."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
-        return {name: value.tolist() if isinstance(value, _WITH_TOLIST) else value for name, value in values.items()}
+        return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
     def __repr__(self) -> str:
         """The model's name and the settings that aren't the defaults."""
@@ -151,13 +109,3 @@ def required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
     if state.z.shape != z.shape:
         raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
     return state
-
-
-def _parted(doc: str) -> tuple[str, dict[str, str]]:
-    """A docstring without its parameters, and what it says of each."""
-    parameters = re.compile(r"^:param (\w+): (.*(?:\n[ ]+.*)*)\n?", re.MULTILINE)
-    return parameters.sub("", doc).strip(), {name: words.rstrip() for name, words in parameters.findall(doc)}
-
-
-def _default(kind: type, name: str) -> str:
-    return f" Default: ``{getattr(kind, name)!r}``." if hasattr(kind, name) else ""

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +74,6 @@ CORRELATION = 3 / 7  # of successive draws, which makes L 0.4 autocorrelation le
 STEP_GAIN = 1 / 6  # of the search for log eps: Newton's, for an error that goes with the sixth power
 LENGTH_GAIN = 1.0  # the change of log L for a correlation that is off by 1
 LARGEST_RATIO = 100.0  # of an energy error to what was asked, that the search takes from one chain
-LARGEST_EXCESS = 4.0  # of the mean ratio over 1, so that no iteration halves the step more than once
 DIVERGED = 1e4  # of the same ratio, beyond which an iteration is taken back
 
 
@@ -133,17 +131,17 @@ def langevin(
 
 
 @dataclass(frozen=True, eq=False)
-class MicrocanonicalTuning(HamiltonianTuning):
-    """The tuning of every kernel with full gradients, and the length after which directions are forgotten.
+class Memory:
+    """The length after which directions are forgotten, and what it is learnt from.
 
-    :param length: search for it, in log.
+    :param search: for it, in log.
     :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param count: iterations that the centre is of.
+    :param last: where the chains were an iteration ago, ``(C, D)``.
     """
 
-    length: StepSizeAdaptation
+    search: StepSizeAdaptation
     centre: Tensor
-    count: int = 0
+    last: Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,6 +163,8 @@ class MCLMC(TunedKernel):
     >>> bool((posterior.samples["w"].std() - 1).abs() < 0.05)
     True
 
+    Other settings, but for ``target_accept``, are those of :class:`~pyro_symmetric.mcmc.NUTS`.
+
     :param energy_error: :math:`\eta`, the mean squared energy error of a step and coordinate that the step size is
         adapted to. For predictions of networks 0.05 is enough; MILE takes 0.1 to 0.5.
     :param length: :math:`L` after which directions are forgotten, where adaptation starts or, with
@@ -185,20 +185,19 @@ class MCLMC(TunedKernel):
         arguments.positive("length", self.length)
         arguments.whole("max_steps", self.max_steps, 1)
 
-    # the contract ---------------------------------------------------------------------------------------------------
-
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         if z.shape[-1] < 2:
             raise ValueError(
                 f"model has {z.shape[-1]} coordinate, but MCLMC needs at least 2, as its chains move by turning; use "
                 "HMC or NUTS"
             )
-        return super().init(density, z, num_warmup, generator)
+        search = StepSizeAdaptation.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
+        return tuned(super().init(density, z, num_warmup, generator), length=Memory(search, z, z))
 
     def step(self, density: Density, state: State) -> State:
-        tuning: MicrocanonicalTuning = state.tuning
-        length, steps = tuning.length.log_step.exp(), tuning.steps
-        num_steps = whole_steps(length / typical(tuning) - 0.5, self.max_steps, tuning)
+        tuning: HamiltonianTuning = state.tuning
+        length, steps = tuning.length.search.log_step.exp(), tuning.steps
+        num_steps = whole_steps(length / typical(tuning.step_size) - 0.5, self.max_steps, tuning)
         spread = torch.expm1(2 * steps / length.to(steps.dtype)).sqrt()
         start = at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
         squares = torch.zeros_like(state.energy)
@@ -217,55 +216,44 @@ class MCLMC(TunedKernel):
             "step_size": tuning.step_size,
             "n_steps": torch.full_like(ratio, GRADIENTS * num_steps, dtype=torch.long),
         }
-        if tuning.learns:
-            tuning = self._with_length(tuning, state.z, at.z).noted(at.z)
-            ratio = torch.where(kept, ratio, LARGEST_RATIO).clamp(max=LARGEST_RATIO)
-            ratio = ratio if tuning.blind else ratio.mean().expand_as(ratio)
-            tuning = self._learnt(tuning, (1 - ratio).clamp(min=-LARGEST_EXCESS))
         return State(*at, tuning, state.generator, statistics)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        length: StepSizeAdaptation = state.tuning.length
-        if self.adapt_length and iteration + 1 == num_warmup:
-            state = tuned(state, length=replace(length, log_step=length.log_average))
+        if self.adapt_length:
+            tuning, memory = state.tuning, state.tuning.length
+            search, shortest = memory.search, typical(state.statistics["step_size"]).log()
+            if not tuning.blind:
+                search = search.update(correlation(memory.last, state.z, memory.centre, tuning.mass))
+                longest = shortest + math.log(self.max_steps)
+                search = replace(search, log_step=search.log_step.clamp(min=shortest, max=longest))
+            if iteration + 1 == num_warmup:
+                search = replace(search, log_step=search.log_average)
+            centre = memory.centre.lerp(state.z, 2 / (iteration + 2))
+            state = tuned(state, length=Memory(search, centre, state.z))
         return super().adapt(density, state, iteration, num_warmup)
 
-    # small steps ----------------------------------------------------------------------------------------------------
+    # the step size --------------------------------------------------------------------------------------------------
 
-    @property
-    def _least_acceptance(self) -> float:
-        return math.exp(-1)
+    def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
+        return StepSizeAdaptation.start(step_size, 0.0, follow, STEP_GAIN)
 
-    def _accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+    def accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
         mass = state.tuning.mass
         momentum = directed(mass.draw(state.z, state.generator), mass)
         start = PhasePoint(state.z, momentum, state.energy, state.gradient)
-        error = isokinetic(partial(evaluated_once, density), start, step_size[:, None], mass)[1]
-        error = error.nan_to_num(torch.inf, torch.inf, torch.inf)
-        return (-error.square() / (state.z.shape[-1] * self.energy_error)).exp()
+        error = isokinetic(lambda z: evaluated_once(density, z), start, step_size[:, None], mass)[1]
+        return self._excess(error.square() / (state.z.shape[-1] * self.energy_error))
 
-    def _search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
-        return StepSizeAdaptation.start(step_size, 0.0, follow, STEP_GAIN)
+    def accepted(self, state: State) -> Tensor:
+        return self._excess(state.statistics["energy_error"])
 
-    def _tuning(self, tuning: HamiltonianTuning, z: Tensor) -> MicrocanonicalTuning:
-        length = StepSizeAdaptation.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
-        return MicrocanonicalTuning(**vars(tuning), length=length, centre=z)
-
-    def _with_length(self, tuning: MicrocanonicalTuning, before: Tensor, after: Tensor) -> MicrocanonicalTuning:
-        """The tuning after draws ``(C, D)`` of two successive iterations."""
-        if not self.adapt_length:
-            return tuning
-        length, shortest = tuning.length, typical(tuning).log()
-        if not tuning.blind:
-            length = length.update(correlation(before, after, tuning))
-            longest = shortest + math.log(self.max_steps)
-            length = replace(length, log_step=length.log_step.clamp(min=shortest, max=longest))
-        centre = torch.lerp(tuning.centre, after, 2 / (tuning.count + 2))
-        return replace(tuning, length=length, centre=centre, count=tuning.count + 1)
+    def _excess(self, ratio: Tensor) -> Tensor:
+        """The curve of the search, of ratios of energy errors to what was asked: 0 where they are equal."""
+        return 1 - ratio.nan_to_num(LARGEST_RATIO).clamp(max=LARGEST_RATIO)
 
 
-def correlation(before: Tensor, after: Tensor, tuning: MicrocanonicalTuning) -> Tensor:
+def correlation(before: Tensor, after: Tensor, centre: Tensor, mass: Mass) -> Tensor:
     """Correlation of draws ``(C, D)`` of two successive iterations, ``()``, in double precision; 0 if nothing moved."""
-    first, last = (tuning.mass.whiten(z - tuning.centre) for z in (before, after))
+    first, last = (mass.whiten(z - centre) for z in (before, after))
     squares = (first.square().sum() + last.square().sum()).double() / 2
     return torch.where(squares > 0, torch.linalg.vecdot(first, last).sum().double() / squares, 0.0)

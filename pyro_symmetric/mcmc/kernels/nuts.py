@@ -12,15 +12,13 @@ also checked, as Stan does, between each half and the nearest state of the other
 **Many chains.** All unfinished chains build their :math:`j`-th doubling at the same time, so every one of them is at
 the same leaf of the same tree. A binary counter, shared by all, stands for the recursion: leaf :math:`n`
 completes as many subtrees as :math:`n` has trailing ones (as in Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2, and
-Lao et al. 2020, arXiv 2002.01184). A chain that has finished leaves the batch, so no gradient is spent on it. What is
-lost is that an iteration's last chains run in smaller batches; the statistic ``occupancy`` says how much: the mean
-share of the chains that is in a batch. To look who has finished, the host waits for the device. So elsewhere than on a
-CPU it looks once in ``PATIENCE`` batches, and chains that have finished stay, masked, until half of the batch has.
-If a leaf is a program, which serves one number of chains, they stay until all have.
+Lao et al. 2020, arXiv 2002.01184). A chain that has finished leaves the batch, so no gradient is spent on it; if a leaf
+is a program, which serves one number of chains, it stays until all have, and takes steps of size 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,20 +30,10 @@ from pyro_symmetric.mcmc.density.compiled import compiles, run
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
-from pyro_symmetric.mcmc.kernels.integrator import (
-    MAX_ENERGY_ERROR,
-    PhasePoint,
-    choose,
-    energy_error,
-    leapfrog,
-    mapped,
-)
+from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.randomness import uniform
-
-AT_HAND = ("cpu",)  # kinds of devices that the host needn't wait for
-PATIENCE = 7  # batches, at least, between two looks at a device: three doublings before the first
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,6 +46,14 @@ class NUTS(HamiltonianKernel):
     >>> bool(posterior.statistics["tree_depth"].max() <= 10)
     True
 
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: of the integrator, where adaptation starts or, with ``adapt_step_size=False``, stays. ``None``:
+        found by doubling and halving at the starting points.
+    :param adapt_step_size: whether warm-up adapts the step size.
+    :param adapt_mass: whether warm-up learns the mass matrix; otherwise it is 1.
+    :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few hundred dimensions.
+    :param target_accept: mean acceptance that the step size is adapted to. More pays where curvature varies, and costs
+        elsewhere.
     :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog steps.
     """
 
@@ -71,22 +67,22 @@ class NUTS(HamiltonianKernel):
         tuning: HamiltonianTuning = state.tuning
         most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
         start = PhasePoint(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
-        batches = _Batches(density, _planted(start, tuning), tuning.mass, state.generator)
-        tree = batches.grown(most)
-        at, cost = tree.draw, tree.cost
-        acceptance = cost.acceptance / cost.steps
+        forest = _Forest(density, tuning.mass, state.generator, _planted(start, tuning))
+        depth = 0
+        while depth < most and forest.doubled(depth):
+            depth += 1
+        tree = forest.whole()
         statistics = {
-            "lp": -at.energy,
-            "acceptance_rate": acceptance,
-            "energy": at.total_energy(tuning.mass),
-            "diverging": cost.diverging,
+            "lp": -tree.draw.energy,
+            "acceptance_rate": tree.cost.acceptance / tree.cost.steps,
+            "energy": tree.draw.total_energy(tuning.mass),
+            "diverging": tree.cost.diverging,
             "step_size": tuning.step_size,
-            "n_steps": cost.steps,
+            "n_steps": tree.cost.steps,
             "tree_depth": tree.depth,
             "reached_max_treedepth": tree.depth >= self.max_treedepth,
-            "occupancy": (cost.steps.to(at.energy).mean() / batches.count).expand_as(at.energy),
         }
-        return State(*at, self._learnt(tuning, acceptance).noted(at.z), state.generator, statistics)
+        return State(*tree.draw, tuning, state.generator, statistics)
 
 
 # what a trajectory consists of; A chains ---------------------------------------------------------------------------
@@ -121,7 +117,6 @@ class _Tree(NamedTuple):
     draw: PhasePoint  # the state that is drawn from it so far
     cost: _Cost
     depth: Tensor  # (A,)
-    growing: Tensor  # (A,), whether it may double
 
 
 class _Branch(NamedTuple):
@@ -129,75 +124,65 @@ class _Branch(NamedTuple):
 
     end: PhasePoint
     draw: PhasePoint
-    step: Tensor  # (A, 1), negative where it grows backwards in time
-    valid: Tensor  # (A,), whether it has neither turned nor diverged
+    step: Tensor  # (A, 1), negative where it grows backwards in time, 0 once it has turned or diverged
     log_weight: Tensor  # as above
 
 
-class _Batches:
+class _Forest:
     """Trajectories that grow in batches of those that haven't finished."""
 
-    def __init__(self, density: Density, tree: _Tree, mass: Mass, generator: torch.Generator):
-        self.density, self.tree, self.mass, self.generator = density, tree, mass, generator
+    def __init__(self, density: Density, mass: Mass, generator: torch.Generator, tree: _Tree):
+        self.density, self.mass, self.generator, self.tree = density, mass, generator, tree
         self.finished: list[_Tree] = []
-        self.count = self.looked = 0
-        self.everyone = tree.start_energy
-        self.waits = tree.chain.device.type not in AT_HAND
-        self.parts = not compiles(density)
+        self.everyone, self.growing = tree.start_energy, torch.ones_like(tree.chain, dtype=torch.bool)
+        self.keeps_all = compiles(density)
 
-    def grown(self, max_depth: int) -> _Tree:
-        """Let all grow; what they have become."""
-        for depth in range(max_depth):
-            branch, span = self._grow(depth)
-            if span is None:  # no trajectory is left
-                self.tree = self.tree._replace(growing=branch.valid)
-                break
-            self.tree = _joined(self.tree, branch, span, self._chance(), self.mass)
-            if depth + 1 < max_depth and not self._part(self.tree.growing)[0]:
-                break
-        trees = mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
-        return _select(trees, trees.chain.argsort()) if self.finished else trees
-
-    def _chance(self) -> Tensor:
-        """A uniform number for each trajectory; one is drawn for each chain, whoever is in the batch."""
-        return uniform(self.everyone, self.generator)[self.tree.chain]
-
-    def _grow(self, depth: int) -> tuple[_Branch, _Span | None]:
-        """Add ``2 ** depth`` states; chains whose branch turns or diverges on the way finish without it.
-
-        :return: the branch, and its span; ``None`` if no chain is left.
-        """
-        branch = _branched(self.tree, self._chance())
-        spans: list[_Span] = []
+    def doubled(self, depth: int) -> bool:
+        """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
+        finish without it."""
+        branch, spans = _branched(self.tree, self.growing, self._chance()), list[_Span]()
         for leaf in range(2**depth):
             tree = self.tree
             branch, cost = run(
                 self.density, _with_leaf, branch, tree.cost, tree.start_energy, self._chance(), self.mass
             )
-            self.tree, self.count = tree._replace(cost=cost), self.count + 1
+            self.tree = tree._replace(cost=cost)
             span = _Span(branch.end.momentum, branch.end.momentum, branch.end.momentum)
             for level in range((~leaf & leaf + 1).bit_length() - 1):  # the subtrees that this leaf completes
-                valid, span = _merged(branch.valid, spans.pop(), span, self.mass, is_pair=level == 0)
-                branch = branch._replace(valid=valid)
+                half = spans.pop()
+                turning = _turns(half, span, self.mass, is_pair=level == 0)
+                branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
+                span = _Span(half.first, span.last, half.total + span.total)
             spans.append(span)
             # Looking costs a wait for the device: at every other leaf, when the counter holds no single leaves.
             if leaf % 2 == 1 or depth == 0:
-                left, (branch, spans) = self._part(branch.valid, branch, spans)
+                self.growing = branch.step[:, 0] != 0
+                left, (branch, spans) = self._parted(branch, spans)
                 if not left:
-                    return branch, None
-        return branch, spans[0]
+                    return False
+        self.tree, self.growing = _joined(self.tree, branch, spans[0], self._chance(), self.mass)
+        return self._parted()[0]
 
-    def _part(self, going_on: Tensor, *others: Any) -> tuple[bool, Any]:
-        """Take chains that have finished out of the batch: whether any is left, and what is left of ``others``."""
-        if self.waits and self.count - self.looked < PATIENCE:
-            return True, others
-        left, everyone, self.looked = int(going_on.sum()), len(going_on), self.count
-        if left in (0, everyone) or not self.parts or (self.waits and 2 * left > everyone):
+    def whole(self) -> _Tree:
+        """All trees, in the order of the chains."""
+        if not self.finished:
+            return self.tree
+        trees = _mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
+        return _select(trees, trees.chain.argsort())
+
+    def _chance(self) -> Tensor:
+        """A uniform number for each trajectory; one is drawn for each chain, whoever is in the batch."""
+        return uniform(self.everyone, self.generator)[self.tree.chain]
+
+    def _parted(self, *others: Any) -> tuple[bool, Any]:
+        """Take trees that have finished out of the batch: whether any is left, and what is left of ``others``."""
+        left, everyone = int(self.growing.sum()), len(self.growing)
+        if left in (0, everyone) or self.keeps_all:
             return left > 0, others
-        stay, done = (~going_on).byte().argsort(stable=True).split([left, everyone - left])
+        stay, done = (~self.growing).byte().argsort(stable=True).split([left, everyone - left])
         self.finished.append(_select(self.tree, done))
-        self.tree = _select(self.tree, stay)
-        return True, tuple(_select(other, stay) for other in others)
+        self.tree, self.growing, others = _select((self.tree, self.growing, others), stay)
+        return True, others
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -208,73 +193,69 @@ def _planted(start: PhasePoint, tuning: HamiltonianTuning) -> _Tree:
     energy, chain = start.total_energy(tuning.mass), torch.arange(len(start.z), device=start.z.device)
     zero, none = torch.zeros_like(energy), torch.zeros_like(chain)
     cost = _Cost(none, zero, none > 0)
-    return _Tree(
-        energy, chain, tuning.steps, start, start, start.momentum, zero, start, cost, none, torch.ones_like(none) > 0
-    )
+    return _Tree(energy, chain, tuning.steps, start, start, start.momentum, zero, start, cost, none)
 
 
-def _branched(tree: _Tree, chance: Tensor) -> _Branch:
+def _branched(tree: _Tree, growing: Tensor, chance: Tensor) -> _Branch:
     """A branch without leaves, forwards or backwards in time."""
     forward = chance < 0.5
-    step = torch.where(forward[:, None], tree.step, -tree.step)
+    step = tree.step * (growing * torch.where(forward, 1, -1))[:, None]
     nothing = torch.full_like(tree.log_weight, -torch.inf)
-    return _Branch(choose(forward, tree.right, tree.left), tree.draw, step, tree.growing, nothing)
+    return _Branch(choose(forward, tree.right, tree.left), tree.draw, step, nothing)
 
 
 def _with_leaf(
     evaluate: Evaluate, branch: _Branch, cost: _Cost, start_energy: Tensor, chance: Tensor, mass: Mass
 ) -> tuple[_Branch, _Cost]:
     """The branch with one more state, and what the trajectory has cost by now."""
-    valid, end = branch.valid, leapfrog(evaluate, branch.end, branch.step, mass)
-    end = choose(valid, end, branch.end)  # a trajectory that has ended doesn't run away
+    grows, end = branch.step[:, 0] != 0, leapfrog(evaluate, branch.end, branch.step, mass)
     error = energy_error(end.total_energy(mass), start_energy)
-    diverging = valid & (error > MAX_ENERGY_ERROR)
-    cost = _Cost(
-        cost.steps + valid,
-        cost.acceptance + valid * (-error).clamp(max=0).exp(),
-        cost.diverging | diverging,
-    )
+    diverging = grows & (error > MAX_ENERGY_ERROR)
+    acceptance = (-error).clamp(max=0).exp()
+    cost = _Cost(cost.steps + grows, cost.acceptance + grows * acceptance, cost.diverging | diverging)
     log_weight = torch.logaddexp(branch.log_weight, -error)
     take = chance.log() < -error - log_weight
-    return _Branch(end, choose(take, end, branch.draw), branch.step, valid & ~diverging, log_weight), cost
+    step = branch.step.masked_fill(diverging[:, None], 0.0)
+    return _Branch(end, choose(take, end, branch.draw), step, log_weight), cost
 
 
-def _merged(valid: Tensor, one: _Span, two: _Span, mass: Mass, is_pair: bool) -> tuple[Tensor, _Span]:
-    """Two neighbouring subtrees as one, and which branches are still valid."""
-    whole = _Span(one.first, two.last, one.total + two.total)
-    return valid & ~_turns(one, two, mass, is_pair), whole
-
-
-def _joined(tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> _Tree:
-    """The tree with its complete branch, unless that turned; a tree that turns grows no more."""
-    forward, ok = branch.step[:, 0] > 0, branch.valid
+def _joined(tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> tuple[_Tree, Tensor]:
+    """The tree with its complete branch, unless that turned; and whether it may grow on, which one that turns may
+    not."""
+    forward, ok = branch.step[:, 0] > 0, branch.step[:, 0] != 0
     take = chance.log() < branch.log_weight - tree.log_weight
     left, right, rows = tree.left.momentum, tree.right.momentum, forward[:, None]
     far, near = torch.where(rows, left, right), torch.where(rows, right, left)
     turning = _turns(_Span(far, near, tree.momenta), span, mass, is_pair=False)
-    return tree._replace(
+    tree = tree._replace(
         left=choose(forward | ~ok, tree.left, branch.end),
         right=choose(forward & ok, branch.end, tree.right),
         momenta=torch.where(ok[:, None], tree.momenta + span.total, tree.momenta),
         log_weight=torch.where(ok, torch.logaddexp(tree.log_weight, branch.log_weight), tree.log_weight),
         draw=choose(take & ok, branch.draw, tree.draw),
         depth=tree.depth + ok,
-        growing=ok & ~turning,
     )
+    return tree, ok & ~turning
 
 
 def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
     """True if the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
+    spans = [_Span(one.first, two.last, one.total + two.total)]
+    if not is_pair:
+        spans += [_Span(one.first, two.first, one.total + two.first), _Span(one.last, two.last, one.last + two.total)]
+    first, last, total = (torch.stack(parts) for parts in zip(*spans, strict=True))
+    velocity = mass.velocity(total)
+    return (((first * velocity).sum(-1) <= 0) | ((last * velocity).sum(-1) <= 0)).any(0)
 
-    def turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
-        velocity = mass.velocity(total)
-        return ((first * velocity).sum(-1) <= 0) | ((last * velocity).sum(-1) <= 0)
 
-    whole = turns(one.first, two.last, one.total + two.total)
-    if is_pair:
-        return whole
-    return whole | turns(one.first, two.first, one.total + two.first) | turns(one.last, two.last, one.last + two.total)
+def _mapped(function: Callable[..., Tensor], *values: Any) -> Any:
+    """Apply a function to every tensor of (nested) tuples and lists of one structure."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return function(*values)
+    parts = [_mapped(function, *parts) for parts in zip(*values, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
 
 def _select(value: Any, index: Tensor) -> Any:
-    return mapped(lambda tensor: tensor.index_select(0, index), value)
+    return _mapped(lambda tensor: tensor.index_select(0, index), value)

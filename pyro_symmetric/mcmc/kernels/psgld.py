@@ -1,11 +1,11 @@
 r"""Preconditioned stochastic-gradient Langevin dynamics (Li, Chen, Carlson & Carin 2016, arXiv 1512.07666).
 
 .. math::
-    V &\leftarrow \alpha V + (1 - \alpha)\, (\nabla\tilde U(z) / N)^2, \qquad G = 1 / (\delta + \sqrt V) \\
+    V &\leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2, \qquad G = 1 / (\delta + \sqrt V) \\
     z &\leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
 
-RMSProp's preconditioner, one of each chain's own. (The paper averages gradients of the log-likelihood alone; here the
-prior's, an N-th as large as a term of it, are included.)
+RMSProp's preconditioner, one of each chain's own. (The paper's gradients are those of a row of the likelihood, so that
+its steps and its damping are an N-th of these.)
 
 A preconditioner that depends on where the chain is needs a further drift, which asks for second derivatives; the
 paper's experiments leave it out, and then draw from another law. Here the preconditioner is learnt in warm-up, once an
@@ -57,12 +57,11 @@ class pSGLD(SGLD):
 
     def first_preconditioner(self, density: Density, gradient: Tensor) -> Tensor:
         # All coordinates start alike: one gradient's own small entries would make preconditioners that explode.
-        return self._of((gradient / max(density.num_rows, 1)).square().mean().expand_as(gradient))
+        return self._of(gradient.square().mean().expand_as(gradient))
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         before = state.tuning.preconditioner
-        square = (state.gradient / max(density.num_rows, 1)).square()
-        moment = square.lerp((1 / before - self.damping).square(), self.smoothing)
+        moment = state.gradient.square().lerp((1 / before - self.damping).square(), self.smoothing)
         usable = torch.isfinite(moment).all(-1, keepdim=True)
         tuning = replace(state.tuning, preconditioner=torch.where(usable, self._of(moment), before))
         return super().adapt(density, replace(state, tuning=tuning), iteration, num_warmup)
