@@ -5,7 +5,7 @@
     python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
 
 *planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
-else (scales, shifts). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
+else (scales). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
 their norm.
 """
 
@@ -163,14 +163,14 @@ def undone(group: Group, weights: Weights, trials: int) -> tuple[int, float, flo
 
 def page(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """The table as a page of the documentation."""
-    head = ("network", "permutations", "with signs", "with scales and shifts")
+    head = ("network", "permutations", "with signs", "with scales")
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *([n, *c] for n, c in rows))]
     return f"""# Planted elements, found again
 
 Made by `python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md` on
 {datetime.date.today()}, with torch {torch.__version__}.
 
-The weights of each network, random ones, were moved by a random element of its symmetry (log-scales and shifts of
+The weights of each network, random ones, were moved by a random element of its symmetry (log-scales of
 standard deviation 0.3), and `align` without restarts looked for the way back. An element counts as found if all of its
 permutations are, bit by bit, and the weights, in float32, come back to one millionth of their norm. Each cell: how many
 were found, the largest error relative to the norm, and the median of seconds of processor time on one core.

@@ -128,7 +128,10 @@ def loss_barrier(
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     if model is not None:
         named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
-        _require_data(named)
+        for name, (x, y) in named.items():
+            require_finite({"x": x, "y": y}, f"data[{name!r}]")
+            if len(x) != len(y):
+                raise ValueError(f"data[{name!r}] has {len(x)} inputs and {len(y)} targets")
         _warn_of_statistics(model.net, first, second)
         scores = {name: functools.partial(_of_model, model, name, pair) for name, pair in named.items()}
     elif isinstance(log_likelihood, nn.Module) or not callable(log_likelihood) or data is not None:
@@ -204,15 +207,6 @@ def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
     if prediction.dim() == targets.dim() + 1 and prediction.shape[-1] > 1:
         return "error", (prediction.argmax(-1) != targets).double().mean()
     return "RMSE", (prediction.reshape(targets.shape) - targets.double()).square().mean().sqrt()
-
-
-def _require_data(data: Mapping[str, Any]) -> None:
-    for name, pair in data.items():
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(v, Tensor) for v in pair)):
-            raise ValueError(f"data[{name!r}] is {described(pair)}; with a model give a pair (x, y) of tensors")
-        if len(pair[0]) != len(pair[1]):
-            raise ValueError(f"data[{name!r}] has {len(pair[0])} inputs and {len(pair[1])} targets")
-        require_finite({"x": pair[0], "y": pair[1]}, f"data[{name!r}]")
 
 
 def _warn_of_statistics(net: nn.Module, first: GaussianWeights, second: GaussianWeights) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, on_host
-from pyro_symmetric.groups import Axis, Element, Group, Units
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.element import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import batch_shape, require_finite
@@ -147,7 +147,7 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
             require_finite({site: weights.loc[site]}, name)
             require_finite({site: weights.scale[site]}, f"scale of {name}")
             members = [(other, axis) for by_dim in group.members(site).values() for other, axis in by_dim]
-            rescaled = any(axis.exponent or "shift" in group[other].moves for other, axis in members)
+            rescaled = any(axis.exponent for _, axis in members)
             bijection = weights.bijection(site)
             if bijection is not None and members and (rescaled or bijection.domain.event_dim):
                 raise ValueError(
@@ -208,25 +208,6 @@ def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Gr
             channels = (weights.loc[site], weights.scale[site])[: 1 + varies]
             moments[site] = torch.stack([value.to(dtype).reshape(-1, *shape) for value in channels])
     return result
-
-
-def shifted(group: Group, reference: Moments, source: Moments) -> tuple[Moments, dict[str, Tensor]]:
-    """Add to the biases in front of a softmax the constants that bring means closest; they concern nothing else.
-
-    :return: the moments, and name of the units that shift -> constants ``(B, *units.shape)``.
-    """
-    result, shifts = dict(source), {}
-    for name in group.names("shift"):
-        gaps = []
-        for axis in (own for own in group.axes(name) if own.site in source):
-            gap = group.view(axis.site, reference[axis.site][0] - source[axis.site][0])
-            gaps.append(gap.movedim(1 + axis.dim, -1)[..., axis.index].flatten(1, -2))
-        if gaps:
-            shifts[name] = torch.cat(gaps, 1).mean(1).reshape(-1, *group[name].shape)
-    element = Element(group.shifts, shifts=shifts)
-    for site in set(group.shifts.sites) & set(source) if shifts else ():
-        result[site] = torch.cat([element.on_site(site, source[site][0]).unsqueeze(0), source[site][1:]])
-    return result, shifts
 
 
 def _comparable(group: Group) -> list[str]:

@@ -149,13 +149,10 @@ def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[
 def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
     """:raises ValueError: naming the sites, unless both ends of a path are finite and have the same sites, of the same
     shapes, on which they know the same supports."""
-    if set(first.loc) != set(second.loc):
-        raise ValueError(f"both ends must have the same sites; only one has {sorted(set(first.loc) ^ set(second.loc))}")
-    for site, value in first.loc.items():
-        if value.shape != (other := second.loc[site]).shape:
-            raise ValueError(
-                f"site {site!r} has shape {tuple(value.shape)} at one end, {tuple(other.shape)} at the other"
-            )
+    shapes = [{site: tuple(value.shape) for site, value in end.loc.items()} for end in (first, second)]
+    if shapes[0] != shapes[1]:
+        odd = sorted(s for s in shapes[0].keys() | shapes[1] if shapes[0].get(s) != shapes[1].get(s))
+        raise ValueError(f"both ends must have the same sites, of the same shapes; they differ in {odd}")
     if differing := set(first.supports) ^ set(second.supports):
         raise ValueError(
             f"the sites {sorted(differing)} are unconstrained, as a guide has them, at one end only; map them by "

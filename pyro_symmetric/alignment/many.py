@@ -43,7 +43,6 @@ from pyro_symmetric.alignment.features import (
     members_of,
     moments_of,
     require_fit,
-    shifted,
 )
 from pyro_symmetric.alignment.gaussian import GaussianWeights, plain, to_gaussian
 from pyro_symmetric.alignment.matching import BAR_DELAY
@@ -199,8 +198,6 @@ def align_many(
             best = rounds.settle(rounds.identity())
     rounds.place(best.element)
     element = recentred(best.element).within(group) @ scales
-    if rounds.shifts:
-        element = element @ Element(group, shifts=rounds.shifts)
     element = reshaped(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
     costs = tuple(one.history[-1] for one in ends)
@@ -223,7 +220,6 @@ class _Rounds:
 
     :param moments: site -> moments of all members, ``(channels, S, *site_shape)``.
     :ivar given: the mean cost of the members as they came.
-    :ivar shifts: name of units -> the constants that were added in front of a softmax, ``(S, *units.shape)``.
     """
 
     def __init__(self, group: Group, objective: str, moments: Moments):
@@ -233,11 +229,8 @@ class _Rounds:
         scores = sum(u.count**2 * len(u.axes) for u in self._group.units.values() if "permute" in u.moves)
         together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
         self._chunks = torch.arange(self._count, device="cpu").split(together)
-        # Shifts concern nothing else: the mean of all is as good as any.
-        mean = {site: value.mean(1, keepdim=True) for site, value in moments.items()}
-        self._moments, self.shifts = shifted(group, mean, moments)
-        self._source = {site: self._cost.of_source(value) for site, value in self._moments.items()}
-        self._present = {site: self._cost.of_source(value) for site, value in moments.items()}
+        self._moments = moments
+        self._source = self._present = {site: self._cost.of_source(value) for site, value in moments.items()}
         self.given = float(self.costs().mean())
 
     def identity(self) -> Element:
@@ -336,14 +329,13 @@ def _as_given(sources: Any, element: Element) -> Any:
     if isinstance(sources, Mapping):
         return element(sources)
     if isinstance(sources, GaussianWeights):
-        # Elements are affine, weight by weight: deviations go with what is linear, without its sign. What a guide maps
-        # to values of another shape (a simplex) no element moves.
+        # What a guide maps to values of another shape (a simplex) no element moves.
         held = {site for site in sources.supports if (b := sources.bijection(site)) is not None and b.domain.event_dim}
-        loc, scale, shift = (
+        loc, scale = (
             own | element({site: value for site, value in own.items() if site not in held})
-            for own in (sources.loc, sources.scale, {s: torch.zeros_like(v) for s, v in sources.scale.items()})
+            for own in (sources.loc, sources.scale)
         )
-        return GaussianWeights(loc, {site: (v - shift[site]).abs() for site, v in scale.items()}, sources.supports)
+        return GaussianWeights(loc, {site: value.abs() for site, value in scale.items()}, sources.supports)
     members: list[Any] = []
     for k, own in enumerate(sources):
         weights, one = plain(own), element.select(k)

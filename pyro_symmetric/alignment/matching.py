@@ -5,8 +5,8 @@ r"""Bring one posterior, or one network, as close as a symmetry allows to anothe
 for mean-field Gaussians with means :math:`m` and standard deviations :math:`s` (Rossi et al. 2023, arXiv 2310.10171,
 section 4); for plain networks, :math:`s = 0`, it is weight matching (Ainsworth et al. 2023, arXiv 2209.04836). The
 group is whatever ``find_symmetry`` or ``Group.declare`` gives: permutations (nested ones, too), signs, positive
-scalings, the shift of a softmax; no architecture is special. Over several coupled layers the problem is NP-hard: what
-comes back is a local optimum, the best of several starts.
+scalings; no architecture is special. (Constants in front of a softmax stay.) Over several coupled layers the problem
+is NP-hard: what comes back is a local optimum, the best of several starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from pyro_symmetric.alignment.features import (
     compared_sites,
     moments_of,
     require_fit,
-    shifted,
 )
 from pyro_symmetric.alignment.gaussian import on_host
 from pyro_symmetric.alignment.scales import evening, fitted
@@ -157,11 +156,10 @@ def _matched(
     :param reference: site -> moments ``(channels, 1, *site_shape)``; ``given``: ``(channels, B, *site_shape)``.
     :param shown: what units do, if that decides where it shows.
     """
-    source, shifts = shifted(group, reference, given)
-    element, left = evening(group, source, reference), group.finite
+    element, left = evening(group, given, reference), group.finite
 
     def placed() -> Moments:
-        return {site: acted(element, site, value) for site, value in source.items()}
+        return {site: acted(element, site, value) for site, value in given.items()}
 
     def by_weights() -> Descent:
         features = {site: cost.of_source(value) for site, value in placed().items()}
@@ -182,7 +180,6 @@ def _matched(
         if not bool((total - end.cost > REFITTED * total).any()):
             break
         element, total = end.element.within(group) @ element, end.cost
-    element = element @ Element(group, shifts=shifts) if shifts else element
     if shown is not None:
         return element, told.cost, descent.initial, told.converged, ends
     came = {site: cost.of_source(value) for site, value in given.items()}
