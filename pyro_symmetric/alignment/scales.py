@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.alignment.features import Moments
-from pyro_symmetric.canonical.scales import Sum, by_units, conjugate_gradients, evened, places
+from pyro_symmetric.canonical.scales import Mass, by_units, conjugate_gradients, evened
 from pyro_symmetric.groups import Element, Group
 
 # Steps of the search, and Newton's at its end, if they are so short.
@@ -35,7 +35,7 @@ def evening(group: Group, source: Moments, reference: Moments | None = None) -> 
     found = _even(group.scalings, source)
     like = found if reference is None else _even(group.scalings, reference)
     common = torch.zeros_like(found[:1])
-    for at in places(group.scalings).values():
+    for at in group.scalings.slots.values():
         common[:, at] = like[:, at].mean()
     return _element(group, found - common)
 
@@ -54,8 +54,8 @@ def fitted(group: Group, reference: Mapping[str, Tensor], source: Mapping[str, T
     if not sites:
         return Element(group, batch_shape=(batch,), dtype=torch.float64)
     view = {s: [scalings.view(s, v.double()) for v in (reference[s], source[s])] for s in sites}
-    squares = Sum(scalings, {site: second.square().sum(0) for site, (_, second) in view.items()})
-    products = Sum(scalings, {site: (first * second).sum(0) for site, (first, second) in view.items()})
+    squares = Mass(scalings, {site: second.square().sum(0) for site, (_, second) in view.items()})
+    products = Mass(scalings, {site: (first * second).sum(0) for site, (first, second) in view.items()})
     u = _least(squares, products)
     return _element(group, u)
 
@@ -68,10 +68,9 @@ def _even(scalings: Group, moments: Moments) -> Tensor:
     sizes = {s: v.double().square().sum(0).sqrt() for s, v in moments.items() if scalings.members(s)}
     viewed = {site: scalings.view(site, value) for site, value in sizes.items()}
     if not viewed:
-        return torch.zeros(1, sum(scalings[name].count for name in scalings.names("scale")), device="cpu").double()
-    weights = Sum(scalings, {site: value.square() for site, value in viewed.items()})
-    masses = weights.masses()
-    return evened(scalings, viewed, weights.pulls(masses, 1) + weights.pulls(masses, -1) > 0)
+        return torch.zeros(1, scalings.size, device="cpu").double()
+    down, up = Mass(scalings, {site: value.square() for site, value in viewed.items()}).sides()
+    return evened(scalings, viewed, down + up > 0)
 
 
 def _element(group: Group, u: Tensor) -> Element:
@@ -79,15 +78,14 @@ def _element(group: Group, u: Tensor) -> Element:
     return Element(group, log_scales=by_units(u, scalings, torch.Size([len(u)])), batch_shape=(len(u),))
 
 
-def _least(squares: Sum, products: Sum) -> Tensor:
+def _least(squares: Mass, products: Mass) -> Tensor:
     """The log-scales at which the distance, but for the reference's own norm, is least, ``(B, units)``."""
-    up, down = (squares.pulls(squares.masses(), side) for side in (1, -1))
-    pulled_up, pulled_down = (products.pulls(products.masses(), side) for side in (1, -1))
+    (up, down), (pulled_up, pulled_down) = squares.sides(), products.sides()
     # What pulls nowhere stays; so does what would shrink for ever: the pull of its one side keeps it away from zero.
     free = ((up > 0) & (down > 0)) | ((up + down > 0) & (torch.where(up > 0, pulled_up, pulled_down) > 0))
 
     def distance(u: Tensor) -> Tensor:
-        return squares.value(u) - 2 * products.value(u / 2)
+        return squares(u) - 2 * products(u / 2)
 
     with torch.inference_mode(False), torch.enable_grad():
         unit = torch.where(free, (up + down).clamp_min(1e-300).rsqrt(), 0.0)  # in such units all curve about alike

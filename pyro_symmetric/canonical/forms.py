@@ -116,9 +116,9 @@ def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weight
     scalings, shape = group.scalings, group.batch_shape(weights)
     parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
     minimum = minimal_mass(weights, scalings, sites=parameters if rule == "minimal_norm" else None)
-    if not minimum.pinned_factors:
-        return minimum.weights
     pinned = torch.cat([value.reshape(shape.numel(), -1) for value in minimum.pinned.values()], -1)
+    if not bool(pinned.any()):
+        return minimum.weights
     values = {site: minimum.weights[site] for site in parameters if scalings.members(site)}
     flat = {site: value.reshape(-1, *scalings.view_shapes[site]) for site, value in values.items()}
     log_scales = by_units(evened(scalings, flat, pinned), scalings, shape)

@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.scales import Sum, by_units
+from pyro_symmetric.canonical.scales import Mass, by_units
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
@@ -34,20 +33,16 @@ from pyro_symmetric.weights import require_finite, require_sites
 CHUNK_ENTRIES = 2**26
 
 
-@dataclass(frozen=True)
-class MinimalMass:
+class MinimalMass(NamedTuple):
     """The minimum scaled representation of a batch of weights.
 
-    :param mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights``, biases and whatever a pinned
-        unit multiplies left out.
-    :param given: float64 ``batch_shape``, the same before.
-    :param log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of what each unit was multiplied by;
-        zero for pinned units.
-    :param weights: the rescaled weights, all sites, in the dtype they came in; a new network or posterior, if one was
+    :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights``, biases and whatever a pinned
+        unit multiplies left out; ``given``: the same before.
+    :ivar log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of what each unit was multiplied by.
+    :ivar weights: the rescaled weights, all sites, in the dtype they came in; a new network or posterior, if one was
         given.
-    :param pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay as they
-        were.
-    :param imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
+    :ivar pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay.
+    :ivar imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
         it; the largest difference that is left, relative to their sum.
     """
 
@@ -57,17 +52,6 @@ class MinimalMass:
     weights: Any
     pinned: dict[str, Tensor]
     imbalance: Tensor
-
-    @property
-    def pinned_factors(self) -> dict[str, int]:
-        """Names of pinned units, with the largest number of them in any sample."""
-        counts = {n: int(v.flatten(self.mass.dim()).sum(-1).max()) for n, v in self.pinned.items() if v.numel()}
-        return {name: count for name, count in counts.items() if count}
-
-    def __repr__(self) -> str:
-        found = self.mass.tolist() if self.mass.numel() < 10 else tuple(self.mass.shape)
-        worst = float(self.imbalance.max()) if self.imbalance.numel() else 0.0
-        return f"MinimalMass(mass={found}, pinned={self.pinned_factors or None}, imbalance={worst:.1e})"
 
 
 @torch.no_grad()
@@ -101,10 +85,10 @@ def minimal_mass(
     group = whole.scalings
     if isinstance(weights, nn.Module):
         found = minimal_mass(plain_weights(weights, whole), whole, sites)
-        return replace(found, weights=with_weights(weights, found.weights))
+        return found._replace(weights=with_weights(weights, found.weights))
     if isinstance(weights, Posterior):
         found = minimal_mass(weights.get_samples(), whole, sites)
-        return replace(found, weights=as_given(weights, found.weights))
+        return found._replace(weights=as_given(weights, found.weights))
     require_finite(weights)
     shape = acted_shape(group, weights)
     counted = [site for site in whole.weight_sites if site in weights]
@@ -131,8 +115,8 @@ def minimal_mass(
 
 def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Mass, mass before, log-scales, pinned units and imbalance of ``(samples, ...)`` weights (of the view)."""
-    whole = Sum(group, {site: value.double().square() for site, value in weights.items()})
+    whole = Mass(group, {site: value.double().square() for site, value in weights.items()})
     free = whole.bounded()
     left = whole.without(~free)
     u, imbalance = left.minimise(free)
-    return left.value(u), left.value(torch.zeros_like(u)), u, ~free, imbalance
+    return left(u), left(torch.zeros_like(u)), u, ~free, imbalance

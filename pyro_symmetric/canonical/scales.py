@@ -1,8 +1,8 @@
 r"""Sums of exponentials of log-scales, :math:`f(u) = \sum_t m_t e^{2 a_t \cdot u} - 2 b \cdot u`, minimised in batches.
 
 Every entry :math:`m_t` of a site (a squared weight) is multiplied by :math:`e^{2 e u_i}` for each unit ``i`` on its
-row, column, ..., with the exponent ``e`` of that axis. The multipliers factorise over axes, so that the sum is a
-product of arrays with vectors, and autograd gives its gradient and products with its Hessian.
+row, column, ..., with the exponent ``e`` of that axis. Units have one log-multiplier for positive exponents and one for
+negative ones, ``u`` and ``-u``, so that autograd's gradient tells what pulls a unit up and what pulls it down.
 
 Steps that are best for each unit by itself come first; once no unit is far off, Newton's method with conjugate
 gradients. Along a direction ``p``, :math:`|\varphi'''| \le L \varphi''` with :math:`L = \max_t |2 a_t \cdot p|`, so
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,24 +26,141 @@ STEPS, CG_STEPS = 500, 400
 FAR, TOLERANCE = 0.5, 1e-12
 # An imbalance, or a curvature as a part of the diagonal's, that is hardly more than rounding.
 ROUNDED = 1e-14
+GONE = -1e3  # the log-multiplier of what is left out: its exponential is zero
 
 
-class _Positions(NamedTuple):
-    """Positions of all axes of some sites, end to end, and the units that multiply them."""
+class Mass:
+    """The sum of squares of rescaled weights as a function of log-scales ``(samples, units)``.
 
-    dims: tuple[tuple[int, ...], ...]  # for each site, its axes that units multiply
-    lengths: list[int]  # of these axes
-    units: Tensor  # (depth, positions); the number of all units for none
-    exponents: Tensor  # (depth, positions)
+    :param group: scalings; their units are the unknowns.
+    :param squares: site -> what is multiplied, ``(samples, *view_shape)``, float64, not negative; one site at least.
+    """
 
+    def __init__(self, group: Group, squares: Mapping[str, Tensor]):
+        first = next(iter(squares.values()))
+        self.shape, self._terms = (len(first), group.size), []
+        self._base = first.new_zeros(len(first), 2, group.size, dtype=torch.float64)
+        with torch.inference_mode(False):  # autograd takes nothing that was made in that mode
+            for site, value in squares.items():
+                dims = sorted(group.members(site))
+                rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
+                axes = []
+                for dim in dims:
+                    slots, exponents = group.multiplied(site, dim, value.device)
+                    axes.append((slots + (exponents < 0) * (group.size + 1), exponents.abs().double()))
+                self._terms.append((value.detach().sum(rest) if rest else value.detach().clone(), axes))
 
-def places(group: Group) -> dict[str, slice]:
-    """The range of each set of units among all that scale."""
-    found, start = {}, 0
-    for name in group.names("scale"):
-        found[name] = slice(start, start + group[name].count)
-        start += group[name].count
-    return found
+    def without(self, removed: Tensor) -> Mass:
+        """The same sum without the entries that a removed unit multiplies, bool ``(samples, units)``."""
+        left = Mass.__new__(Mass)
+        left.shape, left._terms = self.shape, self._terms
+        left._base = torch.zeros_like(self._base).masked_fill(removed.unsqueeze(1), GONE)
+        return left
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """``f(u)`` of each sample, without a linear term."""
+        return self.total(torch.stack([u, -u], 1))
+
+    def total(self, logs: Tensor) -> Tensor:
+        """The sum at log-multipliers of the units' positive and of their negative exponents, ``(samples, 2, units)``."""
+        known, found = self._laid_out(logs + self._base), 0.0 * logs.sum((1, 2))  # (without units there is a gradient, too)
+        for term, axes in self._terms:
+            factors = [(2 * known(axis)).exp() for axis in axes]
+            for own in factors[:0:-1]:  # vectors from the left: as columns, a batch takes up to twenty times as long
+                term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(term.shape[:-1])
+            found = found + ((term * factors[0]).sum(-1) if factors else term)
+        return found
+
+    def sides(self, logs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What pulls each unit down, the entries of its positive exponents times these, and what pulls it up."""
+        slope, _ = self._slope(torch.zeros_like(self._base) if logs is None else logs)
+        return slope[:, 0], slope[:, 1]
+
+    def bounded(self) -> Tensor:
+        """Units whose best scale is finite, bool ``(samples, units)``.
+
+        Entries let mass flow from the units with negative exponents to those with positive ones. A unit to which none
+        flows from outside can shrink, with all before it, for nothing; one from which none flows out can grow. What
+        such units multiply vanishes, so that others may hang on it.
+        """
+        free, left = torch.ones(self.shape, dtype=torch.bool, device=self._base.device), self
+        while True:
+            found = left._reached(0) & left._reached(1) & free
+            if torch.equal(found, free):
+                return free
+            free, left = found, self.without(~found)
+
+    def _reached(self, side: int) -> Tensor:
+        """Units with entries of one side all of whose units of the other side are reached, and so on."""
+        found, count = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device), -1
+        while count < (count := int(found.sum())):
+            logs = torch.zeros_like(self._base)
+            logs[:, 1 - side] = torch.where(found, 0.0, GONE)
+            found = found | (self.sides(logs)[side] > 0)
+        return found
+
+    def minimise(self, free: Tensor, counts: Mass | None = None) -> tuple[Tensor, Tensor]:
+        r"""The minimum over the free units, bool ``(samples, units)``; the others stay at zero.
+
+        :param counts: the linear term is the slope of this sum at zero; without, each free unit must have mass on both
+            sides.
+        :returns: ``u`` and, per sample, the largest difference of what pulls a unit up and down, relative to their sum.
+        """
+        with torch.inference_mode(False):
+            u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
+            more = counts.sides()[::-1] if counts is not None else (0.0, 0.0)
+            powers = [exponents for _, axes in self._terms for _, exponents in axes]
+            # With exponents of at most p, a unit's best step by itself is log(up / down) / 4 p or more. If at most k
+            # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
+            overlap = max((sum(map(len, [own for _, own in axes])) for _, axes in self._terms), default=1)
+            cautious = 4 * overlap * max((float(own.max()) for own in powers), default=1.0)
+            worst = math.inf
+            for _ in range(STEPS if free.numel() and powers else 0):
+                slope, hessian = self._slope(torch.stack([u, -u], 1))
+                own = [slope[:, side].clamp_min(1e-300) for side in (0, 1)]
+                down, up = (torch.where(free, o + m, 1.0) for o, m in zip(own, more, strict=True))
+                imbalance = ((up - down).abs() / (up + down)).amax(-1)
+                before, worst = worst, float(imbalance.max())
+                # One step more than the tolerance asks for mostly reaches what rounding leaves.
+                if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
+                    break
+                if worst > FAR:
+                    u = u + (up.log() - down.log()) / cautious
+                else:
+                    u = u + self._newton_step(hessian, up - down, torch.where(free, own[0] + own[1], 1.0), free)
+        return u, imbalance
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _newton_step(
+        self, hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor
+    ) -> Tensor:
+        """Newton's step, damped so that it never raises the sum."""
+        # Solving ever more exactly as the gradient falls makes the outer iteration converge faster than linearly.
+        size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
+        goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
+
+        def product(p: Tensor) -> Tensor:
+            both = hessian(torch.stack([p, -p], 1))
+            return free * (both[:, 0] - both[:, 1])
+
+        p = conjugate_gradients(product, downhill, 2 * diagonal, goal)
+        known = self._laid_out(torch.stack([p, -p], 1))
+        steepest = [sum(known(axis).abs().amax(-1) for axis in axes) for _, axes in self._terms if axes]
+        longest = 2 * torch.stack(steepest, -1).amax(-1, keepdim=True)  # type: ignore[arg-type]
+        return p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
+
+    def _laid_out(self, logs: Tensor) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
+        """The sum of log-multipliers at each position of an axis, ``(samples, length)``."""
+        known = torch.cat([logs, logs.new_zeros(len(logs), 2, 1)], -1).flatten(1)
+        return lambda axis: (known[:, axis[0]] * axis[1]).sum(1)
+
+    def _slope(self, logs: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Half the gradient by log-multipliers, and half the Hessian's product with directions."""
+        with torch.inference_mode(False), torch.enable_grad():
+            here = logs.detach().clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.total(here).sum() / 2, here, create_graph=True)
+        return gradient.detach(), lambda p: torch.autograd.grad(gradient, here, p, retain_graph=True)[0]
 
 
 def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
@@ -58,204 +173,13 @@ def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
     :param free: bool ``(samples, units)``; the others stay at zero.
     """
     squares = {site: value.double().square() for site, value in weights.items()}
-    counts = Sum(group, {site: (value > 0).double() for site, value in squares.items()}).masses()
-    return Sum(group, squares).minimise(free, counts)[0]
+    counts = Mass(group, {site: (value > 0).double() for site, value in squares.items()})
+    return Mass(group, squares).minimise(free, counts)[0]
 
 
 def by_units(values: Tensor, group: Group, shape: torch.Size) -> dict[str, Tensor]:
     """Numbers of all units that scale, ``(samples, units)``, by name."""
-    return {name: values[:, at].reshape(*shape, *group[name].shape) for name, at in places(group).items()}
-
-
-@lru_cache(maxsize=256)
-def _positions(group: Group, sites: tuple[str, ...], device: torch.device) -> _Positions:
-    where, dims, axes = places(group), [], []
-    none = sum(group[name].count for name in where)
-    for site in sites:
-        own = {}
-        for dim, members in group.members(site).items():
-            own[dim] = [(name, axis) for name, axis in members if name in where and axis.exponent]
-        dims.append(tuple(sorted(dim for dim, members in own.items() if members)))
-        axes += [(group.view_shapes[site][dim], own[dim]) for dim in dims[-1]]
-    lengths = [length for length, _ in axes]
-    depth = max((len(members) for _, members in axes), default=1)
-    with torch.inference_mode(False):  # the cache outlives the mode that it is filled in
-        units = torch.full((depth, sum(lengths)), none, device="cpu")
-        exponents = torch.zeros(depth, sum(lengths), dtype=torch.float64, device="cpu")
-        start = 0
-        for length, members in axes:
-            for name, axis in members:
-                at = start + axis.index.cpu()
-                k = next(k for k in range(depth) if bool((units[k, at] == none).all()))
-                units[k, at] = where[name].start + torch.arange(axis.index.shape[1], device="cpu")
-                exponents[k, at] = float(axis.exponent)
-            start += length
-        used = max(1, int((units != none).any(1).sum()))
-        units, exponents = units[:used], exponents[:used]
-        return _Positions(tuple(dims), lengths, units.to(device), exponents.to(device))
-
-
-class Sum:
-    """The sum of squares of rescaled weights as a function of log-scales ``(samples, units)``.
-
-    :param group: its units that scale are the unknowns, in its order.
-    :param squares: site -> what is multiplied, ``(samples, *view_shape)``, float64, not negative; one site at least.
-    """
-
-    def __init__(self, group: Group, squares: Mapping[str, Tensor]):
-        first = next(iter(squares.values()))
-        self._at = _positions(group, tuple(squares), first.device)
-        self.num_units = sum(group[name].count for name in group.names("scale"))
-        self._terms = []
-        self._constant = first.new_zeros(len(first), dtype=torch.float64)
-        with torch.inference_mode(False):  # autograd takes nothing that was made in that mode
-            for value, dims in zip(squares.values(), self._at.dims, strict=True):
-                rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
-                term = value.detach().sum(rest) if rest else value.detach().clone()
-                if dims:
-                    self._terms.append(term)
-                else:
-                    self._constant = self._constant + term
-
-    def without(self, removed: Tensor) -> Sum:
-        """The same sum without the entries that a removed unit multiplies, ``(samples, units)``."""
-        kept = self._all_of(~removed).double()
-        left = Sum.__new__(Sum)
-        left._at, left.num_units, left._constant = self._at, self.num_units, self._constant
-        left._terms = [
-            math.prod((along.reshape(shape) for along, shape in axes), start=term)
-            for term, axes in zip(self._terms, self._by_term(kept), strict=True)
-        ]
-        return left
-
-    def value(self, u: Tensor) -> Tensor:
-        """``f(u)`` of each sample, without a linear term."""
-        return self._total((2 * self._laid(u)).exp())
-
-    def pulls(self, positions: Tensor, side: int) -> Tensor:
-        """Sum positions over the units that multiply them with an exponent of this sign (0: any), times its size."""
-        factors = (side * self._at.exponents).clamp_min(0.0) if side else self._at.exponents
-        total = positions.new_zeros(len(positions), self.num_units + 1)
-        for units, exponents in zip(self._at.units, factors, strict=True):
-            total.index_add_(1, units, positions * exponents)
-        return total[:, :-1]
-
-    def masses(self, multipliers: Tensor | None = None) -> Tensor:
-        """Sums over all other axes at each position, times multipliers of all positions: ``(samples, positions)``."""
-        samples = len(self._constant)
-        like = self._at.exponents
-        multipliers = like.new_ones(samples, like.shape[1]) if multipliers is None else multipliers
-        return multipliers * _slope(self._total, multipliers)[0] if self._terms else multipliers
-
-    def bounded(self) -> Tensor:
-        """Units whose best scale is finite, bool ``(samples, units)``.
-
-        Entries let mass flow from the units with negative exponents to those with positive ones. A unit to which none
-        flows from outside can shrink, with all before it, for nothing; one from which none flows out can grow. What
-        such units multiply vanishes, so that others may hang on it.
-        """
-        free = torch.ones(len(self._constant), self.num_units, dtype=torch.bool, device=self._at.units.device)
-        left = self
-        while True:
-            found = left._reached(1) & left._reached(-1) & free
-            if torch.equal(found, free):
-                return free
-            free, left = found, self.without(~found)
-
-    def _reached(self, sign: int) -> Tensor:
-        found = torch.zeros(len(self._constant), self.num_units, dtype=torch.bool, device=self._at.units.device)
-        count = -1
-        while count < (count := int(found.sum())):
-            passes = self._all_of(found, sign * self._at.exponents >= 0)
-            found = found | (self.pulls((self.masses(passes.double()) > 0).double(), sign) > 0)
-        return found
-
-    def minimise(self, free: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        r"""The minimum over the free units, bool ``(samples, units)``; the others stay at zero.
-
-        :param counts: numbers ``n`` at positions, for the linear term :math:`b = \sum n a`; without, each free unit
-            must have mass on both sides.
-        :returns: ``u`` and, per sample, the largest difference of what pulls a unit up and down, relative to their sum.
-        """
-        with torch.inference_mode(False):
-            u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
-            add = [self.pulls(counts, side) if counts is not None else 0.0 for side in (-1, 1)]
-            worst = math.inf
-            # With exponents of at most p, a unit's best step by itself is log(down / up) / 4 p or more. If at most k
-            # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
-            overlap = len(self._at.units) * max((len(dims) for dims in self._at.dims), default=1)
-            cautious = 4 * overlap * self._at.exponents.abs().amax().clamp_min(1.0) if self._terms else 1.0
-            for _ in range(STEPS if free.numel() and self._terms else 0):
-                gradient, hessian = _slope(lambda laid: self._total((2 * laid).exp()), self._laid(u))
-                sides = [self.pulls(gradient / 2, side).clamp_min(1e-300) for side in (1, -1)]
-                up, down = (torch.where(free, own + more, 1.0) for own, more in zip(sides, add, strict=True))
-                imbalance = ((up - down).abs() / (up + down)).amax(-1)
-                before, worst = worst, float(imbalance.max())
-                # One step more than the tolerance asks for mostly reaches what rounding leaves.
-                if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
-                    break
-                if worst > FAR:
-                    u = u + (down.log() - up.log()) / cautious
-                else:
-                    u = u + self._newton_step(hessian, down - up, torch.where(free, sides[0] + sides[1], 1.0), free)
-        return u, imbalance
-
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _newton_step(
-        self, hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor
-    ) -> Tensor:
-        """Newton's step, damped so that it never raises the sum."""
-        # Solving ever more exactly as the gradient falls makes the outer iteration converge faster than linearly.
-        size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
-        p = conjugate_gradients(
-            lambda p: free * self.pulls(hessian(self._laid(p)), 0) / 2,
-            downhill,
-            2 * diagonal,
-            torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2,
-        )
-        steepest = [
-            torch.stack([along.abs().amax(-1) for along, _ in axes]).sum(0) for axes in self._by_term(self._laid(p))
-        ]
-        longest = 2 * torch.stack(steepest, -1).amax(-1, keepdim=True)
-        return p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
-
-    def _laid(self, u: Tensor) -> Tensor:
-        """:math:`\\sum_j e_j u_j` at each position."""
-        known = torch.cat([u, u.new_zeros(len(u), 1)], -1)
-        return (known[:, self._at.units] * self._at.exponents).sum(1)
-
-    def _all_of(self, units: Tensor, anyway: Tensor | bool = False) -> Tensor:
-        """Positions all of whose units are among these, ``(samples, positions)``."""
-        known = torch.cat([units, torch.ones_like(units[:, :1])], -1)
-        return (known[:, self._at.units] | anyway).all(1)
-
-    def _by_term(self, positions: Tensor) -> list[list[tuple[Tensor, list[int]]]]:
-        """Positions by site, then by axis, each with the shape in which it lies along the site."""
-        pieces = iter(positions.split(self._at.lengths, 1))
-        return [
-            [(own := next(pieces), [len(own), *(own.shape[1] if k == dim else 1 for k in dims)]) for dim in dims]
-            for dims in self._at.dims
-            if dims
-        ]
-
-    def _total(self, multipliers: Tensor) -> Tensor:
-        """The sum of all entries of each sample, each times what multiplies its positions: ``(samples,)``."""
-        total = self._constant
-        for term, axes in zip(self._terms, self._by_term(multipliers), strict=True):
-            left = term
-            for own, _ in axes[:0:-1]:  # vectors from the left: as columns, a batch takes up to twenty times as long
-                left = (own.unsqueeze(-2) @ left.flatten(1, -2).mT).reshape(left.shape[:-1])
-            total = total + (left * axes[0][0]).sum(-1)
-        return total
-
-
-def _slope(function: Callable[[Tensor], Tensor], positions: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The gradient of a function ``(samples, P) -> (samples,)``, and its Hessian's product with directions."""
-    with torch.inference_mode(False), torch.enable_grad():
-        here = positions.detach().clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(function(here).sum(), here, create_graph=True)
-    return gradient.detach(), lambda change: torch.autograd.grad(gradient, here, change, retain_graph=True)[0]
+    return {name: values[:, at].reshape(*shape, *group[name].shape) for name, at in group.slots.items()}
 
 
 def conjugate_gradients(

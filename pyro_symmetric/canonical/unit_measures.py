@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_symmetric.canonical.scales import evened, places
+from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.places import along_axis, lay_out, rows
@@ -124,9 +124,9 @@ class _Seen:
         """Give units in a circle their scales."""
         sites = sorted({axis.site for name in names for axis in _touched(self.group, name, self.move)})
         values = {site: self.weights[site].reshape(-1, *self.group.view_shapes[site]) for site in sites}
-        at = {name: where for name, where in places(self.group).items() if name in names}
+        at = {name: where for name, where in self.group.slots.items() if name in names}
         first = next(iter(values.values()))
-        free = first.new_zeros(len(first), sum(u.count for u in self.group.units.values()), dtype=torch.bool)
+        free = first.new_zeros(len(first), self.group.size, dtype=torch.bool)
         for where in at.values():
             free[:, where] = True
         u = evened(self.group, values, free)

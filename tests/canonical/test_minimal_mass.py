@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.minimal_mass import MinimalMass, minimal_mass
 from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
@@ -60,6 +60,12 @@ def by_scipy(weights: dict, group: Group) -> float:
     start = np.zeros(a.shape[1])
     found = minimize(value, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": 1e-10})
     return found.fun
+
+
+def pinned_counts(found: MinimalMass) -> dict[str, int]:
+    """Name -> the largest number of pinned units in any sample; none are left out."""
+    counts = {name: int(pinned.flatten(found.mass.dim()).sum(-1).max()) for name, pinned in found.pinned.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def norm(weights: dict, sites: tuple[str, ...]) -> float:
@@ -128,7 +134,7 @@ def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(
     found = minimal_mass(weights, group)
     assert float(found.mass) == pytest.approx(by_scipy(weights, group), rel=1e-9)
     assert float(found.mass) == pytest.approx(norm(found.weights, group.weight_sites), rel=1e-12)
-    assert not found.pinned_factors
+    assert not pinned_counts(found)
 
 
 @quick
@@ -203,7 +209,7 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
     found = minimal_mass(weights, net)
     assert found.pinned["hidden.0"].tolist() == [False, True, False, False]
     assert found.pinned["hidden.1"].tolist() == [True, False, False, True, False]
-    assert found.pinned_factors == {"hidden.0": 1, "hidden.1": 2}
+    assert pinned_counts(found) == {"hidden.0": 1, "hidden.1": 2}
     assert not bool(found.log_scales["hidden.0"][1])
     small = mlp([3, 3, 3, 2])
     kept = {
@@ -249,12 +255,12 @@ def test_multipliers_that_shrink_together_for_nothing_are_pinned(where, shapes, 
     group = group_of(where, shapes)
     weights = {site: torch.randn(20, *shape, dtype=torch.float64) for site, shape in shapes.items()}
     found = minimal_mass(weights, group)
-    assert found.pinned_factors == pinned
+    assert pinned_counts(found) == pinned
     left = 2 * (weights["y"].norm(dim=-1) * weights["z"].norm(dim=-2)).sum(-1) if "y" in shapes else torch.zeros(20)
     torch.testing.assert_close(found.mass, left.double(), rtol=1e-12, atol=0)
     other = minimal_mass(group.sample((20,), spread=1.0, dtype=torch.float64)(weights), group)
     torch.testing.assert_close(other.mass, found.mass, rtol=1e-12, atol=0)
-    assert other.pinned_factors == pinned
+    assert pinned_counts(other) == pinned
     for rule in ("minimal_mass", "minimal_norm"):
         form = canonicalize(weights, group, scalings=rule)
         for site, value in canonicalize(other.weights, group, scalings=rule).items():
@@ -306,7 +312,7 @@ def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
     net, weights, group = normalised_network()
     found = minimal_mass(weights, group)
     # "1" feeds only the scale-free "3", so it has no best scale either; "4" and "6" have.
-    assert found.pinned_factors == {"0": 4, "1": 4, "3": 5}
+    assert pinned_counts(found) == {"0": 4, "1": 4, "3": 5}
     counted = ("4.weight", "6.weight", "8.weight")
     assert float(found.mass) == pytest.approx(norm(found.weights, counted), rel=1e-12)
     x = torch.randn(6, 3, dtype=torch.float64)
@@ -338,7 +344,6 @@ def test_an_empty_batch_gives_an_empty_answer(mlp):
     net = mlp([3, 8, 2])
     found = minimal_mass(net.weights(0), net)
     assert found.mass.shape == (0,)
-    assert "MinimalMass" in repr(found)
 
 
 def test_wildly_unbalanced_and_nearly_dead_units_are_solved_too(mlp):
