@@ -2,8 +2,7 @@ r"""Canonical forms: one representative per orbit, so that equal functions get e
 
 What is removed, in this order, each step leaving the function as it is:
 
-1. *scalings*: every unit's incoming weights get norm (or standard deviation) one, or the network its minimal mass or
-   norm;
+1. *scalings*: every unit's incoming weights get norm one, or the network its minimal mass or norm;
 2. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
 3. *permutations*: units are sorted by a key that is read off their weights;
 4. *shifts*: the biases in front of a softmax get mean zero.
@@ -16,6 +15,7 @@ Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix 
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -24,10 +24,11 @@ from torch import nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.overlap import warn_of_overlap
+from pyro_symmetric.canonical.multipliers import largest_sign, norm, removing_element
+from pyro_symmetric.canonical.order import entries_of
+from pyro_symmetric.canonical.overlap import RARE, uncertain_share
 from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
-from pyro_symmetric.canonical.unit_measures import entries_of, largest_sign, norm, removing_element, rounding, spread
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
@@ -36,7 +37,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
-ScalingRule = Literal["unit_norm", "unit_std", "minimal_mass", "minimal_norm"]
+ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
 
 
 def canonicalize(
@@ -50,9 +51,8 @@ def canonicalize(
 ) -> Given:
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
-    It serves to compare orbits: two sets of weights compute the same function if they have the same canonical form. It
-    is not for means and R-hat of many draws: where two units' keys overlap, a label stands for one of them in some
-    draws and for the other in others. Of 100 draws or more this is warned of; take
+    It serves to compare orbits, not for means and R-hat of many draws: where two units' keys overlap, a label stands
+    for one of them in some draws and for the other in others. Of 100 draws or more this is warned of; take
     :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead. Weights must hold
     the running statistics that the symmetry moves; if these stay in the network, take ``symmetry.holding(net)``.
     :doc:`/explanation/canonical-forms` tells of dead units, circles and ties.
@@ -69,9 +69,8 @@ def canonicalize(
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
-    :param scalings: ``"unit_norm"`` or ``"unit_std"`` of each unit's incoming weights, ``"minimal_mass"``,
-        ``"minimal_norm"``, the same with biases counted (the others leave nearly dead units biases without bound);
-        ``None`` leaves the scales.
+    :param scalings: ``"unit_norm"`` of each unit's incoming weights, ``"minimal_mass"``, ``"minimal_norm"``, the same
+        with biases counted (the others leave nearly dead units biases without bound); ``None`` leaves the scales.
     :param signs: whether to remove the signs of odd units.
     :param shifts: whether to remove the shift of a softmax.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
@@ -91,28 +90,32 @@ def canonicalize(
     acted_shape(group, weights)
     form: Weights = dict(weights)
     if scalings and group.names("scale"):
-        if scalings == "unit_std" and signs and group.names("flip"):
-            # A deviation depends on the signs of the units behind: these are fixed first, at scales that don't.
-            form = _without_signs(_without_scales(form, group, "unit_norm"), group)
-        form = _without_scales(form, group, scalings)
+        unit_norm = scalings == "unit_norm"
+        form = removing_element(form, group, "scale", norm)(form) if unit_norm else _least(form, group, scalings)
     if signs and group.names("flip"):
-        form = _without_signs(form, group)
+        rounding = 16 * max((torch.finfo(v.dtype).eps for v in form.values() if v.dtype.is_floating_point), default=0.0)
+        form = removing_element(form, group, "flip", partial(largest_sign, tie=rounding))(form)
     if permutations and group.names("permute"):
         form = sorting_permutation(form, group, permutations)(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts)(form)
-    if warn:
-        moves: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
-        warn_of_overlap(form, group, [move for move, removed in moves.items() if removed])
+    moves: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
+    removed = [move for move, asked in moves.items() if asked]
+    if warn and (share := uncertain_share(form, group, 1, removed)) > RARE:
+        warnings.warn(
+            f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
+            "orbits (tests, distances), use align_many or summary for means and deviations",
+            UserWarning,
+            stacklevel=2,
+        )
     return form
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
-    if rule not in ("minimal_mass", "minimal_norm"):
-        return removing_element(weights, group, "scale", spread if rule == "unit_std" else norm)(weights)
+def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
+    """Minimal mass, or norm; of units that have none, scales at which their weights are nearest to one."""
     scalings, shape = group.scalings, group.batch_shape(weights)
     parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
     minimum = minimal_mass(weights, scalings, sites=parameters if rule == "minimal_norm" else None)
@@ -123,10 +126,6 @@ def _without_scales(weights: Weights, group: Group, rule: ScalingRule) -> Weight
     flat = {site: value.reshape(-1, *scalings.view_shapes[site]) for site, value in values.items()}
     log_scales = by_units(evened(scalings, flat, pinned), scalings, shape)
     return scalings.element(log_scales=log_scales)(minimum.weights)
-
-
-def _without_signs(weights: Weights, group: Group) -> Weights:
-    return removing_element(weights, group, "flip", partial(largest_sign, tie=rounding(weights)))(weights)
 
 
 def _centring(weights: Weights, group: Group) -> Element:

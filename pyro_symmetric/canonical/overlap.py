@@ -1,9 +1,7 @@
 r"""Overlap of labels: how certain the labels of units are, in canonical forms of many draws and in aligned ones.
 
-A canonical form sorts units by a key, and gives each the sign that makes its largest weight positive. If two units'
-keys overlap, they change places from draw to draw, and what is averaged over a label is a mixture of both. Aligned
-draws have the best labels there are, which may be hardly better: units that are the same under the posterior are given
-means of their own all the same.
+Where two units' keys overlap they change places from draw to draw, and what is averaged over a label is a mixture of
+both. Aligned draws have the best labels there are, which may be hardly better.
 
 With independent Gaussians fitted to all draws of each unit, the odds of a draw's labels against those with units ``i``
 and ``j`` exchanged, or with unit ``i`` flipped, are
@@ -16,44 +14,23 @@ and ``j`` exchanged, or with unit ``i`` flipped, are
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.canonical.unit_measures import entries_of
+from pyro_symmetric.canonical.order import entries_of
 from pyro_symmetric.groups.group import Group
 
 Move = Literal["permute", "flip"]
 
 # Fewer draws than this aren't judged; of more, so many evenly spaced ones are, holding at most so many numbers.
 FEW, LOOKED_AT, NUMBERS = 100, 250, 2**24
-# Up to which share of the draws other labels may be likelier: distant tails, of no weight in any summary.
-RARE = 0.05
-# Labels are uncertain if the odds against the next best are lower than so many to one.
-ODDS = 3
-# A weight that varies by less than this part of its size says nothing of any label.
-LEAST_SPREAD = 1e-7
-# How many scores of units for places to hold at once.
-SCORES = 2**24
-
-
-def warn_of_overlap(form: Mapping[str, Tensor], group: Group, moves: Collection[Move]) -> None:
-    """Warn if other labels are likelier in more than one of twenty draws.
-
-    :param form: canonical forms; their batch dimensions are draws.
-    :param moves: what was removed.
-    """
-    share = uncertain_share(form, group, 1, moves)
-    if share > RARE:
-        warnings.warn(
-            f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
-            "orbits (tests, distances), use align_many or summary for means and deviations",
-            UserWarning,
-            stacklevel=3,
-        )
+RARE = 0.05  # the share of draws up to which other labels may be likelier: distant tails, of no weight in any summary
+ODDS = 3  # labels are uncertain if the odds against the next best are lower than so many to one
+LEAST_SPREAD = 1e-7  # a weight that varies by less than this part of its size says nothing of any label
+SCORES = 2**24  # of units for places, that are held at once
 
 
 def uncertain_share(
@@ -110,7 +87,6 @@ def _flip_odds(units: Tensor) -> Tensor:
 
 
 def _fitted(units: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and precisions over draws, ``(copies, units, weights)``; what doesn't vary, such as a zero, has precision
-    1."""
+    """Means and precisions over draws, ``(copies, units, weights)``; of what doesn't vary the precision is 1."""
     mean, variance = units.mean(0), units.var(0, correction=0)
     return mean, torch.where(variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0).reciprocal()

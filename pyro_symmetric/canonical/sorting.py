@@ -1,19 +1,18 @@
-"""Sorting units by a key that is read off their weights, the innermost first."""
+"""Sorting units by a key that is read off their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.unit_measures import entries_of, meeting
+from pyro_symmetric.canonical.order import Axes, Step, entries_of, plan, sides
 from pyro_symmetric.discovery.symmetry import plain_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
@@ -43,83 +42,41 @@ def sorting_permutation(
     weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
     arguments.weights("weights", weights)
     group.require_own(weights)
-    shape = group.batch_shape(weights)
-    device = next(iter(weights.values())).device
-    images = dict(group.identity(shape, device=device).permutations)
-    viewed = group.viewed(weights)
-    for name, axis in _sort_order(group, key):
-        keys = _keys(viewed, group, name, None if axis else key)
-        if axis is not None:
-            site = Element(group, images).on_site(axis.site, weights[axis.site])
-            first = entries_of(group, {axis.site: group.view(axis.site, site)}, [axis])[..., 0]
-        else:
-            first = next(keys)
-        images[name] = _sorted(first, keys, group[name].shape, len(shape))
+    shape, viewed = group.batch_shape(weights), group.viewed(weights)
+    images = dict(group.identity(shape, device=next(iter(weights.values())).device).permutations)
+    lying = [name for name in group.names("permute") if any(sides(group, name, "permute"))]
+    # Other keys than the first entry don't depend on the order of neighbours, so that units can be sorted in any order.
+    for step in plan(group, "permute") if key == "first" else [Step((name,)) for name in lying]:
+        for name in step.names:
+            keys = _keys(viewed, group, name, key)
+            if step.axes:
+                site = step.axes[0].site
+                placed = group.view(site, Element(group, images, batch_shape=shape).on_site(site, weights[site]))
+                first = entries_of(group, {site: placed}, step.axes[:1])[..., 0]
+            else:
+                first = next(keys)
+            images[name] = _sorted(first, keys, group[name].shape, len(shape))
     return Element(group, images, batch_shape=shape)
 
 
-class _Sides(NamedTuple):
-    """Axes (of the view) along which weights enter units, biases lie, weights leave; the first is never empty."""
-
-    incoming: list[Axis]
-    biases: list[Axis]
-    outgoing: list[Axis]
-
-
-def _sides(group: Group, name: str) -> _Sides:
-    """Incoming weights of units that are permuted are rows of a site itself."""
-    pairs = sorted(zip(group[name].axes, group.axes(name), strict=True), key=lambda pair: (pair[0].site, pair[0].dim))
-    axes = [(viewed, axis.dim == 0 and axis.span == 1) for axis, viewed in pairs if not axis.buffer]
-    matrices = [(axis, is_row) for axis, is_row in axes if len(group.site_shapes[axis.site]) > 1]
-    vectors = [axis for axis, _ in axes if len(group.site_shapes[axis.site]) == 1]
-    if not matrices:
-        return _Sides(vectors[:1], vectors[1:], [])
-    rows, columns = ([axis for axis, is_row in matrices if is_row == side] for side in (True, False))
-    return _Sides(rows or columns, vectors, columns if rows else [])
-
-
-def _sort_order(group: Group, key: str) -> list[tuple[str, Axis | None]]:
-    """Units in the order of sorting, each with the axis that holds its "first" weights if these are well-defined.
-
-    They are if all other units of that site are sorted already; without such an axis (two sets of units around one
-    matrix and nothing else) units go by their largest weights, whatever the order of their neighbours. Units are sorted
-    once all that lies inside them is.
-    """
-    lying = [name for name in group.names("permute") if not all(axis.buffer for axis in group[name].axes)]
-    # The order in which sites and units were defined doesn't matter.
-    lying.sort(key=lambda name: sorted((axis.site, axis.dim) for axis in group.axes(name)))
-    pending = sorted(lying, key=lambda name: -len(group.ancestors(name)))
-    order: list[tuple[str, Axis | None]] = [(name, None) for name in pending]
-    if key == "first":
-        order, done = [], set[str]()
-        while pending:
-            ready = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
-            found = [(name, axis) for name in ready for axis in _settled(group, name, done)[:1]]
-            order += found or [(ready[0], None)]  # all at once: none goes by what another one settles
-            done = {name for name, _ in order}
-            pending = [name for name in pending if name not in done]
-    return order
-
-
-def _settled(group: Group, name: str, done: set[str]) -> list[Axis]:
-    """The incoming axes of which all that decides their first entries is done; outer units don't decide."""
-    besides = [name, *group.ancestors(name)]
-    return [axis for axis in _sides(group, name).incoming if meeting(group, axis, besides) <= done]
-
-
-def _keys(weights: Weights, group: Group, name: str, key: str | None) -> Iterator[Tensor]:
-    """The key (if it doesn't depend on an order), then tie-breakers, ``batch + (count,)`` each; none depends on the
-    order of neighbours."""
-    sides = _sides(group, name)
+def _keys(weights: Weights, group: Group, name: str, key: PermutationKey) -> Iterator[Tensor]:
+    """The key, unless that depends on an order, then tie-breakers, ``batch + (count,)`` each; none depends on the order
+    of neighbours."""
+    incoming, outgoing = sides(group, name, "permute")
+    matrices, others = (_matrices(group, side) for side in (incoming, outgoing))
     if key == "norm":
-        yield sum(_squared(entries_of(group, weights, [a])) for a in (*sides.incoming, *sides.outgoing))  # type: ignore[misc]
-    elif key is not None:
-        yield entries_of(group, weights, sides.incoming).amax(-1)
-    for axis in (*sides.incoming, *sides.biases, *sides.outgoing):
+        yield sum(_squared(entries_of(group, weights, [axis])) for axis in matrices + others or incoming[:1])  # type: ignore[misc]
+    elif key == "max":
+        yield entries_of(group, weights, matrices or others or incoming[:1]).amax(-1)
+    for axis in incoming + outgoing:
         entries = entries_of(group, weights, [axis])
         yield entries.amax(-1)
         yield entries.amin(-1)
         yield _squared(entries)
+
+
+def _matrices(group: Group, axes: Axes) -> Axes:
+    return tuple(axis for axis in axes if len(group.site_shapes[axis.site]) > 1)
 
 
 def _squared(entries: Tensor) -> Tensor:

@@ -28,14 +28,6 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
     return along if blocks == 1 else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
 
 
-def lay_out(numbers: Tensor, index: Tensor, filler: float, length: int) -> Tensor:
-    """Numbers of units, ``batch + (count,)``, at the positions ``(blocks, count)`` of an axis; ``filler`` elsewhere."""
-    index = index.to(numbers.device)
-    full = numbers.new_full((*numbers.shape[:-1], length), filler)
-    full[..., index.reshape(-1)] = numbers.unsqueeze(-2).expand(*numbers.shape[:-1], *index.shape).flatten(-2)
-    return full
-
-
 def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
     """``batch + (n,)`` -> ``batch + (1, .., n, .., 1)``, lying along axis ``dim`` of a site of ``site_dims`` axes."""
     return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))

@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
 KEYS = st.sampled_from(["first", "max", "norm"])
-RULES = st.sampled_from(["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+RULES = st.sampled_from(["unit_norm", "minimal_mass", "minimal_norm"])
 WIDTHS = st.lists(st.integers(1, 6), min_size=3, max_size=5)
 SEEDS = st.integers(0, 2**31 - 1)
 BATCHES = st.sampled_from([(), (3,), (2, 3)])
@@ -51,14 +49,12 @@ def test_all_points_of_an_orbit_share_one_canonical_form_that_computes_their_fun
 # what the form looks like -------------------------------------------------------------------------------------------
 
 
-def test_units_get_norm_one_standard_deviation_one_or_stay(mlp):
+def test_units_get_norm_one_or_stay(mlp):
     net = mlp([5, 7, 6, 2])
     weights = net.weights(4)
     for site in ("0.weight", "1.weight"):
         norm = canonicalize(weights, net, scalings="unit_norm")[site].norm(dim=-1)
         torch.testing.assert_close(norm, torch.ones_like(norm))
-        std = canonicalize(weights, net, scalings="unit_std")[site].std(-1, correction=0)
-        torch.testing.assert_close(std, torch.ones_like(std))
         assert torch.equal(canonicalize(weights, net, None, None, False, False)[site], weights[site])
 
 
@@ -87,7 +83,7 @@ def test_the_largest_incoming_weight_of_an_odd_unit_is_positive_and_shifts_are_g
 # hard cases ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_dead_units_have_canonical_forms_too(mlp, rule, activation, key):
@@ -132,7 +128,7 @@ def test_small_groups_of_permutations_have_canonical_forms(name, key):
     assert_canonical(group, weights, form, key)
 
 
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_scales_of_the_same_entries_have_one_form(rule):
     shapes = {"x": (2, 2), "y": (2, 2), "z": (2, 2)}
     exponents = {"a": [("x", 0, 1), ("y", 1, -2)], "b": [("x", 1, 1), ("y", 0, -1), ("y", 1, -1)]}
@@ -152,7 +148,7 @@ def test_scales_of_the_same_entries_have_one_form(rule):
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     """A stream fed by two layers, and weights from a layer to itself: circles among the incoming weights."""
     s, h = torch.arange(4)[None], torch.arange(3)[None]
@@ -183,7 +179,7 @@ def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     assert_canonical(group, weights, form, key, rule)
 
 
-@pytest.mark.parametrize("rule", ["unit_norm", "unit_std", "minimal_mass", "minimal_norm"])
+@pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 @pytest.mark.parametrize("bias", [0.0, 1.0])
 def test_statistics_that_have_a_scale_of_their_own_have_canonical_forms(rule, bias):
     """Batch normalisation: its weight may grow with its variance, and with what leaves it; biases are zero at first."""
@@ -230,34 +226,6 @@ def test_declared_signs_and_order_are_removed(moves: object) -> None:
         torch.testing.assert_close(moved[site], first[site])
     product = [w["loadings"] @ w["scores"] for w in (weights, first)]
     torch.testing.assert_close(product[1], product[0])
-
-
-def test_unit_deviations_on_a_residual_stream_do_not_depend_on_signs() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.a = nn.Linear(4, 6), nn.Linear(6, 6, bias=False)
-            self.bn, self.head = nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.stem(x).relu()
-            return self.head((h + self.bn(self.a(h))).relu())
-
-    net = Residual().double().eval()
-    symmetry = find_symmetry(net, torch.randn(3, 4, dtype=torch.float64))
-    weights = {
-        site: 0.5 + torch.rand(8, *shape, dtype=torch.float64)
-        if "running_var" in site
-        else torch.randn(8, *shape, dtype=torch.float64)
-        for site, shape in symmetry.site_shapes.items()
-    }
-    assert symmetry.group.names("flip")
-    first = canonicalize(weights, symmetry, scalings="unit_std")
-    again = canonicalize(first, symmetry, scalings="unit_std")
-    moved = canonicalize(symmetry.group.sample((8,), dtype=torch.float64)(weights), symmetry, scalings="unit_std")
-    for site in weights:
-        torch.testing.assert_close(again[site], first[site])
-        torch.testing.assert_close(moved[site], first[site])
 
 
 def test_biases_of_nearly_dead_units_stay_bounded_at_minimal_norm(mlp):
