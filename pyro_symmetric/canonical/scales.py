@@ -72,7 +72,7 @@ class Mass:
         return found
 
     def sides(self, logs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What pulls each unit down, the entries of its positive exponents times these, and what pulls it up."""
+        """The masses that pull each unit down, entries times their positive exponents, and those that pull it up."""
         slope, _ = self._slope(torch.zeros_like(self._base) if logs is None else logs, False)
         return slope[:, 0], slope[:, 1]
 
@@ -108,7 +108,7 @@ class Mass:
         """
         with torch.inference_mode(False):
             u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
-            more = counts.sides()[::-1] if counts is not None else (0.0, 0.0)
+            against = counts.sides() if counts is not None else (u, u)
             powers = [exponents for _, axes in self._terms for _, exponents in axes]
             # With exponents of at most p, a unit's best step by itself is log(up / down) / 4 p or more. If at most k
             # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
@@ -118,7 +118,7 @@ class Mass:
             for _ in range(STEPS if free.numel() and powers else 0):
                 slope, hessian = self._slope(torch.stack([u, -u], 1))
                 own = [slope[:, side].clamp_min(1e-300) for side in (0, 1)]
-                down, up = (torch.where(free, o + m, 1.0) for o, m in zip(own, more, strict=True))
+                down, up = (torch.where(free, o + m, 1.0) for o, m in zip(own, against[::-1], strict=True))
                 imbalance = ((up - down).abs() / (up + down)).amax(-1)
                 before, worst = worst, float(imbalance.max())
                 # One step more than the tolerance asks for mostly reaches what rounding leaves.
