@@ -143,13 +143,6 @@ def test_one_row_and_outputs_without_a_second_axis() -> None:
         assert Predictive(model, num_samples=3)(x)["y"].shape == (3, rows)
 
 
-def test_more_rows_than_num_data_are_refused() -> None:
-    model, x, y = problem("categorical", num_data=10)
-    for call in (lambda: model(x, y), lambda: model.log_joint(draw(model), x, y)):
-        with pytest.raises(ValueError, match="num_data=10"):
-            call()
-
-
 def test_weights_that_lie_elsewhere_are_moved(device: torch.device) -> None:
     """As draws of a run on a GPU do, which lie on the CPU."""
     model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")

@@ -254,21 +254,10 @@ def classes(x, y=None):
         pyro.sample("y", dist.Categorical(p), obs=y)
 
 
-def heavy(x, degrees, y=None):
-    w = pyro.sample("w", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.StudentT(degrees, w * x), obs=y)
-
-
 def test_the_mean_of_a_categorical_site_are_its_probabilities():
     p = torch.distributions.Dirichlet(torch.ones(3)).sample((5,))
     found = predict({"p": p}, classes, torch.zeros(4), kind="mean")["y"]
     assert torch.allclose(found, p[:, None].expand(5, 4, 3))
-
-
-def test_means_need_no_draws_that_vmap_refuses():  # warnings are errors
-    w, x = torch.randn(5), torch.randn(4)
-    assert torch.allclose(predict({"w": w}, heavy, x, 3.0, kind="mean")["y"], w[:, None] * x)
 
 
 def in_random_parts(x, y=None, rows=2):
@@ -306,15 +295,6 @@ def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
         for site in ("mean", "error"):  # without targets, the error is the mean
             assert torch.allclose(predicted[site], draws["w"] @ x.T, atol=1e-5)
     assert torch.allclose(predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5)
-
-
-def test_missing_weights_are_named(model, posterior, x):
-    weights = {site: value for site, value in posterior.samples.items() if site != "2.bias"}
-    for network in (model, model.net):
-        with pytest.raises(ValueError, match=r"lacks the sites \['2.bias'\]"):
-            predict(weights, network, x)
-    with pytest.raises(ValueError, match=r"latent sites are \['scale', 'w'\]"):
-        predict({"v": torch.randn(5)}, regression, x, torch.zeros(len(x)))
 
 
 # densities of rows --------------------------------------------------------------------------------------------------

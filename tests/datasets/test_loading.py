@@ -82,12 +82,6 @@ def test_regression_targets_return_to_the_data_s_units():
     torch.testing.assert_close(targets.sort().values, expected.sort().values)
 
 
-def test_dtype_applies_to_inputs_and_targets_but_not_to_class_indices():
-    assert datasets.load("diabetes", dtype=torch.float64).train_y.dtype == torch.float64
-    data = datasets.load("digits", hold_out="auto", dtype=torch.float64)
-    assert (data.ood_x.dtype, data.x_scale.dtype, data.train_y.dtype) == (torch.float64, torch.float64, torch.int64)
-
-
 def test_classes_are_held_out_only_if_that_is_asked_for():
     assert datasets.load("digits").num_outputs == 10
     assert datasets.load("wine", hold_out="auto").ood_x is None  # of so few
@@ -106,8 +100,3 @@ def test_classes_are_held_out_only_if_that_is_asked_for():
 def test_what_can_t_be_loaded_is_refused_in_a_sentence_that_says_what_was_found(name, arguments, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         datasets.load(name, **arguments)
-
-
-def test_data_of_another_shape_are_no_out_of_distribution_inputs():
-    with pytest.raises(ValueError, match=re.escape("rows of breast-cancer have shape (30,), but of wine (13,)")):
-        datasets.ood("breast-cancer", datasets.load("wine"))

@@ -219,12 +219,6 @@ X = torch.randn(20, 2, generator=torch.Generator(torch.empty(0).device).manual_s
 LABELS = torch.arange(20) % 2
 
 
-def test_labels_of_a_bayesian_model_are_checked_too():
-    model = BayesianModel(perceptron(), prior=1.0, likelihood="categorical")
-    with pytest.raises(ValueError, match="labels from 1 to 2"):
-        ensemble(model, (X, LABELS + 1), 2, progress=False)
-
-
 class Positions(nn.Module):
     """A network with a parameter that no module resets, and its activation in ``forward``."""
 

@@ -106,9 +106,3 @@ def _large(folder):
     for k in range(3):
         torch.save({"w": torch.tensor([1e30])}, folder / f"{k}.pt")  # more than half precision holds
     return folder
-
-
-@pytest.mark.parametrize("suffix", ["ckpt", "bin"])
-def test_files_of_lightning_and_transformers_are_read(tmp_path, suffix):
-    torch.save({"state_dict": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / f"net.{suffix}")
-    assert read_checkpoints(tmp_path, progress=False).samples["w"].shape == (1, 1, 2)
