@@ -20,9 +20,6 @@ from pyro_symmetric.datasets.sources import Raw
 KNOWN = (*sources.SKLEARN, *sources.IMAGES, "uci/<name>", "csv:FILE")
 """The names that :func:`load` reads."""
 
-# Brightness of a colour as ITU-R BT.601 weighs it; what Pillow's and torchvision's grey conversions use.
-LUMINANCE = (0.299, 0.587, 0.114)
-
 
 def load(
     name: str,
@@ -111,14 +108,13 @@ def ood(
     max_rows: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """``like`` with the inputs of another data set as its out-of-distribution inputs.
+    """``like`` with the inputs of another data set as its out-of-distribution inputs, standardised as its own are.
 
-    Images are brought to the shape of ``like``'s (grey or repeated channels, resized); a note says so. Tables must
-    have the same features: by name for ``csv:FILE`` (a target column may be missing), by number otherwise. All are
-    standardised by the training rows of ``like``. The test part is used where a data set has one, all rows otherwise.
+    They must have the same shape; the features of ``csv:FILE`` are taken by name (a target column may be missing). The
+    test part is used where a data set has one, all rows otherwise.
 
     :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
-    :raises ValueError: if the data set is ``like`` itself, or can't be brought to its shape.
+    :raises ValueError: if the data set is ``like`` itself, or has another shape.
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
     arguments.whole("max_rows", max_rows, 1, none="all")
@@ -129,26 +125,11 @@ def ood(
     else:
         raw = _read(name, Path(root).expanduser(), download, None, 0, None)
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
-    rows = rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]]
-    x, notes = _inputs(rows, raw), like.notes
-    if like.is_image and x.dim() == 4 and x.shape[1:] != like.input_shape:
-        was, x = tuple(x.shape[1:]), to_shape(x, like.input_shape)
-        notes = (*notes, f"Images of {name} were brought from {was} to {tuple(like.input_shape)}.")
+    x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]], raw)
     if x.shape[1:] != like.input_shape:
         found, wanted = tuple(x.shape[1:]), tuple(like.input_shape)
         raise ValueError(f"rows of {name} have shape {found}, but of {like.name} {wanted}")
-    x = (x.to(like.x_mean) - like.x_mean) / like.x_scale
-    return replace(like, ood_x=x, ood_name=name, notes=notes)
-
-
-def to_shape(images: Tensor, shape: torch.Size) -> Tensor:
-    """Bring ``images`` ``(N, C, H, W)`` to ``(N, *shape)``: grey or repeated channels, then resized smoothly."""
-    if (images.shape[1], shape[0]) == (3, 1):
-        images = (images * images.new_tensor(LUMINANCE)[:, None, None]).sum(1, keepdim=True)
-    images = images.expand(-1, shape[0], -1, -1)
-    if images.shape[1:] == shape:
-        return images
-    return torch.nn.functional.interpolate(images, shape[1:], mode="bilinear", align_corners=False, antialias=True)
+    return replace(like, ood_x=(x.to(like.x_mean) - like.x_mean) / like.x_scale, ood_name=name)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
