@@ -92,10 +92,7 @@ class WeightsGuide(AutoContinuous):
 
     def unpack(self, latent: Tensor) -> Weights:
         """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
-        layout = layout_of(self)
-        if arguments.tensor("latent", latent).shape[-1:] != (layout.dim,):
-            raise ValueError(f"latent has shape {tuple(latent.shape)}; its last axis must be {layout.dim} long")
-        return layout.constrain(latent)
+        return layout_of(self).constrain(latent)
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""

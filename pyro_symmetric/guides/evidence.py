@@ -3,17 +3,16 @@ r"""The value of a symmetrised guide, and the evidence of its model: bounds, imp
 .. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q)
    \;\le\; \log p(D) = \log \mathbb E_{\bar q}\big[e^{\ell(w)}\big], \qquad \ell(w) = \log p(w, D) - \log \bar q(w)
 
-*Importance sampling* averages :math:`e^{\ell}` over draws of the guide. Its error can be trusted if the tail of the
-weights is light, as their Pareto shape ``k`` tells (Vehtari et al. 2024, arXiv 1507.02646). *Bridge sampling* (Meng &
-Wong 1996; Gronau et al. 2017, arXiv 1703.05984) uses draws :math:`w_j` of the posterior, too, in any copies; its
-estimate is the only root ``x`` of
+*Importance sampling* averages :math:`e^{\ell}` over draws of the guide; a light tail of the weights, by their Pareto
+shape ``k``, makes its error known (Vehtari et al. 2024, arXiv 1507.02646). *Bridge sampling* (Meng & Wong 1996; Gronau
+et al. 2017, arXiv 1703.05984) uses draws of the posterior, too, in any copies: with :math:`s_1, s_2` the shares of
+effective draws :math:`w_i, w_j`, and :math:`\sigma` the logistic function, its estimate is the only root ``x`` of
 
 .. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c) = \frac1{s_2} \operatorname{mean}_j\,
-    \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1},
+    \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1} .
 
-:math:`\sigma` the logistic function, and :math:`s_1, s_2` the shares of effective draws. An estimate of
-:math:`\log \bar q` leaves all of this as it is: then :math:`e^{\ell}` is the ratio of two densities of the weights
-together with the elements that the estimate drew. The bounds: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
+An estimate of :math:`\log \bar q` leaves all of this as it is: then :math:`e^{\ell}` is the ratio of two densities of
+the weights together with the elements that the estimate drew. The bounds: Gelberg et al. 2024 (arXiv 2408.05496).
 """
 
 from __future__ import annotations
@@ -111,13 +110,13 @@ class Evidence:
         return self.bridge or self.importance
 
     def __repr__(self) -> str:
+        relation, tail = "=" if self.bound == "exact" else "≥", f", Pareto-k {self.pareto_k:.2f}"
         lines = [
             "Evidence, in nats",
             f"  ELBO                = {self.elbo:.7g} ± {self.elbo_error:.2g}",
-            f"  symmetrised ELBO    {'=' if self.bound == 'exact' else '≥'} {self.symmetrized_elbo:.7g} "
-            f"± {self.symmetrized_error:.2g}, by {self.estimator}; log |G| = {self.log_order:.1f}",
+            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.7g} ± {self.symmetrized_error:.2g}, by "
+            f"{self.estimator}; log |G| = {self.log_order:.1f}",
         ]
-        tail = f", Pareto-k {self.pareto_k:.2f}"
         for name, one, more in (("importance", self.importance, tail), ("bridge", self.bridge, "")):
             if one:
                 spread = "" if self.doubts else f" ± {one.error:.2g}"
@@ -199,6 +198,13 @@ def evidence_of(
     def density(log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
         return torch.cat([log_prob(base, action, part).double() for part in vectors.split(chunk)])
 
+    def gap(one: OrbitEstimator) -> float:
+        """The nats that an estimate leaves open: above is its mean with the identity, below that without it."""
+        with forked(), suppress(NotImplementedError):
+            some = base.sample((CHECKED_DENSITIES,))
+            return float((density(one.log_prob, some) - density(one.log_prob_elsewhere, some)).mean())
+        return math.inf
+
     device = next((value.device for value in (*guide.parameters(), *guide.buffers())), None)
     # Draws come from PyTorch's generator, which the checks put back: of two threads at once both would have the same.
     with torch.no_grad(), forked(drawn_seed(), device):
@@ -210,81 +216,60 @@ def evidence_of(
             )
         target = joint(draws)
         plain, symmetrized = target - base.log_prob(draws).double(), target - density(estimator.log_prob, draws)
-        found, k = importance(symmetrized), pareto_k(symmetrized)
-        doubts = doubts_of_weights(found, k, float(symmetrized.mean()))
         noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)  # half of its variance
-        some = base.sample((CHECKED_DENSITIES,))
-        for one, most, more in {(training, 0.05 * group.log_order(), 0.0), (estimator, 0.5, noise)}:
-            # The nats that an estimate leaves open: above is its mean with the identity, below that without it.
-            open_nats = 0.0 if one.bound == "exact" else math.inf
-            with suppress(NotImplementedError):
-                open_nats = float((density(one.log_prob, some) - density(one.log_prob_elsewhere, some)).mean())
-            if open_nats + more > most:
-                doubts.append(
-                    f"density: {one!r}, and log_joint from call to call, leave {open_nats + more:.1f} nats open; "
-                    "train and report with a larger K, and give all data"
-                )
-        connected = None
+        open_nats = gap(training) > 0.05 * group.log_order() or gap(estimator) + noise > 0.5
+        found, k, connected, r_hat = importance(symmetrized), pareto_k(symmetrized), None, 1.0
         if posterior is not None and math.isfinite(found.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
             at_chains = joint(chains.flatten(0, 1)) - density(estimator.log_prob_elsewhere, chains.flatten(0, 1))
             if not bool(at_chains.isfinite().all()):
                 raise ValueError("log_joint is infinite at draws of posterior; they must be draws of the guide's model")
-            at_chains = at_chains.reshape(chains.shape[:2])
+            at_chains = at_chains.reshape(chains.shape[:2])  # a function of the orbit: chains in other copies agree
             connected = bridge(symmetrized, at_chains, posterior.kind == "independent")
-            doubts += doubts_of_chains(found, connected, at_chains, posterior.kind, bool(doubts))
+            r_hat = float(chain_statistics(at_chains).r_hat) if posterior.kind == "chains" else 1.0
+    doubts = doubts_of(found, k, float(symmetrized.mean()), open_nats, connected, r_hat)
     (elbo, elbo_error), (above, above_error) = (
         (float(values.mean()), float(values.std() / num_samples**0.5)) for values in (plain, symmetrized)
     )
     settings = repr(estimator), "lower" if estimator.bound == "upper" else estimator.bound, group.log_order()
-    return Evidence(elbo, elbo_error, above, above_error, *settings, found, k, connected, tuple(doubts))
+    return Evidence(elbo, elbo_error, above, above_error, *settings, found, k, connected, doubts)
 
 
-# doubts ---------------------------------------------------------------------------------------------------------------
-
-
-def doubts_of_weights(found: Estimate, k: float, elbo: float = -math.inf) -> list[str]:
-    """Return what the weights say against importance sampling: number and tail, and what may be missing.
+def doubts_of(
+    found: Estimate,
+    k: float,
+    elbo: float = -math.inf,
+    open_nats: bool = False,
+    connected: Estimate | None = None,
+    r_hat: float = 1.0,
+) -> tuple[str, ...]:
+    """Return what speaks against the estimates by importance sampling, ``found``, and by the bridge, ``connected``.
 
     Log-normal weights whose log-mean lies ``far`` above the mean of their logarithms, the ELBO, are worth
-    ``exp(-2 far)`` of a draw each; the weights' own effective size doesn't know of those that are missing.
+    ``exp(-2 far)`` of a draw each; the weights' own effective size doesn't know of those that are missing. Importance
+    sampling in doubt should be too low: the largest weights are missing.
     """
     most, count = min(0.7, 1 - 1 / math.log10(max(found.num_draws, 11))), found.effective_draws
-    far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) else 0.0
-    doubts = []
-    if not (k <= most and count >= FEWEST and found.error <= 0.5):
-        doubts.append(
-            f"importance sampling: Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective draws, "
-            f"with an error of {found.error:.2g} nats"
-        )
-    if math.isfinite(found.log_evidence) and found.num_draws * math.exp(-2 * far) < 50:
-        doubts.append(
-            f"importance sampling: the evidence lies {far:.1f} nats above the symmetrised ELBO, so that the largest "
-            "weights may be missing"
-        )
-    return doubts
-
-
-def doubts_of_chains(
-    found: Estimate, connected: Estimate, of_chains: Tensor, kind: str, doubted: bool = False
-) -> list[str]:
-    """Return what speaks against the bridge: the chains, and its distance from importance sampling.
-
-    :param of_chains: log-ratios, ``(chains, draws)``, functions of the orbit, so that chains in copies of one mode
-        agree.
-    :param doubted: whether importance sampling is in doubt; then it should be too low: the largest weights are missing.
-    """
-    r_hat = float(chain_statistics(of_chains.double()).r_hat) if kind == "chains" else 1.0
-    apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
-    doubts = []
-    if r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5:
-        doubts.append(
-            f"bridge sampling: the chains have R-hat {r_hat:.2f} and {connected.effective_draws:.0f} effective draws, "
-            f"the error is {connected.error:.2g} nats"
-        )
-    if (apart if doubted else abs(apart)) > 3 * error:
-        doubts.append(f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats")
-    return doubts
+    far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) and math.isfinite(found.log_evidence) else 0.0
+    told = f"Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective draws"
+    checks = [
+        (not (k <= most and count >= FEWEST and found.error <= 0.5), f"importance sampling: {told}"),
+        (
+            found.num_draws * math.exp(-2 * far) < 50,
+            f"importance sampling: it lies {far:.1f} nats above the ELBO, so that the largest weights may be missing",
+        ),
+        (open_nats, "density: its estimates, or log_joint, leave nats open; take a larger K, and give all data"),
+    ]
+    if connected:
+        apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
+        apart = apart if any(wrong for wrong, _ in checks) else abs(apart)
+        told = f"R-hat is {r_hat:.2f}, of {connected.effective_draws:.0f} effective draws"
+        unknown = r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5
+        checks += [
+            (unknown, f"bridge sampling: {told}, with an error of {connected.error:.2g} nats"),
+            (apart > 3 * error, f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats"),
+        ]
+    return tuple(reason for wrong, reason in checks if wrong)
 
 
 # estimates of log-ratios ----------------------------------------------------------------------------------------------

@@ -81,9 +81,7 @@ def _affine(element: Element, guide: AutoGuide) -> Action:
     :raises TypeError: for what is no element of a group.
     :raises ValueError: unless a single element acts affinely on the unconstrained coordinates of the guide's sites.
     """
-    arguments.instance(
-        "element", element, Element, "an element of a group, e.g. align(guide, reference, group).element"
-    )
+    arguments.instance("element", element, Element, "an element of a group, as align(a, b, group).element is")
     if element.batch_shape:
         raise ValueError(
             f"element is a batch of shape {tuple(element.batch_shape)}; a guide is pushed forward by one element "
