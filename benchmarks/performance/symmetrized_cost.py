@@ -1,11 +1,10 @@
 """The cost of symmetrisation: one SVI step of a symmetrised guide against one of a stock guide, in one run.
 
-    python -m benchmarks.performance.symmetrized_cost --widths 128,512
+    python -m benchmarks.performance.symmetrized_cost --widths 32,128,512
 
-Classifier 784-width-10, batch of 500, Pyro's stock SVI, Adam and Trace_ELBO, K = 4. Three states of the guide: units
-far apart, all units alike (deviations of one around small means: every proposal moves every unit), and half of the
-units alike. Steps of all guides take turns, so that a busy machine slows all alike; times are those of the process,
-the lower quartile over the rounds.
+ReLU networks of one and of three hidden layers, 784 and 8 inputs, a batch of 100, Pyro's stock SVI, Adam and
+Trace_ELBO. Steps of all guides take turns, so that a busy machine slows all alike; times are those of the process, the
+lower quartile over the rounds. Beside them, the nats that symmetrising finds of log |G|.
 """
 
 import argparse
@@ -25,60 +24,54 @@ from torch import nn
 import pyro_symmetric as ps
 
 
-def step_of(width: int, state: str | None, estimator: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """A function that takes one step with a guide in the given state; the stock guide for ``None``."""
+def step_of(inputs: int, widths: list[int], estimator: Any) -> tuple[Any, str]:
+    """A function that takes one step with a symmetrised guide, or with the stock one, and the nats that it finds."""
     pyro.set_rng_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))
+    layers: list[nn.Module] = []
+    for before, after in zip([inputs, *widths], widths, strict=False):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(widths[-1], 10))
     model = ps.BayesianModel(net, ps.GaussianPrior(), ps.CategoricalLikelihood(), 60_000)
-    if state is None:
-        pyro.clear_param_store()
-        guide = AutoDiagonalNormal(model, init_scale=0.02)
+    x, y = torch.randn(100, inputs), torch.randint(0, 10, (100,))
+    pyro.clear_param_store()
+    if estimator is None:
+        guide, found = AutoDiagonalNormal(model, init_scale=0.02), ""
     else:
         group = ps.find_symmetry(net, x[:2]).permutations
-        guide = ps.AutoSymmetrized(model, group, estimator=estimator, init_scale=0.02)
+        guide = ps.AutoSymmetrized(model, group, estimator=estimator, init_scale=0.02).setup(x, y)
+        nats = float(guide.get_posterior().mutual_information(2).value)
+        found = f", {nats:.0f} of {group.log_order():.0f} nats"
     svi = SVI(model, guide, Adam({"lr": 1e-4}), loss=Trace_ELBO())
     svi.step(x, y)
-    alike = {None: 0, "separated": 0, "half alike": width // 2, "all alike": width}[state]
-    with torch.no_grad():
-        base = guide if state is None else guide.base
-        loc, scale = base.loc.clone(), base.scale.clone()
-        for values, at in ((loc, 0.0), (scale, 1.0)):
-            values[: 784 * width].view(width, 784)[:alike] = at
-            values[784 * width : 785 * width][:alike] = at
-            values[785 * width : 795 * width].view(10, width)[:, :alike] = at
-        base.loc.copy_(loc)
-        base.scale = scale
-    return lambda: svi.step(x, y)
+    return lambda: svi.step(x, y), found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", default="128,512")
-    parser.add_argument("--proposals", type=int, default=4, help="K of SinkhornImportance (default 4)")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--widths", default="32,128,512")
+    parser.add_argument("--proposals", type=int, default=4, help="K of both estimators (default 4)")
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    x, y = torch.randn(500, 784), torch.randint(0, 10, (500,))
-    results = {}
-    for width in map(int, options.widths.split(",")):
-        ours, theirs = ps.SinkhornImportance(options.proposals), ps.InfoNCE(options.proposals)
-        steps = {"stock AutoDiagonalNormal": step_of(width, None, None, x, y)}
-        for state in ("separated", "half alike", "all alike"):
-            steps[f"{ours}, {state}"] = step_of(width, state, ours, x, y)
-        steps[f"{theirs}"] = step_of(width, "separated", theirs, x, y)
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(options.rounds):
-            for name, step in steps.items():
-                start = time.process_time()
-                step()
-                times[name].append(time.process_time() - start)
-        quartiles = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
-        results[width] = quartiles
-        print(f"784-{width}-10, batch 500, {options.threads} thread(s)")
-        for name, seconds in quartiles.items():
-            print(f"  {name:<38} {1e3 * seconds:7.1f} ms  {seconds / quartiles['stock AutoDiagonalNormal']:5.2f} times")
+    estimators = {"stock": None, "matched": ps.SinkhornImportance(options.proposals)}
+    estimators["uniform"] = ps.InfoNCE(options.proposals)
+    results: dict[str, dict[str, float]] = {}
+    for inputs in (784, 8):
+        for width, depth in ((int(width), depth) for width in options.widths.split(",") for depth in (1, 3)):
+            steps = {name: step_of(inputs, depth * [width], estimator) for name, estimator in estimators.items()}
+            times: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(options.rounds):
+                for name, (step, _) in steps.items():
+                    start = time.process_time()
+                    step()
+                    times[name].append(time.process_time() - start)
+            quartiles = {name: statistics.quantiles(values, n=4)[0] for name, values in times.items()}
+            title = f"{inputs}, {depth} of {width}"
+            results[title] = quartiles
+            told = [f"{name} {t / quartiles['stock']:.1f}{steps[name][1]}" for name, t in quartiles.items()]
+            print(f"{title}: stock {1e3 * quartiles['stock']:.1f} ms; {'; '.join(told[1:])}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -20,7 +20,7 @@ from pyro_symmetric.distributions.estimators import (
     log_mean_exp,
     log_prob_on_orbit,
 )
-from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, sets_of, unit_blocks
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, over_signs, sets_of, unit_blocks
 from pyro_symmetric.distributions.matchings import LARGEST_PERMANENT, log_permanent
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
@@ -89,7 +89,7 @@ def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elem
         total = torch.zeros((), dtype=torch.float64, device=value.device)
         for name in units.sets:
             densities = units.of_lone(name)
-            turned, at_rest = densities.double().logsumexp(0), densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
+            turned, at_rest = over_signs(densities.double()), densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
             permuted = "permute" in group[name].moves
             summed = log_permanent(turned) if permuted else turned.diagonal(dim1=-2, dim2=-1).sum(-1)
             total = total + summed - at_rest

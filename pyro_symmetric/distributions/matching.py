@@ -37,6 +37,7 @@ from pyro_symmetric.groups.places import rows
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.weights import Weights
 
+SKETCH = 256  # weights of a unit, of those to another set, by which it is matched
 FIT_DRAWS = 256  # to which normals are fitted if a base can't tell its moments, or if constrained values are permuted
 # The weight of what is expected of sets to come. At 1, walks start with confident mistakes: the identity has a tiny
 # probability then, and the bound a heavy tail. Of two layers of 64 overlapping units it finds less than half as much.
@@ -109,9 +110,9 @@ class UnitDensities:
         Of sites that only one set moves they are gathered from its matrix; others are moved.
         """
         shape = (elements.batch_shape[0], *self.batch)
-        total = self.like.new_zeros(shape, dtype=torch.float64)
+        total, movers = self.like.new_zeros(shape, dtype=torch.float64), self.like.new_zeros(shape[0], dtype=torch.bool)
         for name, one in self.sets.items():
-            if not one.lone or name not in elements.group.units:
+            if name not in elements.group.units:
                 continue
             images = elements.images(name).expand(*shape, -1)
             turned = torch.zeros_like(images)
@@ -120,8 +121,8 @@ class UnitDensities:
                 signs = elements.signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
                 turned = (signs.gather(-1, images) < 0).long()
                 moving = moving | (turned == 1)
-            moving = moving.flatten(0, -2).any(0)
-            if not bool(moving.any()):
+            movers, moving = movers | moving.flatten(1).any(1), moving.flatten(0, -2).any(0)
+            if not one.lone or not bool(moving.any()):
                 continue
             places = moving.nonzero()[:, 0]
             densities = self.of_lone(name, places)[:, 0]
@@ -130,11 +131,15 @@ class UnitDensities:
             gathered = densities.movedim(0, -2).flatten(-2).gather(-1, index)
             at_rest = densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
             total = total + gathered.sum(-2).movedim(-1, 0) - at_rest
-        for site in self.shared:
-            before, dims = self.draws[site], self.dims[site]
-            after = elements.on_site(site, before, dims)
-            gain = -0.5 * (after - before) * (after + before - 2 * self.loc[site]) / self.scale[site].square()
-            total = total + gain.flatten(-dims).sum(-1)
+        if self.shared and bool(movers.any()):
+            some = movers.nonzero()[:, 0]
+            moved, gained = elements.select(some), self.like.new_zeros(len(some), *self.batch)
+            for site in self.shared:
+                before, dims = self.draws[site], self.dims[site]
+                after = moved.on_site(site, before, dims)
+                gain = -0.5 * (after - before) * (after + before - 2 * self.loc[site]) / self.scale[site].square()
+                gained = gained + gain.flatten(-dims).sum(-1)
+            total = total.index_add(0, some, gained.double())
         return total
 
     # matrices: one, or two where units have signs, ``(signs, L) + batch + (places, units)`` ---------------------------
@@ -156,16 +161,14 @@ class UnitDensities:
         few = count * sum(self.placed[axis.site].numel() for axis in axes) <= FEW_PRODUCTS
         for dtype in (torch.float64,) if few else (self.like.dtype, torch.float64):
             even = odd = squares = self.like.new_zeros(1, *self.batch, count, count, dtype=dtype)
-            for axis, *sites in self._seen(axes):
-                own = [
-                    rows(v, axis, self.dims[axis.site]) for v in (*sites, self.loc[axis.site], self.scale[axis.site])
-                ]
+            for axis, *parts in self._seen(axes):
+                own = (rows(part, axis, self.dims[axis.site]) for part in parts)
                 value, square, loc, scale = ((v if places is None else v[..., places, :]).to(dtype) for v in own)
                 precision = scale.square().reciprocal()
                 squares = squares - 0.5 * precision @ square.mT
                 linear = (loc * precision) @ value.mT
                 even, odd = (even, odd + linear) if flipped and axis.exponent % 2 else (even + linear, odd)
-            found = torch.stack([even + squares + odd, even + squares - odd] if flipped else [even + squares])
+            found = torch.stack([even + squares + odd, even + squares - odd]) if flipped else (even + squares)[None]
             found = found.nan_to_num(0.0, 1e30, -1e30)
             if dtype == torch.float64 or _rounding(found.detach(), squares.detach()) <= ROUNDING:
                 break
@@ -185,27 +188,40 @@ class UnitDensities:
 
     # what is known of other sets --------------------------------------------------------------------------------------
 
-    def _seen(self, axes: Sequence[Axis]) -> Iterator[tuple[Axis, Tensor, Tensor]]:
-        """Sites and their squares with all other units where they are drawn, or averaged over; without those of which
-        nothing is known of some units that move the same entries."""
+    def _seen(self, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
+        """Sites, their squares, means and deviations, with all other units where they are drawn, or averaged over;
+        without those of which nothing is known of some units that move the same entries.
+
+        Of a wide matrix between two sets it is those at some of the other set's places, where the base's units are
+        furthest apart, so that a product costs less than ``n**3``. They depend on the base alone, so that what is
+        proposed still depends on nothing but the orbit of the draw.
+        """
         for axis in axes:
-            members = self.group.members(axis.site).items()
-            others = [p for dim, own in members if dim != axis.dim for p in own if p[0] not in self.drawn]
-            if all(other in self.expected for other, _ in others):
-                value, dims = self.placed[axis.site], self.dims[axis.site]
-                square = value.square()
-                for other, its in others:
-                    mix, signed = self.expected[other]
-                    value = TRUST * averaged(value, its, signed if its.exponent % 2 else mix, dims)
-                    square = TRUST * averaged(square, its, mix, dims)
-                yield axis, value, square
+            site, members = axis.site, self.group.members(axis.site)
+            chosen: Any = slice(None)
+            others = [p for dim, own in members.items() if dim != axis.dim for p in own if p[0] not in self.drawn]
+            if not all(other in self.expected for other, _ in others):
+                continue
+            parts = [self.placed[site], self.placed[site].square(), self.loc[site], self.scale[site]]
+            shape, dims = self.group.view_shapes[site], self.dims[site]
+            between = len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
+            if between and shape[1 - axis.dim] > SKETCH:
+                apart = ((parts[2] - parts[2].mean(axis.dim - 2, keepdim=True)) / parts[3]).square().sum(axis.dim - 2)
+                chosen = apart.reshape(-1, apart.shape[-1]).sum(0).topk(SKETCH).indices
+                short = slice(2 if others else 0, 4)
+                parts[short] = [part.index_select(-1 - axis.dim, chosen) for part in parts[short]]
+            for other, its in others:
+                mix, signed = (part[..., chosen, :] for part in self.expected[other])
+                parts[0] = TRUST * averaged(parts[0], its, signed if its.exponent % 2 else mix, dims)
+                parts[1] = TRUST * averaged(parts[1], its, mix, dims)
+            yield axis, *parts
 
     def expect(self, name: str) -> None:
         """Note what is expected of a set before it is drawn; what is known of others sharpens it."""
         found = self.of(name)
         mix = torch.eye(found.shape[-1], dtype=found.dtype, device=found.device).expand_as(found[0])
         if "permute" in self.group[name].moves:
-            mix = doubly_stochastic(found.logsumexp(0), 6)
+            mix = doubly_stochastic(over_signs(found), 6)
         self.expected[name] = mix, mix if len(found) == 1 else mix * ((found[0] - found[1]) / 2).tanh()
 
     def place(self, names: Iterable[str], element: Element, sites: Iterable[str]) -> None:
@@ -214,9 +230,14 @@ class UnitDensities:
         self.placed |= {site: element.on_site(site, self.draws[site], self.dims[site]) for site in sites}
 
 
+def over_signs(densities: Tensor) -> Tensor:
+    """The matrices of a set of units summed over the signs of each unit, if they have any."""
+    return densities.logsumexp(0) if len(densities) > 1 else densities[0]
+
+
 def _rounding(found: Tensor, squares: Tensor) -> float:
     """Nats by which rounding may move the entries of a matrix that compete, of parts that cancel."""
-    total = found.logsumexp(0)
+    total = over_signs(found)
     competing = total >= total.amax(-1, keepdim=True) - COMPETING
     squares = squares.abs() * competing * (competing.sum(-1, keepdim=True) > 1)
     return float(squares.amax()) * torch.finfo(squares.dtype).eps
@@ -227,6 +248,8 @@ def averaged(value: Tensor, axis: Axis, mix: Tensor, dims: int) -> Tensor:
     last, index = value.movedim(axis.dim - dims, -1), axis.index.to(value.device)
     units = last[..., index]
     mixed = (units.flatten(-dims - 1, -2) @ mix.to(value).mT).unflatten(-2, units.shape[-dims - 1 : -1])
+    if axis.fills(last.shape[-1]):  # of some places, if the mix has fewer rows
+        return mixed[..., 0, :].movedim(-1, axis.dim - dims)
     whole = last.expand(*mixed.shape[: -dims - 1], *last.shape[-dims:]).clone()
     whole[..., index] = mixed
     return whole.movedim(-1, axis.dim - dims)
@@ -273,8 +296,7 @@ def unit_blocks(base: Distribution, action: Action, group: Group) -> dict[str, t
     """Means and precisions of the sets that no others concern, if the base is normal in blocks of their units."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
-        numbers = torch.arange(action.dim, device=base.loc.device)
-        entries = group.viewed(action.layout.unflatten(numbers))
+        entries = group.viewed(action.layout.unflatten(torch.arange(action.dim, device=base.loc.device)))
         for name, one in sets_of(group, frozenset(entries)).items():
             units = torch.cat([rows(entries[a.site], a, entries[a.site].dim()) for a in one.lone + one.shared], -1)
             precisions = None if one.shared else base.precisions(units)
@@ -310,7 +332,7 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         size, densities = group[name].size, units.of(name)
         images = torch.arange(size, device=like.device).expand(*shape, size)
         if "permute" in group[name].moves and size > 1:
-            images, told = draw_matchings(densities.logsumexp(0), count, like.dtype)
+            images, told = draw_matchings(over_signs(densities), count, like.dtype)
             log_tau = log_tau + told
         permutations[name] = images
         if len(densities) == 2:
@@ -321,5 +343,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
             log_tau = log_tau + logsigmoid(odds * drawn).sum(-1)
             signs[name] = torch.empty_like(drawn).scatter_(-1, images, drawn).to(like)
         element = Element(group, permutations, signs, **options)
-        units.place([name], element, {a.site for other in names[number + 1 :] for a in units.sets[other].shared})
+        # Of proposals that are all alike, as where units are far apart, later sets look at one.
+        alike = all(bool((v == v[:1]).all()) for v in (*element.permutations.values(), *element.signs.values()))
+        placed = element.select(slice(0, 1)) if alike else element
+        units.place([name], placed, {a.site for other in names[number + 1 :] for a in units.sets[other].shared})
     return element, log_tau
