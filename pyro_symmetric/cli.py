@@ -66,30 +66,24 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "compare",
         help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
         description="Fit one Bayesian neural network several ways, draw a reference posterior, and write a report of "
-        "how close "
-        "each way comes. Run again with the same --out, it resumes where it stopped.",
+        "how close each way comes. Run again with the same --out, it resumes where it stopped.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    many: dict[str, Any] = {"type": assignment, "action": "append", "default": []}
+    kinds: dict[str, Callable[[str], Any]] = {"hidden": widths, "methods": names}
     for one in fields(StudySettings):
-        name, help_, metavar = f"--{one.name.replace('_', '-')}", one.metadata.get("help"), one.metadata.get("metavar")
-        kind: Callable[[str], Any] = {"int": int, "float": float}.get(one.type.split(" |")[0], str)
-        if one.name == "prior_scale":
-            parser.add_argument(name, type=prior_scale, action="append", default=[], metavar=metavar, help=help_)
-        elif one.type == "bool":
-            action = argparse.BooleanOptionalAction if one.default else "store_true"
-            parser.add_argument(name, action=action, default=one.default, help=help_)
-        elif help_ is not None:
-            kind = {"hidden": widths, "methods": names}.get(one.name, kind)
-            parser.add_argument(name, type=kind, default=one.default, metavar=metavar, help=help_)
-    parser.add_argument(
-        "--budget",
-        type=budget,
-        action="append",
-        default=[],
-        metavar="METHOD.PART=N",
-        help="change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated",
-    )
+        said: dict[str, Any] = {"default": one.default, **one.metadata}
+        if one.type == "bool":
+            said["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
+            del said["metavar"]
+        else:
+            said["type"] = {"int": int, "float": float}.get(one.type.split(" |")[0], kinds.get(one.name, str))
+        if one.metadata:
+            said |= many if one.name == "prior_scale" else {}
+            parser.add_argument(f"--{one.name.replace('_', '-')}", **said)
+    help_ = "change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated"
+    parser.add_argument("--budget", metavar="METHOD.PART=N", help=help_, **many)
     parser.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -118,8 +112,9 @@ def settings_of(options: argparse.Namespace) -> StudySettings:
 
     given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(StudySettings)}
     scales, budgets = dict(options.prior_scale), dict[str, dict[str, int | float]]()
-    for method, part, number in options.budget:
-        budgets.setdefault(method, {})[part] = number
+    for name, number in options.budget:
+        method, _, part = name.partition(".")
+        budgets.setdefault(method, {})[part] = int(number) if number.is_integer() else number
     given |= {"prior_scale": scales.pop("", StudySettings.prior_scale), "prior_scales": scales, "budgets": budgets}
     return StudySettings(**given)
 
@@ -223,15 +218,7 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def budget(text: str) -> tuple[str, str, int | float]:
-    """``method.part=number`` -> (method, part, number)."""
-    path, number = text.split("=")
-    method, part = path.split(".")
-    value = float(number)
-    return method, part, int(value) if value.is_integer() else value
-
-
-def prior_scale(text: str) -> tuple[str, float]:
-    """``0.5`` or ``pattern=0.5`` -> (pattern or "", 0.5)."""
-    pattern, _, number = text.rpartition("=")
-    return pattern, float(number)
+def assignment(text: str) -> tuple[str, float]:
+    """``0.5`` or ``name=0.5`` -> (name or "", 0.5)."""
+    name, _, number = text.rpartition("=")
+    return name, float(number)
