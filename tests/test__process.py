@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import random
 import signal
 import sys
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -140,17 +138,6 @@ def test_a_seed_reproduces_and_leaves_the_generator_as_it_was():
     assert torch.equal(torch.rand(3, device="cpu"), after)
 
 
-def test_a_generator_gives_other_numbers_each_time_and_the_same_ones_from_the_same_state():
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for _ in range(2):
-        with forked(generator):
-            found.append(torch.rand(3, device="cpu"))
-    assert not torch.equal(*found)
-    with forked(torch.Generator().manual_seed(3)):
-        assert torch.equal(torch.rand(3, device="cpu"), found[0])
-
-
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_cuda_sleeps_on_during_a_run_on_the_cpu(device, monkeypatch):
     def refuse(*arguments):
@@ -177,34 +164,6 @@ def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
 
 
 # threads ------------------------------------------------------------------------------------------------------------
-
-
-def in_threads(*functions):
-    """The results of functions that are called at once, each in a thread of its own."""
-    gate = threading.Barrier(len(functions))
-
-    def through_the_gate(function):
-        gate.wait()
-        return function()
-
-    with ThreadPoolExecutor(len(functions)) as threads:
-        futures = [threads.submit(through_the_gate, function) for function in functions]
-        return [future.result(timeout=120) for future in futures]
-
-
-def draws(seed):
-    with forked(seed):
-        values = []
-        for _ in range(20):
-            values.append(torch.rand(3, device="cpu"))
-            time.sleep(1e-4)  # another thread's chance
-        return torch.cat(values)
-
-
-def test_seeds_of_several_threads_give_what_they_give_alone():
-    alone = [draws(seed) for seed in range(6)]
-    found = in_threads(*(functools.partial(draws, seed) for seed in range(6)), functools.partial(draws, None))
-    assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=False))
 
 
 HOST = {

@@ -28,13 +28,12 @@ MOST_NUMBERS = 2**19  # of the coordinates of all chains: a thousand draws of th
 DENSE = 200  # coordinates
 
 
-def chosen(settings: Settings, num_chains: int | None) -> Settings:
-    """Settings whose kernel and number of chains suit their model, and which say why.
+def chosen(settings: Settings, num_chains: int | None) -> tuple[Settings, Density]:
+    """Settings whose kernel and number of chains suit their model, and which say why; and the model's density.
 
     :param num_chains: ``None``: to be chosen, too.
     """
-    expected = MOST_CHAINS if num_chains is None else num_chains
-    density = replace(settings, num_chains=expected).density()
+    density = settings.density()
     chains, why = (num_chains, "as asked") if num_chains is not None else _number_of_chains(density)
     dense = density.dim <= DENSE and not density.is_network
     mass = "dense" if dense else "diagonal"
@@ -42,11 +41,10 @@ def chosen(settings: Settings, num_chains: int | None) -> Settings:
     coordinates = "1 coordinate" if density.dim == 1 else f"{density.dim:,} coordinates"
     counted = "1 chain" if chains == 1 else f"{chains} chains"
     words = f"{kind.__name__} with {counted} ({why}), mass={mass!r} ({coordinates})"
-    found = replace(settings, kernel=kind(settings.kernel.model, mass=mass), num_chains=chains)
     if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
-        density = density if chains == expected else found.density()
         words += f", engine {density.engine!r}"
-    return replace(found, chosen=words)
+    kernel = kind(settings.kernel.model, mass=mass)
+    return replace(settings, kernel=kernel, num_chains=chains, chosen=words), density
 
 
 # small steps --------------------------------------------------------------------------------------------------------

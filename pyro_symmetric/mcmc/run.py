@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from pyro_symmetric._process import LOCK, drawn_seed
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
+from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, required
 from pyro_symmetric.mcmc.resume import OTHER_MODEL, OtherRun, agree, energies, identify, require_same
 from pyro_symmetric.mcmc.settings import Settings
@@ -34,16 +35,19 @@ SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}  # besi
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
 
-def run(settings: Settings, progress: bool = False, hook: Hook | None = None) -> Contents:
+def run(
+    settings: Settings, progress: bool = False, hook: Hook | None = None, density: Density | None = None
+) -> Contents:
     """Start, or resume, chains and move them. Ctrl-C while sampling returns what there is, marked as interrupted.
 
     :param hook: is called after every iteration.
+    :param density: of a run that starts, if it has been built.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
     initial = resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs)
     settings = replace(settings, initial=initial)
     with _recorder(settings) as recorder:  # its lock comes first: who is refused has touched no generator
-        chains = Run(settings, recorder)
+        chains = Run(settings, recorder, density)
         try:
             chains.go(progress, hook)
         except KeyboardInterrupt:
@@ -78,12 +82,12 @@ class Run:
 
     at: RunState
 
-    def __init__(self, settings: Settings, recorder: Recorder):
+    def __init__(self, settings: Settings, recorder: Recorder, density: Density | None = None):
         self.settings, self.recorder = settings, recorder
         self._agreement = Agreement()
         self._clock, self._seconds = time.perf_counter(), {"warmup": 0.0, "sampling": 0.0}
         if recorder.last is None:
-            self._start()
+            self._start(settings.density() if density is None else density)
         else:
             with _reading(settings.store):
                 self._resume(recorder.last)
@@ -144,10 +148,9 @@ class Run:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        settings = self.settings
+    def _start(self, density: Density) -> None:
+        settings, self.density = self.settings, density
         self.seed = drawn_seed() if settings.seed is None else settings.seed
-        self.density = settings.density()
         generator = torch.Generator(self.density.device).manual_seed(self.seed)
         z = starting_points(self.density, settings.num_chains, settings.initial, generator)
         self._one_start = len(z) > 1 and bool((z == z[:1]).all())

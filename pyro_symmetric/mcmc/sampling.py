@@ -139,13 +139,14 @@ def sample(
     )
     if hook is not None and (executor is not None or chains_per_task is not None):
         raise ValueError("hook is given, but the chains are cut into tasks, which may run anywhere; pass hook=None")
+    density = None
     if not isinstance(kernel_or_model, Kernel):
-        settings = chosen(settings, num_chains)
+        settings, density = chosen(settings, num_chains)
         if progress:
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
     source = Source(settings.kernel.model, args, kwargs, device, settings.kernel.subsampled)
     if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress, hook=hook), kind="chains", source=source)
+        posterior = Posterior(*run(settings, progress, hook, density), kind="chains", source=source)
     else:
         posterior = replace(run_tasks(settings, executor, chains_per_task, progress), source=source)
     _warn_of_trouble(posterior, settings)

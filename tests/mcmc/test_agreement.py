@@ -247,11 +247,3 @@ def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_pat
 def _answer(self, iterations, answers):
     assert len(self.until(iterations)) == iterations  # nothing was lost on the way
     return answers[[24, 32, 40].index(iterations)]
-
-
-def test_tasks_end_their_warm_ups_by_themselves(tmp_path):
-    options = {**RUN, "num_chains": 8, "chains_per_task": 4}
-    found = sample(HMC(normal), seed=3, **options)
-    counts = [part.get("num_warmup", found.metadata.get("num_warmup")) for part in found.metadata["parts"]]
-    assert all(count in LENGTHS for count in counts)
-    assert_same(sample(HMC(normal), seed=3, store=tmp_path / "s", **options), found)

@@ -32,7 +32,7 @@ def network() -> BayesianModel:
 
 
 def choice(model, *args, num_chains=None, **options) -> Settings:
-    return chosen(Settings(NUTS(model), args, engine="eager", **options), num_chains)
+    return chosen(Settings(NUTS(model), args, engine="eager", **options), num_chains)[0]
 
 
 @pytest.mark.parametrize(("dim", "mass"), [(DENSE, "dense"), (DENSE + 1, "diagonal")])
@@ -72,18 +72,6 @@ def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     # At least 1,000 effective draws: six standard errors.
     assert abs(posterior.samples["mean"].mean() - y.sum() / precision) < 6 / (precision * 1000) ** 0.5
     assert posterior.samples["mean"].std() == pytest.approx(precision**-0.5, rel=6 / 2000**0.5)
-
-
-def test_arguments_of_the_model_come_after_it_and_keywords_in_their_mapping():
-    def model(x, num_samples=1):
-        assert num_samples == 7
-        pyro.sample("w", dist.Normal(x, 1.0))
-
-    options = {"num_samples": 2, "num_warmup": 2, "progress": False}
-    for first in (model, NUTS(model)):
-        assert sample(first, torch.zeros(()), kwargs={"num_samples": 7}, **options).num_samples == 2
-    with pytest.raises(TypeError, match="args"):
-        sample(model, **{"args": (torch.zeros(()),), **options})
 
 
 @pytest.mark.filterwarnings("ignore:draws are evaluated one after another")

@@ -40,12 +40,6 @@ def expected() -> Posterior:
     return sample(KERNEL, X, Y, **QUICK)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 # here ---------------------------------------------------------------------------------------------------------------
 
 
@@ -166,13 +160,6 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
 
 
 # other processes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_process_pool_gives_the_draws_of_one_process(pool, expected, tmp_path):
-    assert_same_draws(sample(KERNEL, X, Y, executor=pool, **QUICK), expected)
-    stored = sample(KERNEL, X, Y, executor=pool, store=tmp_path / "s", **QUICK)
-    assert_same_draws(stored, expected)
 
 
 @pytest.mark.cpu

@@ -167,28 +167,6 @@ def test_draws_added_later_are_those_of_a_longer_run(name, tmp_path):
     assert_same_draws(Posterior.load(tmp_path / "s"), whole)
 
 
-def test_a_kill_between_commits_goes_back_to_the_last_one(tmp_path, monkeypatch):
-    """Without a chance to commit: what is on disk is what the last commit wrote and some draws that it didn't name."""
-    whole = unbroken("HMC", 1)
-    steps, advance = [0], Run._advance
-
-    def dying(self):
-        steps[0] += 1
-        if steps[0] in (20, 35):
-            self.recorder.failed = True  # nothing more is written, as if the process were gone
-            raise Killed
-        advance(self)
-        if self.at.iteration % 7 == 0:
-            self.recorder._next_commit = 0.0
-
-    monkeypatch.setattr(Run, "_advance", dying)
-    for _ in range(2):
-        with pytest.raises(Killed):
-            run("HMC", seed=1, store=tmp_path / "s")
-    assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), whole)
-    assert steps[0] > TOTAL + 2  # some iterations were done again
-
-
 @pytest.mark.cpu
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the child uses one thread of PyTorch's
@@ -285,18 +263,6 @@ def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after)
     assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), unbroken("HMC", 1))
 
 
-def test_ctrl_c_while_sampling_returns_the_stored_draws_and_says_how_to_go_on(tmp_path, break_after):
-    break_after(24 + 7, KeyboardInterrupt)
-    kernel = hmc()
-    with pytest.warns(RuntimeWarning, match=r"3 of 8 draws of each chain; the same call resumes"):
-        posterior = sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK)
-    assert posterior.num_samples == 3
-    assert posterior.metadata["interrupted"]
-    whole = sample(kernel, Y, seed=1, **QUICK)
-    assert torch.equal(posterior.samples["c"], whole.samples["c"][:, :3])
-    assert_same_draws(sample(kernel, Y, seed=1, store=tmp_path / "s", **QUICK), whole)
-
-
 # another run --------------------------------------------------------------------------------------------------------
 
 
@@ -309,9 +275,6 @@ CHANGES = {
     "settings.target_accept: 0.9 there, 0.8 here": lambda: (hmc(target_accept=0.8), (Y,), {}),
     "data: ": lambda: (hmc(), (Y + 1e-3,), {}),
     r"sites.a: \[2\] there, \[3\] here": lambda: (HMC(other_sites, num_steps=2), (), {}),
-    "num_chains: 3 there, 4 here": lambda: (hmc(), (Y,), {"num_chains": 4}),
-    "num_warmup: 24 there, 25 here": lambda: (hmc(), (Y,), {"num_warmup": 25}),
-    "thinning: 2 there, 1 here": lambda: (hmc(), (Y,), {"thinning": 1}),
     "seed: 1 there, 2 here": lambda: (hmc(), (Y,), {"seed": 2}),
     "dtype: 'float32' there, 'float64' here": lambda: (hmc(), (Y,), {"dtype": torch.float64}),
     "initial: None there, 'prior' here": lambda: (hmc(), (Y,), {"initial": "prior"}),

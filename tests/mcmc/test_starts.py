@@ -1,7 +1,5 @@
 """The starts of chains: each kind of ``initial`` gives the points that it names."""
 
-import warnings
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -102,11 +100,6 @@ def with_a_mask() -> None:
         pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.ones(4), obs_mask=torch.tensor([True, True, False, True]))
 
 
-def with_a_flat_prior() -> None:
-    rate = pyro.sample("rate", dist.ImproperUniform(dist.constraints.positive, (), ()))
-    pyro.sample("count", dist.Poisson(rate), obs=torch.tensor(3.0))
-
-
 @pytest.mark.parametrize("initial", [None, "prior", "weights"])
 @pytest.mark.parametrize(
     ("model", "words"),
@@ -121,9 +114,3 @@ def test_entries_on_which_the_density_does_not_depend_are_named_once_before_samp
     with pytest.warns(RuntimeWarning, match=f"doesn't depend on {words}") as told:
         starting_points(density, 4, initial)
     assert len(told) == 1
-
-
-def test_a_flat_prior_of_what_the_data_tell_is_no_such_entry():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        starting_points(Density(with_a_flat_prior), 4)
