@@ -8,79 +8,54 @@ Registering the two schemas without a kernel lets the import through; calling su
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import importlib.util
 import sys
 from types import ModuleType
 
 import torch
 
-_BOXES_TO_KEEP = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_OPERATORS = {"torchvision::nms": _BOXES_TO_KEEP, "torchvision::qnms": _BOXES_TO_KEEP}
+_OPERATORS = ("torchvision::nms", "torchvision::qnms")
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def import_torchvision() -> ModuleType:
     """``import torchvision``, also beside a torch that its compiled operators don't fit.
 
-    If torchvision imports by itself, nothing else is done.
-
     :raises ImportError: if torchvision is missing, or fails for any other reason than its missing operators; it says
         what to install.
     """
-    if (loaded := sys.modules.get("torchvision")) is not None:
-        return loaded
-    if not is_installed():
-        raise ImportError(
-            "torchvision isn't installed, which reads image data and makes its networks; pip install "
-            f"'pyro-symmetric[vision]' brings it, or {_advice()}"
-        )
+    with contextlib.suppress(RuntimeError):
+        return _imported()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[
+            name
+        ]  # Python drops only the package whose import failed, not the submodules that it had loaded
+    for name in _OPERATORS:
+        with contextlib.suppress(RuntimeError):  # of one that is registered
+            torch.library.define(name, _SCHEMA)
     try:
-        return importlib.import_module("torchvision")
+        return _imported()
     except RuntimeError as error:
-        if "does not exist" not in str(error):
-            raise _unfit(error) from error
-    except OSError as error:  # a library of another CUDA release
-        raise _unfit(error) from error
-    _forget_half_imported()
-    for name, schema in _OPERATORS.items():
-        if not _is_registered(name):
-            torch.library.define(name, schema)
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError as error:
-        raise _unfit(error) from error
+        raise ImportError(f"torchvision can't be imported ({error}); {_advice()}") from error
 
 
-def is_installed() -> bool:
-    """True if there is a torchvision, sound or not."""
-    loaded = sys.modules.get("torchvision") is not None
-    return loaded or importlib.util.find_spec("torchvision") is not None
+def _imported() -> ModuleType:
+    try:
+        return importlib.import_module("torchvision")
+    except (ImportError, OSError) as error:  # it is missing, or a library of another CUDA release
+        raise ImportError(f"torchvision can't be imported ({error}); {_advice()}") from error
 
 
 def prepare_torchvision() -> None:
     """To call before an import of torchmetrics or Lightning, which import torchvision if there is one, and fail with
     it."""
-    if is_installed():
+    with contextlib.suppress(ImportError):
         import_torchvision()
-
-
-def _unfit(error: Exception) -> ImportError:
-    return ImportError(f"torchvision can't be imported beside torch {torch.__version__} ({error}); {_advice()}")
 
 
 def _advice() -> str:
     """The command that installs the torchvision that belongs to this torch."""
     build = str(torch.__version__).partition("+")[2]
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return f"install the release that belongs to this torch: pip install --force-reinstall --no-deps torchvision{index}"
-
-
-def _forget_half_imported() -> None:
-    """Python drops only the package whose import failed, not the submodules that it had already loaded."""
-    for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[module]
-
-
-def _is_registered(name: str) -> bool:
-    namespace, operator = name.split("::")
-    return hasattr(getattr(torch.ops, namespace), operator)
+    return f"install the release that belongs to this torch: pip install --no-deps torchvision{index}"

@@ -42,8 +42,6 @@ def test_data_sets_models_and_torchmetrics_are_usable_in_a_fresh_process():
 
 def test_without_torchvision_the_sentence_says_what_to_install_and_what_needs_none_does_without(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.delitem(sys.modules, "torchvision")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install"):
         import_torchvision()
     prepare_torchvision()
