@@ -6,10 +6,9 @@ A vector concatenates sites in a fixed order. If supports are given, it holds un
 
 .. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))| + \log|\det g| .
 
-It vanishes for permutations and signs if ``t`` works entry by entry (positive sites), and also for stick-breaking
-(simplex sites), which doesn't commute with permutations but whose determinant, the product of all entries of ``w``, is
-symmetric; the formula is evaluated all the same, for supports where it doesn't vanish. Scales contribute
-:math:`\log|\det g|`, the sum of all log-multipliers.
+It vanishes for permutations and signs if ``t`` works entry by entry, and also for stick-breaking, whose determinant,
+the product of all entries of ``w``, is symmetric. Scales contribute :math:`\log|\det g|`, the sum of all
+log-multipliers.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ class Action:
         vector holds unconstrained coordinates.
     :param shapes: shapes of (constrained) sites that the group doesn't know, and that it therefore leaves alone.
     :ivar layout: the :class:`~pyro_symmetric.layout.Layout` of the vector.
-    :ivar nonlinear_sites: sites on whose unconstrained coordinates the group acts through a bijection there and back,
-        as on a simplex whose entries are permuted. Elements move and multiply the coordinates of all others.
-    :ivar simplex_sites: those of them whose values lie on a simplex, or on one for each row.
+    :ivar nonlinear_sites: sites on which the group acts through a bijection there and back, as on a simplex whose
+        entries are permuted; ``simplex_sites``: those of them whose values lie on a simplex, or on one for each row.
     :raises ValueError: if the group acts on a site that isn't among ``sites``, or doesn't know one whose shape isn't
         given; if it flips or scales a site whose support isn't all real numbers.
     """
@@ -77,11 +75,7 @@ class Action:
         return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
 
     def __call__(self, vector: Tensor, element: Element) -> Tensor:
-        """Act on vectors; batch shapes broadcast.
-
-        Where a bijection is needed, it is computed in float64: near the boundary of a simplex, in float32, a bijection
-        and its inverse lose the value.
-        """
+        """Act on vectors; batch shapes broadcast. Bijections are computed in float64, as those of simplices need it."""
         if vector.shape[-1:] != (self.dim,):
             raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)

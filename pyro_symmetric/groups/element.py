@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups.places import along_axis, permute_axes
-from pyro_symmetric.groups.units import MOVES, Move
+from pyro_symmetric.groups.units import MOVES, Axis, Move
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
@@ -223,9 +223,7 @@ class Element:
     # action ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
-        """Act on weights: ``batch_shape`` of the result is that of the element and of the weights, broadcast.
-
-        Sites that the group doesn't move are passed on, expanded to the same batch shape; dtypes stay.
+        """Act on weights; sites that the group doesn't move are expanded to the same batch shape, dtypes stay.
 
         :raises ValueError: if sites are missing, running statistics included, or don't fit; or another network's.
         """
@@ -265,12 +263,8 @@ class Element:
         return permute_axes(value, {dim: self.axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
 
     def axis_index(self, site: str, dim: int) -> Tensor:
-        """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis receives what was at ``index[i]``.
-
-        :param dim: the axis, counted in the group's view of the site, see ``group.view``.
-        """
-        length = self.group.view_shapes[site][dim]
-        every = full = torch.arange(length, device=self.device).expand(*self.batch_shape, -1)
+        """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis of the view receives what was there."""
+        length, full = self.group.view_shapes[site][dim], None
         for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
             if "permute" not in self.group[name].moves:
                 continue
@@ -279,30 +273,42 @@ class Element:
             if not axis.fills(length):
                 places = axis.index.T.to(step.device)  # of each unit
                 came = places[step].flatten(-2)
-                step = every.clone().scatter_(-1, places.reshape(-1).expand(came.shape), came)
-            full = step if full is every else step.gather(-1, full)
-        return full
+                every = torch.arange(length, device=step.device).repeat(*self.batch_shape, 1)
+                step = every.scatter_(-1, places.reshape(-1).expand(came.shape), came)
+            full = step if full is None else step.gather(-1, full)
+        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if full is None else full
 
     def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The factor of each position of this axis before it is permuted: ``batch_shape + (length,)``.
-
-        :param dtype: computed in at least this precision.
-        """
-        factor = torch.ones(self.group.view_shapes[site][dim], dtype=dtype, device=self.device)
-        slots, exponents = self.group.multiplied(site, dim, self.device)
-        if "scale" in self.numbers:
-            logs = _at(self.numbers["scale"], slots, 0.0)
-            logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
-            factor = factor * (logs * exponents.to(logs)).sum(-2).exp()
-        if "flip" in self.numbers:
-            factor = factor * torch.where(exponents % 2 == 1, _at(self.numbers["flip"], slots, 1.0), 1.0).prod(-2)
-        return factor.expand(*self.batch_shape, -1)
+        """The factor of each position before it is permuted, ``batch_shape + (length,)``, in this precision or more."""
+        length = self.group.view_shapes[site][dim]
+        factor = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
+        for name, axis in self.group.members(site).get(dim, []):
+            moves = self.group[name].moves
+            if axis.exponent and "scale" in moves:
+                logs = self._laid_out("scale", name, axis, length)
+                logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
+                factor = factor * (axis.exponent * logs).exp()
+            if axis.exponent % 2 and "flip" in moves:
+                factor = factor * self._laid_out("flip", name, axis, length)
+        return factor
 
     def axis_shift(self, site: str, dim: int) -> Tensor:
         """The summand at each position of this axis, added first of all: ``batch_shape + (length,)``."""
-        if "shift" not in self.numbers:
-            return torch.zeros(self.group.view_shapes[site][dim], device=self.device)
-        return _at(self.numbers["shift"], self.group.multiplied(site, dim, self.device)[0], 0.0).sum(-2)
+        length = self.group.view_shapes[site][dim]
+        total = torch.zeros(*self.batch_shape, length, device=self.device)
+        for name, axis in self.group.members(site).get(dim, []):
+            if "shift" in self.group[name].moves:
+                total = total + self._laid_out("shift", name, axis, length)
+        return total
+
+    def _laid_out(self, move: Move, name: str, axis: Axis, length: int) -> Tensor:
+        """Numbers of units at the positions of an axis, those that move nothing elsewhere."""
+        own = self.numbers[move][..., self.group.slots[name]]
+        if axis.fills(length):
+            return own
+        full = own.new_full((*self.batch_shape, length), float(move == "flip"))
+        full[..., axis.index.to(own.device)] = own.unsqueeze(-2)
+        return full
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
@@ -324,10 +330,7 @@ def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: st
 
 
 def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | None) -> ByName:
-    """A user's numbers for one move, as tensors.
-
-    :raises ValueError: if units are unknown or don't admit the move, or numbers aren't what they must be.
-    """
+    """A user's numbers for one move, as tensors that are what they must be."""
     found = {}
     for name, value in (given or {}).items():
         if move not in group[name].moves:
@@ -351,9 +354,3 @@ def _carried(group: Group, images: Tensor) -> Tensor:
     """The place that each unit comes from if only what it lies inside moves, as images tell."""
     _, parent, size = group.nesting.to(images.device)
     return torch.arange(group.size, device=images.device) + size * (images[..., parent] - parent)
-
-
-def _at(numbers: Tensor, slots: Tensor, filler: float) -> Tensor:
-    """Numbers of units at the positions of an axis, ``batch_shape + slots.shape``; ``filler`` where no unit lies."""
-    known = torch.cat([numbers, numbers.new_full((*numbers.shape[:-1], 1), filler)], -1)
-    return known[..., slots]

@@ -28,8 +28,7 @@ class Axis:
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. A plain axis is
-        ``arange(n)[None]``; a flattened channel of ``hw`` pixels has ``hw`` rows; positions that aren't listed stay.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``; others stay.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
         unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for what no multiplier touches.
     :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
@@ -82,9 +81,8 @@ class Axis:
 class Units:
     """A named set of interchangeable things: hidden units, heads, mixture components, factors.
 
-    Units may lie inside others: the rows of every attention head are ``Units("rows", size=d, parent="heads",
-    copies=H)``, one copy of ``d`` units in each head. Unit ``i`` of copy ``c`` has the number ``c * size + i`` in the
-    indices of the axes. A multiplier that rides along with other units is a set of one unit inside each of them.
+    Units may lie inside others: the rows of every attention head are ``Units("rows", d, parent="heads", copies=H)``,
+    and row ``i`` of head ``c`` has the number ``c * d + i`` in the indices of the axes.
 
     >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
     >>> units = ps.Units("hidden", 3, (rows,))
@@ -95,8 +93,7 @@ class Units:
     :param parent: the units inside which these lie, if any.
     :param copies: the number of the parent's units; without a parent, of copies that move independently.
     :param moves: what the units may do: exchange places within their copy (``"permute"``), flip their sign
-        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``); nothing,
-        if they only say what lies inside what.
+        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``).
     """
 
     name: str
@@ -133,10 +130,7 @@ class Units:
 
 
 def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
-    """One move, or several, as a set.
-
-    :raises ValueError: if there is none, or one is unknown.
-    """
+    """One move, or several, as a set: at least one."""
     moves = [value] if isinstance(value, str) else list(value)
     if not moves or not set(moves) <= set(MOVES):
         raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
@@ -168,8 +162,8 @@ def outer_first(units: Sequence[Units]) -> dict[str, Units]:
 def with_moves(units: Sequence[Units]) -> list[Units]:
     """Units that have a move, with the axes that it touches; outer ones come first, as they were given.
 
-    Units that lie between others that move, and have no move themselves, stay with all their axes: they still carry
-    those inside. What lies inside nothing that permutes has no parent.
+    Units without a move of their own stay, with all axes, if they carry others. Inside what nothing permutes there is
+    no parent.
     """
     carried: set[str | None] = set()
     for one in units:
@@ -186,10 +180,7 @@ def with_moves(units: Sequence[Units]) -> list[Units]:
 
 
 def table(units: Mapping[str, Units]) -> list[str]:
-    """Lines with aligned columns: the units, their number, their moves, the axes along which they lie.
-
-    Units that lie inside others stand below them, indented.
-    """
+    """Lines with aligned columns; units that lie inside others stand below them, indented."""
     rows = [("units", "number", "moves", "axes")]
 
     def add(parent: str | None, indent: str) -> None:

@@ -45,11 +45,6 @@ def test_separated_keys_are_not_warned_of(key):
         canonicalize(scattered(LINE, 8, 100), GROUP, key)
 
 
-def test_sorting_one_number_mixes_nothing():
-    group = Group.declare({"w": ("k",)}, {"w": torch.Size((5,))})
-    assert uncertain_share(canonicalize({"w": torch.randn(1000, 5)}, group), group, 1) < 0.05
-
-
 @pytest.mark.stochastic
 def test_the_share_is_that_of_draws_whose_labels_have_lower_odds_than_some_exchange():
     form = canonicalize(scattered(SQUARE, 240), GROUP, "first", warn=False)

@@ -83,15 +83,6 @@ def test_holding_keeps_what_leaves_the_statistics_as_they_are():
     assert new.holding(fresh).permutations.factors == {"3": 4}
 
 
-def test_comparisons_and_measures_of_weights_take_those_without_statistics():
-    net = normalised(trained=False)
-    symmetry = find_symmetry(net, torch.randn(7, 3, dtype=torch.float64))
-    p, q = draws(net), draws(net)
-    moved = symmetry.without_buffers().permutations.sample((6,))(p)
-    framed, again = (ps.mmd(*ps.common_frame(own, q, symmetry.permutations))["mean"] for own in (p, moved))
-    assert framed == pytest.approx(again)
-
-
 # another network's ---------------------------------------------------------------------------------------------------
 
 
@@ -168,11 +159,3 @@ def test_other_sites_of_a_model_are_passed_on():
     state = net.state_dict()
     found = find_symmetry(net, torch.randn(5, 3)).permutations.sample()(state)
     assert found["1.num_batches_tracked"].shape == ()
-
-
-def test_second_names_of_tied_parameters_are_refused():
-    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    net[2].bias = net[0].bias
-    symmetry = find_symmetry(net, torch.randn(5, 3))
-    with pytest.raises(ValueError, match=r"\['2.bias'\].*tied"):
-        symmetry.sample()(net.state_dict())

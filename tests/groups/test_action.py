@@ -9,7 +9,7 @@ from torch.func import jacrev
 
 from pyro_symmetric.groups import Action, Group
 
-from .cases import GROUPS, close, factors, units, weights_of
+from .cases import GROUPS, close, units, weights_of
 
 BATCHES = [((), (6,)), ((6,), ()), ((4, 1), (3,)), ((2,), (2,))]
 
@@ -99,17 +99,6 @@ def test_the_log_determinant_on_constrained_sites_is_that_of_the_jacobian(suppor
     for k in range(4):
         torch.testing.assert_close(found[k], by_jacobian(action, u, g.select(k)), rtol=1e-8, atol=1e-8)
     assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
-
-
-def test_sites_that_the_group_does_not_know_stay():
-    group = factors()
-    action = Action(group, ["noise", *group.site_shapes], {"noise": torch.Size([])})
-    vector, g = torch.randn(4, action.dim, dtype=torch.float64), group.sample((4,))
-    moved = action.layout.unflatten(action(vector, g))
-    assert torch.equal(moved["noise"], vector[:, 0])
-    assert close(
-        {s: moved[s] for s in group.site_shapes}, g({s: action.layout.unflatten(vector)[s] for s in group.site_shapes})
-    )
 
 
 def test_gradients_pass_through_the_action():

@@ -13,7 +13,6 @@ from pyro_symmetric.groups import Axis, Group, Units
 
 from .cases import (
     GROUPS,
-    alike,
     attend,
     attention,
     close,
@@ -21,7 +20,6 @@ from .cases import (
     grouped,
     plain,
     weights_of,
-    wreath,
 )
 
 SEEDS = st.integers(0, 2**31 - 1)
@@ -31,23 +29,6 @@ quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 # acting ---------------------------------------------------------------------------------------------------------------
-
-
-@quick
-@given(shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4)), seed=SEEDS)
-def test_units_inside_units_act_inside_first_and_then_outside(shape, seed):
-    """(p . w)[g, h, i] is the entry [s(g), m(s(g), h), c(s(g), m(s(g), h), i)] of w, by definition."""
-    torch.manual_seed(seed)
-    group, (outer, middle, inner) = wreath(*shape), shape
-    p, w = group.sample(), weights_of(group)
-    assert p["groups"].shape == (outer,)
-    assert p["heads"].shape == ((outer, middle) if outer > 1 else (middle,))
-    heads = p["heads"].view(outer, middle)
-    for site, rows in (("key", "key rows"), ("value", "value rows")):
-        own, images = p(w)[site].unflatten(0, shape), p[rows].view(outer, middle, inner)
-        for g, h, i in itertools.product(*map(range, shape)):
-            g_, h_ = int(p["groups"][g]), int(heads[p["groups"][g], h])
-            assert torch.equal(own[g, h, i], w[site].unflatten(0, shape)[g_, h_, images[g_, h_, i]])
 
 
 @quick
@@ -87,13 +68,6 @@ def test_networks_with_units_inside_units_do_not_change(make, function):
         assert not any(torch.allclose(one[site], weights[site]) for site in group.sites)
 
 
-def test_an_index_of_blocks_moves_blocks_and_leaves_the_rest():
-    # Two channels of three pixels, flattened, behind one position that stays.
-    index = torch.tensor([[1, 4], [2, 5], [3, 6]])
-    group = Group([Units("channel", 2, (Axis("w", 0, index),))], {"w": (7,)})
-    assert group.element({"channel": [1, 0]})({"w": torch.arange(7)})["w"].tolist() == [0, 4, 5, 6, 1, 2, 3]
-
-
 def test_permuted_values_are_copied_bit_by_bit():
     """Also where scales act around an epsilon: adding and subtracting it would round."""
     group = GROUPS["normalised"]()
@@ -115,20 +89,6 @@ def test_batches_of_elements_and_weights_broadcast_like_a_loop(name, element, ba
 
 
 # the group ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_element_is_its_permutation_times_its_multiplier_times_its_shift():
-    for make in GROUPS.values():
-        group = make()
-        g, weights = group.sample(dtype=torch.float64), weights_of(group)
-        parts = [
-            group.permutations.element(g.permutations),
-            group.restricted("flip", "scale").element(signs=g.signs, log_scales=g.log_scales),
-            group.shifts.element(shifts=g.shifts),
-        ]
-        assert close(parts[0](parts[1](parts[2](weights))), g(weights))
-        parts = [part.within(group) for part in parts]
-        assert alike(parts[0] @ parts[1] @ parts[2], g) or group.moves <= {"permute"}
 
 
 def test_elements_of_different_groups_do_not_compose(mlp):

@@ -21,7 +21,6 @@ from .cases import (
     ALL,
     GROUPS,
     alike,
-    apart,
     by_loops,
     close,
     grouped,
@@ -29,16 +28,7 @@ from .cases import (
     plain,
     units,
     weights_of,
-    wreath,
 )
-
-
-def heads(rows_in_each: int = 2, number: int = 3) -> Group:
-    """Rows inside heads, on one site."""
-    n = rows_in_each * number
-    blocks = torch.arange(n).view(number, rows_in_each).T
-    inner = Units("row", rows_in_each, (Axis("w", 0, plain(n)),), "head", number)
-    return Group([inner, Units("head", number, (Axis("w", 0, blocks),))], {"w": (n,)})
 
 
 def number_of_images(elements, weights) -> int:
@@ -109,33 +99,6 @@ def test_draws_are_uniform_over_the_group(moves, size, bound):
     assert float(((counts - 1000) ** 2 / 1000).sum()) < bound
 
 
-@pytest.mark.stochastic
-def test_products_of_draws_are_uniform_over_units_inside_units():
-    group = heads()
-    moved = (group.sample((24_000,)) @ group.sample())({"w": torch.arange(6)})["w"]
-    counts = moved.unique(dim=0, return_counts=True)[1].double()
-    assert len(counts) == 48
-    # Chi-squared with 47 degrees of freedom: above 100 with probability 1e-5.
-    assert float(((counts - 500) ** 2 / 500).sum()) < 100
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("part", ["log_scales", "shifts"])
-def test_log_scales_and_shifts_are_normal_with_the_given_spread(part):
-    group = Group(
-        [
-            units("scaled", 50, [("w", 0, 1)], {"scale"}),
-            Units("shifted", 50, (Axis("v", 0, plain(50)),), moves=frozenset({"shift"})),
-        ],
-        {"w": (50,), "v": (50,)},
-    )
-    (drawn,) = getattr(group.sample((2000,), spread=0.5, dtype=torch.float64), part).values()
-    # 100,000 draws; five standard errors.
-    assert abs(float(drawn.mean())) < 0.008
-    assert abs(float(drawn.std()) - 0.5) < 0.006
-    assert group.sample(spread=0.0).equal(group.identity())
-
-
 # normalisation --------------------------------------------------------------------------------------------------------
 
 
@@ -200,23 +163,6 @@ def test_units_that_are_left_out_stay_while_others_move(name):
                 assert close({s: v[k] for s, v in g(weights).items()}, by_loops(g.select(k), weights))
 
 
-def test_units_that_do_not_move_themselves_still_carry_what_lies_inside_them():
-    group = wreath(2, 2, 2, ALL)
-    part = group.without(["heads"])
-    assert "heads" in part.units
-    assert "heads" not in part.factors
-    assert part["heads"].axes == group["heads"].axes
-    assert Group.from_dict(part.to_dict()) == part
-    assert part["key rows"].parent == "heads"
-    assert part.ancestors("key rows") == ("heads", "groups")
-    assert part.order() == 2 * 2 ** (2 * 4) * 2 ** (2 * 8)
-    outermost = group.without(["groups"])
-    assert outermost["heads"].parent is None
-    assert outermost["heads"].shape == (2, 2)
-    assert set(group.without(["groups", "heads"]).units) == {"key rows", "value rows"}
-    assert group.without(["groups", "heads"])["key rows"].parent is None
-
-
 def test_sites_get_other_names():
     group = grouped()
     other = group.renamed(lambda site: f"net.{site}")
@@ -265,19 +211,6 @@ def row(**changes) -> Units:
     return replace(Units("row", 3, (Axis("w", 0, WHOLE),), "head", 2), **changes)
 
 
-NESTED: dict[str, Callable[[], list[Units]]] = {
-    "in too few copies": lambda: [HEAD, Units("row", 3, (Axis("w", 0, PLACE[:1]),), "head", 1)],
-    "in units that are not there": lambda: [row(parent="heads")],
-    "in a circle": lambda: [replace(HEAD, parent="row"), row()],
-}
-
-
-@pytest.mark.parametrize("where", NESTED)
-def test_units_lie_in_parents_that_are_there(where):
-    with pytest.raises(ValueError, match="row"):
-        Group(NESTED[where](), SHAPES)
-
-
 TANGLED: dict[str, Callable[[], list[Units]]] = {
     # Two permutations of the same positions that don't commute.
     "neighbours and halves": lambda: [
@@ -285,6 +218,8 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
         Units("b", 2, (Axis("w", 0, torch.tensor([[0, 3], [1, 4], [2, 5]])),)),
     ],
     "rows of heads that are not inside them": lambda: [HEAD, row(parent=None)],
+    "rows in too few copies": lambda: [HEAD, Units("row", 3, (Axis("w", 0, PLACE[:1]),), "head", 1)],
+    "rows in units that are not there": lambda: [row(parent="heads")],
     # Multipliers that permutations tear apart.
     "flips of what is exchanged apart": lambda: [
         units("a", 6, [("w", 0, 0)], {"permute"}),
@@ -329,20 +264,6 @@ def test_moves_that_commute_on_the_same_positions_are_a_group():
 # places ---------------------------------------------------------------------------------------------------------------
 
 
-def test_copies_without_a_parent_move_independently():
-    group = apart().permutations
-    assert group.order() == 4
-    moved = group.enumerate()({"w": torch.arange(9).unsqueeze(-1).expand(9, 2), "v": torch.zeros(1)})["w"][..., 0]
-    assert sorted(moved.tolist()) == sorted(
-        [
-            [0, 1, 2, 3, 4, 5, 6, 7, 8],
-            [2, 3, 0, 1, 4, 5, 6, 7, 8],
-            [0, 1, 2, 3, 4, 7, 8, 5, 6],
-            [2, 3, 0, 1, 4, 7, 8, 5, 6],
-        ]
-    )
-
-
 def test_groups_of_inference_mode_can_be_trained_with_afterwards():
     with torch.inference_mode():
         axis = Axis("w", 0, torch.tensor([[2, 0, 1]]), 1)
@@ -352,3 +273,61 @@ def test_groups_of_inference_mode_can_be_trained_with_afterwards():
     own, acted = rows(w, part["k"].axes[0], 2), part.sample()({"w": w})["w"]
     (own.square().sum() + acted.sum()).backward()
     torch.testing.assert_close(w.grad, 2 * w.detach() + 1)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        Axis("nowhere", 0, plain(3)),
+        Axis("a", 1, plain(3)),
+        Axis("a", 0, plain(3), span=2),
+        Axis("a", 0, torch.tensor([[1, 2, 3]])),
+        Axis("a", 0, torch.tensor([[0, 1, -1]])),
+        Axis("a", 0, torch.tensor([[1, 1, 2]])),
+    ],
+    ids=["site", "dim", "span", "outside", "negative", "twice"],
+)
+def test_axes_that_do_not_fit_their_sites_are_refused(axis):
+    with pytest.raises(ValueError, match="'unit'"):
+        Group([Units("unit", 3, (axis,))], {"a": (3,)})
+
+
+# declared groups ------------------------------------------------------------------------------------------------------
+
+AXES = {"loadings": (None, "factor"), "scores": ("factor", "group"), "scale": (None,)}
+DECLARED = {"loadings": (4, 3), "scores": (3, 2), "scale": (4,), "other": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("moves", "order"),
+    [
+        ("permute", 6 * 2),
+        ("flip", 2**5),
+        (("permute", "flip"), 6 * 2 * 2**5),
+        ({"factor": "flip", "group": "permute"}, 2**3 * 2),
+        ({"factor": ("permute", "flip"), "group": ("permute",)}, 6 * 2**3 * 2),
+    ],
+)
+def test_moves_are_those_of_all_units_or_of_each(moves, order):
+    group = Group.declare(AXES, DECLARED, moves=moves)
+    assert group.order() == order
+    weights = weights_of(group)
+    images = group.enumerate()(weights)
+    distinct = torch.cat([value.flatten(1) for value in images.values()], 1).unique(dim=0)
+    assert len(distinct) == order
+    g, h = group.sample((20,)), group.sample((20,))
+    assert close((g @ h)(weights), g(h(weights)))
+
+
+def test_even_sites_are_exchanged_and_not_flipped():
+    axes = {"loadings": (None, "factor"), "variances": ("factor",)}
+    shapes = {"loadings": (4, 3), "variances": (3,)}
+    both = Group.declare(axes, shapes, moves=("permute", "flip"), even=["variances"])
+    weights = {site: value.abs() for site, value in weights_of(both).items()}
+    moved = both.sample((50,))(weights)
+    assert bool((moved["variances"] > 0).all())
+    assert bool((moved["loadings"] < 0).any())
+    assert both.sites == ("loadings", "variances")
+    assert both.signs.sites == ("loadings",)
+    flips = Group.declare(axes, shapes, moves="flip", even=["variances"])
+    assert flips.sites == ("loadings",)
