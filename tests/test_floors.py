@@ -67,7 +67,7 @@ INSIDE = {
         [WHOLE],
     ],
     "alignment": [
-        ["assignment", "gaussian", "proximity"],
+        ["assignment", "gaussian"],
         ["activations", "barrier", "features"],
         ["descent", "scales"],
         ["matching"],

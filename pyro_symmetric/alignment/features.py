@@ -102,16 +102,13 @@ COSTS = {
 CORRELATION = Cost(lambda reference, moved: -reference * moved)
 
 
-def require_fit(cost: str, group: Group, reference: GaussianWeights | None = None) -> None:
-    """:raises ValueError: if a cost has no least value over scales, or the reference no spread."""
+def require_fit(cost: str, group: Group) -> None:
+    """:raises ValueError: if a cost has no least value over scales."""
     if not COSTS[cost].squared and group.names("scale"):
         raise ValueError(
             f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and scales make any density as high "
             "as one likes: use cost='wasserstein', or the symmetry's .finite part"
         )
-    for site, scale in reference.scale.items() if reference and not COSTS[cost].squared else ():
-        if site in group.site_shapes and not bool((scale > 0).all()):
-            raise ValueError(f"reference has deviations of zero at site {site!r}; cost {cost!r} needs them positive")
 
 
 # reading --------------------------------------------------------------------------------------------------------------

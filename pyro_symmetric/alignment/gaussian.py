@@ -14,14 +14,14 @@ Reference: Rossi et al. 2023 (arXiv 2310.10171), section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoGuide
-from torch import Tensor, nn
+from torch import nn
 from torch.distributions import biject_to
 from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
@@ -81,11 +81,6 @@ class GaussianWeights:
         bijection = self.bijection(site)
         return shape if bijection is None else bijection.inverse_shape(shape)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> GaussianWeights:
-        """The same with all means and deviations changed alike."""
-        loc, scale = ({site: change(value) for site, value in part.items()} for part in (self.loc, self.scale))
-        return GaussianWeights(loc, scale, self.supports)
-
 
 @torch.no_grad()
 def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
@@ -120,7 +115,8 @@ def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch
     """The moments on the CPU, and the device that they came from: what decides step by step has a GPU wait at each."""
     gaussian = to_gaussian(weights, name)
     device = next((value.device for value in gaussian.loc.values()), torch.device("cpu"))
-    return (gaussian if device.type == "cpu" else gaussian.each(lambda value: value.cpu())), device
+    loc, scale = ({site: value.cpu() for site, value in part.items()} for part in (gaussian.loc, gaussian.scale))
+    return GaussianWeights(loc, scale, gaussian.supports), device
 
 
 def plain(weights: Any) -> Any:

@@ -122,11 +122,10 @@ class Frame:
         return arguments.instance("aligned", self.aligned, Posterior, "a Posterior, as align_many was given one")
 
     def __repr__(self) -> str:
-        steps = "converged" if self.converged else "cut short"
         ends = "" if self.starts_agree else f"; starts disagree, they end at {', '.join(f'{e:.4g}' for e in self.ends)}"
         return (
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
-            f"{len(self.history) - 1} rounds, {steps}{ends})"
+            f"{len(self.history) - 1} rounds, {'converged' if self.converged else 'cut short'}{ends})"
         )
 
 
@@ -195,7 +194,7 @@ def align_many(
             bar.update()
         best = min(ends, key=lambda one: one.history[-1])
         if best.history[-1] > rounds.given:  # the members came in a better frame than a start from any of them finds
-            best = rounds.settle(rounds.identity())
+            best = rounds.settle(rounds.still)
     rounds.place(best.element)
     element = recentred(best.element).within(group) @ scales
     element = reshaped(element, shape).to(device)
@@ -219,23 +218,21 @@ class _Rounds:
     """Members on their way into one frame.
 
     :param moments: site -> moments of all members, ``(channels, S, *site_shape)``.
-    :ivar given: the mean cost of the members as they came.
+    :ivar still: all members stay as they came; ``given``: their mean cost then.
     """
 
     def __init__(self, group: Group, objective: str, moments: Moments):
         self._group, self._cost = group.finite, COSTS[objective]
         self._count = next(iter(moments.values())).shape[1]
+        self.still = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
         scores = sum(u.count**2 * len(u.axes) for u in self._group.units.values() if "permute" in u.moves)
         together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
         self._chunks = torch.arange(self._count, device="cpu").split(together)
         self._moments = moments
-        self._source = self._present = {site: self._cost.of_source(value) for site, value in moments.items()}
+        self._source = {site: self._cost.of_source(value) for site, value in moments.items()}
+        self._present = dict(self._source)
         self.given = float(self.costs().mean())
-
-    def identity(self) -> Element:
-        """All members stay as they came."""
-        return self._group.identity((self._count,), dtype=torch.float64)
 
     def aligned_to_one(self) -> Element:
         """The elements that bring all members to one random one of them, measured by the spread of all."""
@@ -247,7 +244,7 @@ class _Rounds:
                 if dims := sorted(self._group.permutations.dims(site)):
                     scale = scale.square().mean([1 + dim for dim in dims], keepdim=True).sqrt()
                 alone[site] = torch.stack([alone[site][0], scale.expand_as(alone[site][0])])
-        found = self.identity()
+        found = self.still
         for rows in self._chunks:
             found = put(found, rows, self._descent(alone, rows).search(0)[0].element)
         return found
@@ -274,7 +271,8 @@ class _Rounds:
     def costs(self) -> Tensor:
         """The share of each member in its distance from the common reference, float64 ``(S,)``."""
         centre = self._centre({site: value.sum(1, keepdim=True) for site, value in self._present.items()}, self._count)
-        return torch.cat([self._cost.total(centre, _some(self._present, rows)) for rows in self._chunks])
+        parts = ({site: value[:, rows] for site, value in self._present.items()} for rows in self._chunks)
+        return torch.cat([self._cost.total(centre, part) for part in parts])
 
     def place(self, element: Element) -> None:
         """Move the members to where elements bring them."""
@@ -300,16 +298,12 @@ class _Rounds:
         return element
 
     def _descent(self, reference: Moments, rows: Tensor) -> Descent:
-        source = _some(self._source, rows)
+        source = {site: value[:, rows] for site, value in self._source.items()}
         return Descent(self._group, self._cost, reference, source, 0.1 * TOLERANCE)
 
     def _centre(self, total: Moments, count: int) -> Moments:
         """The reference that is best for as many members, whose features have this sum."""
         return {site: self._cost.centre(value / count) for site, value in total.items()}
-
-
-def _some(values: Moments, rows: Tensor) -> Moments:
-    return {site: value[:, rows] for site, value in values.items()}
 
 
 # what was given -------------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def align(
     narrow = max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     restarts = (RESTARTS if narrow else 0) if restarts is None else restarts
     (first, _), (second, device) = on_host(reference, "reference"), on_host(source, "source")
-    require_fit(cost, group, first)
+    require_fit(cost, group)
     if several := batch_shape_of(first, group, "reference"):
         raise ValueError(
             f"reference has batch shape {tuple(several)}; it must be one set of weights at a time; align_many brings a "

@@ -5,10 +5,8 @@ from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose
 from pyro_symmetric.compare.diversity import (
     FunctionalCollapse,
     functional_collapse,
-    mean_entropy,
     mutual_information,
     pairwise_mutual_information,
-    predictive_entropy,
 )
 from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
 from pyro_symmetric.compare.frames import common_frame
@@ -35,12 +33,10 @@ __all__ = [
     "invariance_tests",
     "kendall_tau",
     "marginal_wasserstein",
-    "mean_entropy",
     "mmd",
     "mmd_test",
     "mutual_information",
     "pairwise_mutual_information",
-    "predictive_entropy",
     "scores",
     "summary",
     "total_variation",

@@ -210,14 +210,14 @@ def _spaces(
     posterior: Posterior, symmetry: Any, model: Any, x: Any, given: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     """The spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
-    spaces = dict(given)
+    spaces = {WEIGHTS: given[WEIGHTS]}
     if symmetry is not None:
         spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
+    spaces |= given
     if PREDICTIONS not in given and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
         spaces[PREDICTIONS] = {PREDICTIONS: predict(posterior.samples, model, rows, kind="mean", progress=False)}
-    ordered = (name for name in (WEIGHTS, MODULO, DENSITY, PREDICTIONS) if name in spaces)
-    held = {name: {site: v for site, v in spaces[name].items() if v.numel()} for name in ordered}
+    held = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
     return {space: by_site for space, by_site in held.items() if by_site}
 
 

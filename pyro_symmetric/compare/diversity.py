@@ -22,16 +22,6 @@ from pyro_symmetric import arguments
 _CHUNK_ENTRIES = 2**22
 
 
-def predictive_entropy(probabilities: Tensor) -> Tensor:
-    """Entropy of the members' mean prediction ``(S, N, C)``, the total uncertainty: ``(N,)`` in nats, float64."""
-    return _entropy(members_of(probabilities).mean(0, dtype=torch.float64))
-
-
-def mean_entropy(probabilities: Tensor) -> Tensor:
-    """Mean entropy of the members' predictions ``(S, N, C)``, the uncertainty that no member resolves: ``(N,)``."""
-    return _entropy(members_of(probabilities)).mean(0)
-
-
 def mutual_information(probabilities: Tensor) -> Tensor:
     """Mutual information between prediction and member, for each input.
 
@@ -41,34 +31,28 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     :param probabilities: ``(S, N, C)``, members first, classes last.
     :returns: ``(N,)`` in nats, float64, never negative.
     """
-    return (predictive_entropy(probabilities) - mean_entropy(probabilities)).clamp(min=0)
+    p = members_of(probabilities)
+    return (entropy(p.mean(0, dtype=torch.float64)) - entropy(p).mean(0)).clamp(min=0)
 
 
 @torch.no_grad()
 def pairwise_mutual_information(probabilities: Tensor, name: str = "probabilities") -> Tensor:
     """Mutual information of every pair of members, averaged over inputs.
 
-    The time is that of ``S² N C / 2`` logarithms. Pairs are taken in blocks; the result alone has S² entries.
+    The time is that of ``S² N C / 2`` logarithms; one member is compared with all later ones at a time.
 
     :param probabilities: ``(S, N, C)``.
     :param name: what messages call them.
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
     """
-    if arguments.tensor(name, probabilities).dim() != 3:
-        raise ValueError(f"{name} has shape {tuple(probabilities.shape)}; it must be (members, inputs, classes)")
     p = members_of(probabilities, name).double()
-    members, inputs, classes = p.shape
-    flat, own = p.flatten(1), _entropy(p).sum(1)
+    members, inputs, _ = p.shape
+    width = max(1, _CHUNK_ENTRIES // p[0].numel())
+    flat, own = p.flatten(1), entropy(p).sum(1)
     result = p.new_zeros(members, members)
-    width = max(1, min(inputs * classes, _CHUNK_ENTRIES // members))  # columns of the flattened predictions
-    rows = max(1, _CHUNK_ENTRIES // (members * width))
-    for first in range(0, members, rows):
-        part = slice(first, first + rows)
-        for columns in flat.split(width, 1):
-            # the pairs (i, j) with j >= first suffice; the rest follows by symmetry
-            middle = (columns[part, None] + columns[None, first:]) / 2
-            result[part, first:] += torch.special.entr(middle).sum(-1)
-        result[part, first:] -= (own[part, None] + own[first:]) / 2
+    for k in range(members):
+        between = torch.cat([torch.special.entr((flat[k] + some) / 2).sum(-1) for some in flat[k:].split(width)])
+        result[k, k:] = between - (own[k] + own[k:]) / 2
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
 
@@ -141,5 +125,6 @@ def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
     return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
 
 
-def _entropy(p: Tensor) -> Tensor:
+def entropy(p: Tensor) -> Tensor:
+    """The entropy of class probabilities ``(..., C)`` in nats, float64."""
     return torch.special.entr(p.double()).sum(-1)

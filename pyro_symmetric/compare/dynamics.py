@@ -25,14 +25,12 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.weights import require_finite
 
-_CHUNK_ENTRIES = 2**24  # pairs of units at a time
-
 
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """Kendall's rank correlation between batches of permutations.
 
     Two orders of the same units, as :class:`~pyro_symmetric.groups.element.Element` holds them: entry ``i`` is the unit
-    in place ``i``. Time and memory are ``n²`` for each pair, by chunks; no loop over pairs.
+    in place ``i``. Time and memory are ``n²`` for each pair.
 
     >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))
     tensor([ 1.0000, -1.0000,  0.3333], dtype=torch.float64)
@@ -49,8 +47,7 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     # the places in the second order of the units in the first order's places: descents between these are swapped pairs
     places = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
     later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
-    parts = places.split(max(1, _CHUNK_ENTRIES // max(1, n * n)))
-    swapped = torch.cat([((part[:, :, None] > part[:, None, :]) & later).sum((1, 2)) for part in parts])
+    swapped = ((places[:, :, None] > places[:, None, :]) & later).sum((1, 2))
     return (1 - 4 * swapped.double() / max(1, n * (n - 1))).reshape(shape)
 
 

@@ -48,7 +48,8 @@ def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
     frame is a function of the set of draws, whichever chain or sample each belongs to. Scales stay as they are.
     """
     flat = samples_of(canonical)
-    order = _squared_norms(flat).argsort()
+    squares = [value.reshape(len(value), -1).square().sum(1, dtype=torch.float64) for value in flat.values()]
+    order = torch.stack(squares).sum(0).argsort()  # an invariant of each draw
     group = _comparing(group_of(symmetry, "symmetry").finite, flat)
     aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
     return as_given(canonical, _select(aligned, order.argsort()))
@@ -103,12 +104,6 @@ def _comparing(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Gro
     """The group as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
     group = group_of(symmetry, "symmetry")
     return group if all(site in weights for site in group.buffers) else group.without_buffers()
-
-
-def _squared_norms(weights: Mapping[str, Tensor]) -> Tensor:
-    """An invariant of each draw, ``(S,)``: what no permutation and no sign changes."""
-    parts = [value.reshape(len(value), -1).square().sum(1, dtype=torch.float64) for value in weights.values()]
-    return torch.stack(parts).sum(0)
 
 
 def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
 
 import torch
 
 from pyro_symmetric.compare.layers import samples_given
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import Draws
-from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, copied_chains, evenly_spaced
+from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.weights import require_finite
 
 
-def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatistics] | None = None) -> int:
+def independent_draws(posterior: Posterior) -> int:
     """Number of evenly spaced draws that may be taken as independent.
 
     Of independent rows all; of chains half of the smallest effective sample size over the weights, since draws that are
@@ -21,15 +21,13 @@ def independent_draws(posterior: Posterior, statistics: Mapping[str, ChainStatis
     The smallest is that of bulk and tails, of each weight and of its distance from its mean, and the number of draws:
     a test sees more than means, and a weight whose sign alternates may keep its size for long. Weights that never move
     are left out.
-
-    :param statistics: site -> its :func:`~pyro_symmetric.posterior.statistics.chain_statistics`, if they are at hand.
     """
     total = posterior.num_chains * posterior.num_samples
     if posterior.kind == "independent":
         return total
-    known = statistics or {site: chain_statistics(value) for site, value in posterior.samples.items()}
-    distances = ((v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in posterior.samples.values())
-    found = [*known.values(), *map(chain_statistics, distances)]
+    values = list(posterior.samples.values())
+    distances = ((v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in values)
+    found = map(chain_statistics, itertools.chain(values, distances))
     sizes = torch.cat([size.reshape(-1) for numbers in found for size in (numbers.ess_bulk, numbers.ess_tail)])
     worst = min(sizes[~sizes.isnan()].tolist(), default=0.0)
     return min(max(posterior.num_chains, int(worst) // 2), total)

@@ -178,7 +178,8 @@ def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> T
     """
     distances = distances.reshape(-1).double()
     smallest, largest = torch.stack(distances.aminmax()).tolist()
-    if smallest < FLOOR * largest and smallest < FLOOR * (median := _positive_median(distances)):
+    above = distances[distances > 0]
+    if smallest < FLOOR * largest and smallest < FLOOR * (median := float(above.median())):  # the lower one of two
         rank = math.floor(0.05 * distances.numel())
         smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
     if largest == 0:
@@ -189,12 +190,6 @@ def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> T
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _positive_median(distances: Tensor) -> float:
-    """The (lower) median of the distances above 0, of which there is one at least."""
-    zeros = int((distances == 0).sum())
-    return float(distances.kthvalue(zeros + (distances.numel() - zeros + 1) // 2).values)
 
 
 def _over_kernels(

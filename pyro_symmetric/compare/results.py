@@ -109,17 +109,9 @@ class Scores(dict[str, Any]):
         return plain(self)
 
     def __repr__(self) -> str:
-        """The numbers, one a line; curves are left out."""
-        return f"Scores\n{table(list(_numbers_of(self)), left=(0, 1))}"
-
-
-def _numbers_of(scores: Mapping[Any, Any], prefix: str = "") -> Any:
-    """Name and text of every number."""
-    for name, value in scores.items():
-        if isinstance(value, float):
-            yield f"{prefix}{name}", f"{value:.4g}"
-        elif isinstance(value, dict):
-            yield from _numbers_of(value, f"{prefix}{name} ")
+        """The single numbers, and the names of what else there is."""
+        numbers = [f"{name} {value:.4g}" for name, value in self.items() if isinstance(value, float)]
+        return f"Scores({', '.join([*numbers, *(name for name in self if not isinstance(self[name], float))])})"
 
 
 def by_part(parts: Parts) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.diversity import mean_entropy, members_of, predictive_entropy
+from pyro_symmetric.compare.diversity import entropy, members_of, mutual_information
 from pyro_symmetric.compare.results import Scores
 from pyro_symmetric.weights import require_finite
 
@@ -137,16 +137,13 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
 
     :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
-    :raises ImportError: if scikit-learn is missing.
     """
     for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
         if arguments.tensor(name, value).dim() != 1 or value.numel() == 0:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
     require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
-    try:
-        import sklearn.metrics as metrics
-    except ImportError as error:
-        raise ImportError("detection needs scikit-learn; pip install 'pyro-symmetric[study]' brings it") from error
+    from sklearn import metrics  # of the extra "study"
+
     score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
     positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
     false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
@@ -186,11 +183,9 @@ def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
 
 def _uncertainties(members: Tensor) -> dict[str, Tensor]:
     """Uncertainty score -> ``(N,)``, larger meaning more uncertain; mutual information only of two members or more."""
-    entropy = predictive_entropy(members)
-    scores = {"maximum_probability": 1 - members.mean(0, dtype=torch.float64).amax(-1), "entropy": entropy}
-    if len(members) > 1:
-        scores["mutual_information"] = (entropy - mean_entropy(members)).clamp(min=0)
-    return scores
+    mean = members.mean(0, dtype=torch.float64)
+    scores = {"maximum_probability": 1 - mean.amax(-1), "entropy": entropy(mean)}
+    return scores | ({"mutual_information": mutual_information(members)} if len(members) > 1 else {})
 
 
 def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Scores:

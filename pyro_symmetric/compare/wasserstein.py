@@ -12,8 +12,6 @@ marginals and different dependence are at distance 0.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -72,8 +70,6 @@ def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
     widths = torch.diff(ends, prepend=ends.new_zeros(1)).double() / (m * n)
     gaps = (x[(ends - 1) // n] - y[(ends - 1) // m]).abs()
     largest = gaps.amax(0)
-    if math.isinf(p):
-        return largest
     relative = torch.where(largest > 0, gaps / largest, gaps)  # whose powers neither overflow nor all vanish
     return largest * (widths @ relative**p) ** (1 / p)
 

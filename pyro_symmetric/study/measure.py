@@ -107,7 +107,7 @@ def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, pro
     """One row of the report, as JSON."""
     data, posterior, is_chain = problem.dataset, fit.posterior, fit.posterior.kind == "chains"
     chains = {site: chain_statistics(value) for site, value in posterior.samples.items()} if is_chain else {}
-    independent = max(2, independent_draws(posterior, chains)) if is_chain else draws.count
+    independent = max(2, independent_draws(posterior)) if is_chain else draws.count
     outside = None if data.ood_x is None else predictions(draws.raw, problem, data.ood_x)
     return {
         "draws": draws.count,

@@ -131,27 +131,3 @@ def test_anticorrelated_units_behind_a_normalisation_do_not_go_together_by_a_sig
         scores = tables(one, x, result.element(source), reference, symmetry.permutations)["3.weight"]
         assert result.cost == pytest.approx(-float(scores.diagonal().sum()))
         assert result.converged
-
-
-def test_signs_on_both_sides_of_a_normalisation_are_found():
-    net, x = normalised(nn.Tanh), torch.randn(100, 5, dtype=torch.float64)
-    symmetry = find_symmetry(net, x[:4])
-    weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-    source = symmetry.finite.sample().inverse()(weights)
-    result = align(source, weights, symmetry.finite, activations=(net, x))
-    assert result.cost == pytest.approx(-8.0)
-    moved = result.element(source)
-    scores = tables(net, x, moved, weights, symmetry.permutations)["3.weight"]
-    torch.testing.assert_close(scores.diagonal(), torch.ones(8, dtype=torch.float64))
-    torch.testing.assert_close(torch.func.functional_call(net, moved, (x,)), net(x))
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_several_sources_are_matched_as_each_alone(name):
-    net, x, symmetry, weights = moved_network(name)
-    group = symmetry.permutations
-    sources = {site: torch.randn(3, *value.shape, dtype=value.dtype) for site, value in weights.items()}
-    together = align(sources, weights, group, activations=(net, x))
-    for k in range(3):
-        alone = align({site: value[k] for site, value in sources.items()}, weights, group, activations=(net, x))
-        assert float(together.cost[k]) == pytest.approx(alone.cost, abs=1e-9)

@@ -112,19 +112,6 @@ def test_a_single_site_that_spreads_too_little_is_named_among_many_coordinates(d
     assert finding.value == pytest.approx(0.09, abs=0.05)
 
 
-def test_a_sampler_of_mini_batches_tells_of_disagreement_and_temperatures_at_once():
-    fine = {"virial": 1 + 0.1 * torch.randn(CHAINS, DRAWS), "diverging": torch.zeros(CHAINS, DRAWS, dtype=torch.bool)}
-    agree = {"w": torch.randn(CHAINS, DRAWS, 3)}
-    apart = {"w": agree["w"] + torch.arange(CHAINS)[:, None, None]}
-    assert sampler_failures(fine, True, agree) == []
-    assert [found.name for found in sampler_failures(fine, True, apart)] == ["weights"]
-    assert sampler_failures(fine, True) == []  # chains that needn't agree
-    cold = {**fine, "virial": 0.5 * fine["virial"]}
-    assert [found.name for found in sampler_failures(cold, True, agree)] == ["virial"]
-    few = {name: value[:, :10] for name, value in cold.items()}
-    assert sampler_failures(few, True, {"w": apart["w"][:, :10]}) == []
-
-
 def test_a_sampler_whose_chains_must_agree_tells_of_disagreement_and_heavy_tails():
     """R-hat of 64 converged entries of four chains of 100 draws is under 1.05 but once in 10,000 times."""
     diverging, agree = torch.zeros(4, 100, dtype=torch.bool), {"w": torch.randn(4, 100, 64)}

@@ -82,20 +82,6 @@ def test_chains_in_modes_that_predict_differently_are_told_apart_from_copies(mod
     assert not result.ok
 
 
-@pytest.mark.stochastic
-def test_modes_that_predict_alike_are_not_called_copies(model, x, symmetry):
-    # A unit that says nothing (outgoing weight 0) may have any incoming weights.
-    weights = one_mode()
-    weights["2.weight"] = weights["2.weight"].clone()
-    weights["2.weight"][..., 2] = 1e-9 * torch.randn(CHAINS, DRAWS, 1)
-    weights["0.bias"] = weights["0.bias"].clone()
-    weights["0.bias"][..., 2] += 4 * torch.arange(CHAINS)[:, None]
-    result = diagnose(Posterior(weights, kind="chains"), symmetry, model=model, x=x)
-    assert result["predictions"].status == "pass"
-    assert result["modulo symmetry"].status == "warn"
-    assert result.ok
-
-
 # exchangeable units about known centres ------------------------------------------------------------------------------
 
 UNITS = Group.declare({"w": ("unit", None)}, {"w": torch.Size([5, 3])})
@@ -186,20 +172,6 @@ def test_numbers_are_those_of_the_predictions(model, x):
     assert result["predictions"].value == pytest.approx(float(outputs.r_hat.max()))  # of fewer than a hundred
 
 
-def test_without_a_model_the_samplers_log_density_stands_for_the_function():
-    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
-    result = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"))
-    assert list(result.statistics) == ["weights", "log density"]
-    assert result.ok
-    weights["w"][..., 1] = 5.0 * torch.arange(CHAINS)[:, None] + torch.randn(CHAINS, DRAWS)
-    group = Group.declare({"w": ("k",)}, {"w": torch.Size((2,))})
-    apart = diagnose(Posterior(weights, {"lp": torch.randn(CHAINS, DRAWS)}, kind="chains"), group)
-    assert (apart["weights"].status, apart["modulo symmetry"].status) == ("warn", "fail")
-    weights = {"w": torch.randn(CHAINS, DRAWS, 2)}
-    assert list(diagnose(Posterior(weights, kind="chains")).statistics) == ["weights"]
-    assert diagnose(Posterior(weights, kind="chains")).ok
-
-
 def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
     torch.manual_seed(0)
     one = Posterior({"w": torch.randn(2, 200, 3)}, kind="chains")
@@ -213,15 +185,6 @@ def test_copies_of_a_chain_are_named_and_count_for_nothing() -> None:
         mmd_test(twice, one)
     stuck = Posterior({"w": torch.zeros(3, 200, 3)}, kind="chains")  # which never move: nothing is copied
     assert "copies" not in diagnose(stuck)
-
-
-def test_independent_draws_are_counted_and_no_chain_is_spoken_of() -> None:
-    torch.manual_seed(0)
-    many, few = (diagnose(Posterior.from_samples({"w": torch.randn(n, 2)}, kind="independent")) for n in (500, 100))
-    assert many.ok
-    assert many["effective draws"].value == 500
-    assert few["effective draws"].status == "warn"
-    assert "weights" not in many
 
 
 @pytest.mark.parametrize("shift", [1.2, 20.0])

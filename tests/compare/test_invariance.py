@@ -165,20 +165,6 @@ def test_blocks_convolutions_and_recurrent_weights_keep_size_and_power(make):
     assert invariance_tests(one_copy(group, 120), group, level=1e-3).rejected
 
 
-def test_units_of_several_copies_are_tested_copy_by_copy():
-    weights = {"in": torch.randn(60, 6, 2), "out": torch.randn(60, 2, 6)}
-    together = invariance_tests(weights, nested_group()).parts["row"]
-    alone = []
-    for copy in (slice(0, 3), slice(3, 6)):
-        group = Group.declare({"in": ("row", None)}, {"in": torch.Size([3, 2])})
-        alone.append(invariance_tests({"in": weights["in"][:, copy]}, group).parts["row"])
-    assert together["size"] == 3
-    assert together["index_counts"].tolist() == [one["index_counts"][0].tolist() for one in alone]
-    assert together["index_p_value"] == pytest.approx(min(1, 2 * min(one["index_p_value"] for one in alone)))
-    assert together["marginal_tests"] == sum(one["marginal_tests"] for one in alone) == 2 * 3 * 2
-    assert together["marginal_p_value"] == pytest.approx(min(1, 2 * min(one["marginal_p_value"] for one in alone)))
-
-
 def test_a_group_without_units_to_exchange_has_nothing_to_test():
     group = Group.declare({"w": ("unit",)}, {"w": torch.Size([1])})
     result = invariance_tests({"w": torch.randn(10, 1)}, group)

@@ -14,16 +14,6 @@ def test_sites_that_agree_up_to_the_last_dot_form_a_layer():
     }
 
 
-def test_every_weight_comes_once_whatever_the_chunk():
-    weights = {"0.weight": torch.randn(4, 3, 2), "0.bias": torch.randn(4, 3)}
-    samples = PairedSamples(weights, weights)
-    whole = torch.cat([weights["0.weight"].reshape(4, -1), weights["0.bias"]], dim=1)
-    for chunk in (1, 4, 100):
-        parts = list(samples.columns("0", chunk))
-        assert torch.equal(torch.cat([p for p, _ in parts], dim=1), whole)
-        assert max(p.shape[1] for p, _ in parts) <= chunk
-
-
 def test_running_statistics_are_no_weights_unless_they_are_named():
     weights = {"1.weight": torch.randn(5, 3), "1.running_mean": torch.randn(5, 3), "1.running_var": torch.rand(5, 3)}
     assert PairedSamples(weights, weights).layers == {"1": ("1.weight",)}

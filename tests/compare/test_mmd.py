@@ -5,10 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.compare import common_frame
 from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
-from pyro_symmetric.groups.group import Group
-from pyro_symmetric.posterior.posterior import Posterior
 
 MODULE = sys.modules["pyro_symmetric.compare.mmd"]  # the package's name for it is that of the function
 
@@ -138,13 +135,3 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
     there = mmd({"w": p["w"].cuda()}, {"w": q["w"].cuda()})
     here = mmd(p, q)
     np.testing.assert_allclose(there.parts["w"]["squared"], here.parts["w"]["squared"], atol=1e-6, rtol=0)
-
-
-def test_a_symmetry_is_removed_from_both_sides():
-    group = Group.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
-    p, q = ({"0.w": torch.randn(40, 4, 2) + 5 * torch.arange(4.0)[:, None]} for _ in range(2))
-    moved = group.sample((40,))(q)
-    assert mmd(p, moved)["mean"] > 0.05
-    assert mmd(*common_frame(p, moved, group))["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)
-    chains = mmd(*common_frame(Posterior({"0.w": p["0.w"].reshape(4, 10, 4, 2)}, kind="chains"), moved, group))
-    assert chains["mean"] == pytest.approx(mmd(p, q)["mean"], abs=1e-6)

@@ -1,9 +1,5 @@
 """Meaning of ``ok``: nothing failed modulo symmetry; and what no R-hat can see."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -58,30 +54,3 @@ def test_chains_in_two_modes_are_told_of_however_little_one_of_them_weighs():
     found = ps.diagnose(Posterior({"z": torch.cat([spike, broad])}, kind="chains"))
     assert not found.ok
     assert found["weights"].status == "fail"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Still(ps.mcmc.Kernel):
-    """A kernel of one's own that never moves."""
-
-    model: Callable[..., Any]
-
-    def init(self, density: Any, z: torch.Tensor, num_warmup: int, generator: torch.Generator) -> ps.mcmc.State:
-        return ps.mcmc.State(z, torch.zeros_like(z), density.energy(z), torch.zeros_like(z), None, generator)
-
-    def step(self, density: Any, state: ps.mcmc.State) -> ps.mcmc.State:
-        return state
-
-
-class Boastful(Still):
-    """One that says that it accepts all moves."""
-
-    def step(self, density: Any, state: ps.mcmc.State) -> ps.mcmc.State:
-        return replace(state, statistics={"acceptance_rate": torch.ones(len(state.z))})
-
-
-@pytest.mark.parametrize("kernel", [Still, Boastful])
-def test_a_kernel_whose_chains_never_move_is_told_of_by_the_run_and_by_its_diagnosis(kernel: type[Still]) -> None:
-    with pytest.warns(RuntimeWarning, match="no chain moves"):
-        posterior = ps.sample(kernel(two_heights), None, num_samples=30, num_warmup=5, seed=0, progress=False)
-    assert ps.diagnose(posterior)["moving"].status == "fail"

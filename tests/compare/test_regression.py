@@ -71,18 +71,6 @@ def test_noise_may_be_one_number_or_one_for_each_member_or_each_target():
     assert scores.regression(square, per_member, targets).log_predictive_density == expected.log_predictive_density
 
 
-def test_an_average_of_two_outputs_is_one_prediction_and_no_five_members():
-    """Five inputs of two outputs, as ``predict`` averages them."""
-    model, x = ps.BayesianModel(nn.Linear(3, 2), likelihood=ps.GaussianLikelihood(0.5)), torch.randn(5, 3)
-    weights = {name: prior.sample((4,)) for name, prior in model.priors().items()}
-    one = ps.predict(weights, model, x, kind="mean", average=True, progress=False)
-    assert one.shape == (5, 2)
-    assert ps.total_variation((one, 0.5), (one[None], 0.5)).value == 0.0
-    assert ps.total_variation((one, 0.5), (one, 0.5)).num_samples == (1, 1)
-    y = torch.randn(5, 2)
-    assert scores.regression(one, 0.5, y).rmse == scores.regression(one[None], 0.5, y).rmse
-
-
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_all_kinds_of_predictions_have_one_shape_which_scores_take_as_they_are(outputs):
     model, x = ps.BayesianModel(nn.Linear(3, outputs), likelihood=ps.GaussianLikelihood(0.5)), torch.randn(5, 3)

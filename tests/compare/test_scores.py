@@ -34,22 +34,6 @@ def test_classification_equals_torchmetrics_and_scikit_learn(predictions):
     assert found.uncertainty["entropy"] == pytest.approx(float(stats.entropy(mean.numpy(), axis=-1).mean()), abs=1e-6)
 
 
-def test_the_calibration_curve_counts_every_prediction_in_its_bin(predictions):
-    members, labels = predictions
-    found = scores.classification(members, labels, num_bins=5)
-    confidence, predicted = members.mean(0).max(-1)
-    curve = found.calibration
-    assert int(curve.count.sum()) == 300
-    for k in range(5):
-        inside = (confidence >= k / 5) & (confidence < (k + 1) / 5)
-        assert int(curve.count[k]) == int(inside.sum())
-        if inside.any():
-            assert float(curve.confidence[k]) == pytest.approx(float(confidence[inside].mean()), abs=1e-6)
-            assert float(curve.accuracy[k]) == pytest.approx(float((predicted == labels)[inside].float().mean()))
-        else:
-            assert math.isnan(curve.accuracy[k])
-
-
 def test_adaptive_calibration_error_equals_a_loop_over_equal_counts(predictions):
     members, labels = predictions
     mean = members.mean(0).double().numpy()
@@ -93,15 +77,6 @@ def test_detection_equals_scikit_learn_and_torchmetrics_with_positive_out_of_dis
     by_information = found.detection["mutual_information"]
     assert by_information.auroc == pytest.approx(metrics.roc_auc_score(positive, information))
     assert found.uncertainty_ood["mutual_information"] == pytest.approx(float(information[300:].mean()))
-
-
-def test_perfect_chance_and_reversed_detection():
-    low, high = torch.linspace(0, 1, 50), torch.linspace(2, 3, 50)
-    perfect = scores.detect(low, high)
-    assert (perfect.aupr, perfect.auroc, perfect.fpr95) == (1, 1, 0)
-    assert scores.detect(high, low).auroc == 0
-    assert scores.detect(torch.zeros(30), torch.zeros(10)).auroc == 0.5
-    assert scores.detect(torch.zeros(30), torch.zeros(10)).aupr == 0.25
 
 
 def test_fpr95_is_taken_where_exactly_95_percent_are_flagged():

@@ -46,13 +46,3 @@ def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
     means = [float(line.split()[1]) for line in shown if line.startswith("u[")]
     # All means are 0: units that are alike get means of their own all the same, which is what the line is about.
     assert max(means) - min(means) > 1.5 if moves == "permute" else min(map(abs, means)) > 0.5
-
-
-def test_options_are_those_of_alignment_and_the_interval_is_the_tables(capsys):
-    posterior = Posterior(mixture(2, 5), kind="chains")
-    ps.summary(posterior, GROUP, prob=0.5, cost="l2", progress=False)
-    shown = capsys.readouterr().out
-    assert "mean l2 cost" in shown.splitlines()[0]
-    assert "25.0%" in shown
-    with pytest.raises(TypeError, match="costs"):
-        ps.summary(posterior, GROUP, costs="l2")

@@ -3,7 +3,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pyro_symmetric.compare._tests import _exact_table, chi_square_uniform, holm, kolmogorov_smirnov
+from pyro_symmetric.compare._tests import chi_square_uniform, holm, kolmogorov_smirnov
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 333])
@@ -16,18 +16,6 @@ def test_kolmogorov_smirnov_equals_scipys_exact_test(size):
         expected = stats.ks_2samp(x[i].numpy(), y[j].numpy(), method="exact")
         assert float(p_value) == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-12)
         assert floor <= float(p_value) + 1e-15
-
-
-def test_exact_table_equals_enumerated_paths():
-    # all 70 interleavings of two samples of size 4
-    from itertools import combinations
-
-    counts = np.zeros(5)
-    for chosen in combinations(range(8), 4):
-        walk = np.cumsum([1 if i in chosen else -1 for i in range(8)])
-        counts[np.abs(walk).max()] += 1
-    expected = counts[::-1].cumsum()[::-1] / counts.sum()
-    np.testing.assert_allclose(_exact_table(4), expected, atol=1e-12)
 
 
 def test_ties_are_counted_once():

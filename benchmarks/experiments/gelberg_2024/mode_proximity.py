@@ -60,7 +60,7 @@ def squared_distances(units: Tensor) -> Tensor:
 
 def distances(weights: dict[str, Tensor], group: ps.Group, name: str) -> dict[str, float]:
     """Distances to equivalent modes that permute some units, as shares of their norm."""
-    units, group = units_of(weights, group, name), group.without([other for other in group.units if other != name])
+    units = units_of(weights, group, name)
     n, norm = len(units), float(units.norm())
     squares = squared_distances(units)
     forbidden = squares.clone().fill_diagonal_(math.inf).numpy()
@@ -69,7 +69,7 @@ def distances(weights: dict[str, Tensor], group: ps.Group, name: str) -> dict[st
     alive = (norms >= WORKING * norms.max()).numpy()
     spread_of_units = float(units.square().sum() - n * units.mean(0).square().sum())
     return {
-        "nearest": ps.alignment.nearest_copy(weights, group).distance / norm,
+        "nearest": math.sqrt(2 * forbidden.min()) / norm,
         "nearest_working": math.sqrt(2 * forbidden[alive][:, alive].min()) / norm if alive.sum() > 1 else math.nan,
         "working": int(alive.sum()),
         "all": math.sqrt(forbidden[rows, columns].sum()) / norm,
