@@ -19,8 +19,6 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 
-_CHUNK_ENTRIES = 2**22
-
 
 def mutual_information(probabilities: Tensor) -> Tensor:
     """Mutual information between prediction and member, for each input.
@@ -47,12 +45,10 @@ def pairwise_mutual_information(probabilities: Tensor, name: str = "probabilitie
     """
     p = members_of(probabilities, name).double()
     members, inputs, _ = p.shape
-    width = max(1, _CHUNK_ENTRIES // p[0].numel())
     flat, own = p.flatten(1), entropy(p).sum(1)
     result = p.new_zeros(members, members)
     for k in range(members):
-        between = torch.cat([torch.special.entr((flat[k] + some) / 2).sum(-1) for some in flat[k:].split(width)])
-        result[k, k:] = between - (own[k] + own[k:]) / 2
+        result[k, k:] = torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1) - (own[k] + own[k:]) / 2
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
 

@@ -64,8 +64,6 @@ class PairedSamples:
         sites = [site for members in self.layers.values() for site in members]
         if odd := set(sites) ^ {site for site in q if not is_running_statistic(site)}:
             raise ValueError(f"weights_p and weights_q must have the same sites; only one has {sorted(odd)}")
-        if not sites:
-            raise ValueError("weights_p and weights_q hold running statistics only; there is nothing to compare")
         for site in sites:
             _require_alike(site, p[site], q[site])
         self.shapes = {site: p[site].shape[1:] for site in sites}

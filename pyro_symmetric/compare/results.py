@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pyro_symmetric.posterior.tables import table
 
-MOST_LINES = 60  # of a table
-
 Parts = dict[str, dict[str, Any]]  # part -> name -> a number, or an array of them
 
 
@@ -115,12 +113,11 @@ class Scores(dict[str, Any]):
 
 
 def by_part(parts: Parts) -> str:
-    """A line for each part, and a column for each single number that it has; of many parts the first."""
+    """A line for each part, and a column for each single number that it has."""
     first = next(iter(parts.values()), {})
     names = [name for name, value in first.items() if isinstance(value, int | float)]
-    rows = [(part, *(_short(own[name]) for name in names)) for part, own in list(parts.items())[:MOST_LINES]]
-    more = [f"  ... of {len(parts):,}"] if len(parts) > MOST_LINES else []
-    return "\n".join([table([("", *(name.replace("_", " ") for name in names)), *rows]), *more]) if rows else ""
+    rows = [(part, *(_short(own[name]) for name in names)) for part, own in parts.items()]
+    return table([("", *(name.replace("_", " ") for name in names)), *rows]) if rows else ""
 
 
 def _short(value: float) -> str:

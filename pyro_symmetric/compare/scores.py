@@ -138,9 +138,6 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
     :param scores_out: scores of inputs from elsewhere, ``(M,)``.
     """
-    for name, value in (("scores_in", scores_in), ("scores_out", scores_out)):
-        if arguments.tensor(name, value).dim() != 1 or value.numel() == 0:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (inputs,) with at least one input")
     require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
     from sklearn import metrics  # of the extra "study"
 

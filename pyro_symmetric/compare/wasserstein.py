@@ -75,7 +75,5 @@ def _distance(x: Tensor, y: Tensor, p: float) -> Tensor:
 
 
 def _summary(values: Tensor) -> dict[str, float]:
-    if values.numel() == 0:
-        raise ValueError("the sites hold no weights; there is nothing to compare")
     middle = float(np.median(values.numpy()))  # torch.quantile refuses more than 2^24 values
     return {"mean": float(values.mean()), "median": middle, "maximum": float(values.max())}
