@@ -26,16 +26,6 @@ def test_the_costs_of_a_batch_are_those_of_its_moved_sources(mlp):
     torch.testing.assert_close(result.cost, distances(result.element(source), reference, 1))
 
 
-def test_a_batch_starts_as_each_of_its_sources_alone(mlp):
-    group = mlp([4, 6, 5, 3]).permutations
-    source, reference = random_weights(group, 6), random_weights(group)
-    together = align(source, reference, group, restarts=0)
-    for k in range(6):
-        alone = align({site: value[k] for site, value in source.items()}, reference, group, restarts=0)
-        assert float(together.cost[k]) == pytest.approx(alone.cost, rel=1e-12)
-        assert together.element.select(k).equal(alone.element)
-
-
 def posterior_of(group, centre, spread=0.1):
     noise = random_weights(group, 3, 40)
     return Posterior({site: centre[site] + spread * noise[site] for site in centre}, kind="chains")

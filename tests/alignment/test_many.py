@@ -89,24 +89,6 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     assert float(posterior.samples["mid"].flatten(0, 1).std(0).max()) > 0.5
 
 
-def test_scales_without_a_counterpart_stay():
-    net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
-    symmetry = find_symmetry(net, torch.randn(4, 3))
-    weights = {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
-    element = symmetry.sample((7,), spread=0.3)
-    frame = align_many(element(weights), symmetry, progress=False)
-    two_sided = {
-        name
-        for name in symmetry.group.names("scale")
-        if {axis.exponent > 0 for axis in symmetry.group[name].axes if axis.exponent and not axis.buffer}
-        == {True, False}
-    }
-    assert two_sided
-    assert set(symmetry.group.names("scale")) - two_sided
-    assert set(frame.element.log_scales) == two_sided
-    assert all(bool(logs.any()) for logs in frame.element.log_scales.values())
-
-
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
     members = random_weights(8)
     best = min((align_many(members, GROUP, progress=False) for _ in range(3)), key=lambda f: f.history[-1])
@@ -116,16 +98,6 @@ def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
         assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
         assert float(again.cost.mean()) == pytest.approx(again.history[-1], rel=1e-12)
         assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(again.history))
-
-
-def test_sites_that_the_group_does_not_know_are_kept():
-    def gaussian():
-        loc = {**random_weights(), "sigma": torch.randn(())}
-        return GaussianWeights(loc, {site: 0.1 + torch.rand_like(value) for site, value in loc.items()})
-
-    listed = [gaussian() for _ in range(4)]
-    frame = align_many(listed, GROUP, progress=False)
-    assert [one.loc["sigma"] for one in frame.aligned] == [one.loc["sigma"] for one in listed]
 
 
 def test_modules_are_their_weights():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributions import Dirichlet, Normal
 
-from pyro_symmetric import Group, find_symmetry
+from pyro_symmetric import Group
 from pyro_symmetric.alignment import align_many
 from pyro_symmetric.canonical.overlap import uncertain_share
 from pyro_symmetric.posterior.posterior import Posterior
@@ -129,15 +129,3 @@ def test_the_uncertain_share_is_that_of_the_enumerated_exchanges_and_flips():
         expected = float((log_density(draws) - others.amax(0) < math.log(3)).double().mean())
         assert 0.02 < expected < 0.9
         assert uncertain_share({"loadings": draws}, Group.declare(axes, shapes, moves=moves)) == pytest.approx(expected)
-
-
-def test_few_draws_and_groups_with_scales_are_compared_by_distance():
-    assert align_many(mixture(99), MIXTURE, progress=False).objective == "wasserstein"
-    assert align_many(mixture(100), MIXTURE, progress=False).objective == "gaussian"
-    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
-    symmetry = find_symmetry(net, torch.zeros(1, 2))
-    weights = {site: torch.randn(100, *value.shape) for site, value in net.named_parameters()}
-    assert align_many(weights, symmetry, progress=False).objective == "wasserstein"
-    assert align_many(weights, symmetry.finite, progress=False).objective == "gaussian"
-    with pytest.raises(ValueError, match="cost is 'gaussian', but the group scales"):
-        align_many(weights, symmetry, cost="gaussian")

@@ -196,12 +196,3 @@ def test_one_entry_of_many_that_stands_out_is_told(shift: float) -> None:
     found = diagnose(Posterior({"w": draws}, kind="chains"))
     assert not found.ok
     assert found["weights"].status == "fail"
-
-
-def test_chains_whose_first_entries_never_change_are_no_copies_and_move() -> None:
-    draws = torch.randn(4, 400, 40)
-    draws[..., :20] = 0.0  # a unit that was pruned, or the zeros of a triangle
-    found = diagnose(Posterior({"w": draws}, kind="chains"))
-    assert found.ok
-    draws[3] = draws[1]
-    assert "[3]" in diagnose(Posterior({"w": draws}, kind="chains"))["copies"].words

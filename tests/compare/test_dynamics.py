@@ -52,22 +52,3 @@ def test_tracker_follows_a_batch_of_runs_and_refuses_another_batch():
     assert abs(float(tracker.mean.mean())) < 0.5
     with pytest.raises(ValueError, match=r"batch shape \(2,\), but \(7,\) the last time"):
         tracker({site: value[:2] for site, value in runs[0].items()})
-
-
-def nested_group():
-    """Three rows in each of two heads."""
-    every, heads = torch.arange(6)[None], torch.tensor([[0, 3], [1, 4], [2, 5]])
-    rows = ps.groups.Units("row", 3, (ps.groups.Axis("w", 0, every),), parent="head", copies=2)
-    return ps.Group([ps.groups.Units("head", 2, (ps.groups.Axis("w", 0, heads),)), rows], {"w": torch.Size([6, 2])})
-
-
-def test_the_order_of_units_in_several_copies_is_averaged_over_copies():
-    tracker = SortingTracker(nested_group(), key="first")
-    values = torch.tensor([1.0, 2.0, 3.0, 11.0, 12.0, 13.0])
-    for changed in ({}, {0: 2.5}, {3: 12.5, 4: 9.0}):  # one pair of the first copy swaps, then two of the second
-        for unit, value in changed.items():
-            values[unit] = value
-        tracker({"w": torch.stack([values, torch.zeros(6)], 1)})
-    assert tracker.history["row"].tolist() == pytest.approx([(1 - 2 / 3 + 1) / 2, (1 + 1 - 2 / 3) / 2])
-    assert tracker.history["head"].tolist() == [1, 1]
-    assert tracker.mean.tolist() == pytest.approx([(6 * 2 / 3 + 1) / 7] * 2)  # 6 pairs of rows and one of heads

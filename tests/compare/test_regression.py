@@ -60,17 +60,6 @@ def test_a_right_model_is_calibrated_and_a_sure_one_is_not():
     assert sure.log_predictive_density < right.log_predictive_density
 
 
-def test_noise_may_be_one_number_or_one_for_each_member_or_each_target():
-    means, targets = torch.randn(3, 6, 1), torch.randn(6)
-    base = scores.regression(means, 0.3, targets).log_predictive_density
-    for scale in (torch.tensor(0.3), torch.full((3,), 0.3), torch.full((3, 1, 1), 0.3), torch.full((6, 1), 0.3)):
-        assert scores.regression(means, scale, targets).log_predictive_density == pytest.approx(base, abs=1e-6)
-    square = torch.randn(6, 6, 1)
-    per_member = torch.rand(6) + 0.1
-    expected = scores.regression(square, per_member[:, None, None], targets)
-    assert scores.regression(square, per_member, targets).log_predictive_density == expected.log_predictive_density
-
-
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_all_kinds_of_predictions_have_one_shape_which_scores_take_as_they_are(outputs):
     model, x = ps.BayesianModel(nn.Linear(3, outputs), likelihood=ps.GaussianLikelihood(0.5)), torch.randn(5, 3)
