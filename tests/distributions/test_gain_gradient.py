@@ -44,14 +44,6 @@ def full_rank(loc: Tensor, log_scale: Tensor) -> Any:
     return dist.MultivariateNormal(loc[0], scale_tril=tril * log_scale[0].exp().unsqueeze(-1))
 
 
-def low_rank(loc: Tensor, log_scale: Tensor) -> Any:
-    shape = (loc.shape[-1], 2)
-    factor = torch.randn(shape, dtype=loc.dtype, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
-    return dist.LowRankMultivariateNormal(
-        loc[0], 0.5 * factor * log_scale[0].exp().unsqueeze(-1), (2 * log_scale[0]).exp()
-    )
-
-
 def unit_blocks(loc: Tensor, log_scale: Tensor) -> Any:
     """Of the three units of one layer: a row of ``weight`` and an entry of ``out`` each."""
     units = torch.tensor([[0, 1, 6], [2, 3, 7], [4, 5, 8]], device=loc.device)
@@ -85,7 +77,6 @@ CASES: dict[str, tuple[Any, Callable[..., Any]]] = {
     "two layers": (TWO_LAYERS, mean_field),
     "signs": (SIGNED, mean_field),
     "full rank": (ONE_LAYER, full_rank),
-    "low rank": (ONE_LAYER, low_rank),
     "unit blocks": (ONE_LAYER, unit_blocks),
     "flow": (ONE_LAYER, flow),
     "components": (COMPONENTS, mean_field),
@@ -95,7 +86,7 @@ CASES: dict[str, tuple[Any, Callable[..., Any]]] = {
 # Those that are matched by a normal fitted to their draws.
 FITTED = ("flow", "components")
 # Those whose proposals are not exact: a single one loses more.
-NEARLY = ("two layers", "full rank", "low rank")
+NEARLY = ("two layers", "full rank")
 
 
 def action_of(group: Any) -> Action:

@@ -107,10 +107,6 @@ def test_log_permanent_equals_enumeration(n: int, scale: float) -> None:
     torch.testing.assert_close(log_permanent(scores), summed(scores))
 
 
-def test_log_permanent_of_equal_entries_is_a_factorial() -> None:
-    assert float(log_permanent(torch.zeros(16, 16, dtype=torch.float64))) == pytest.approx(math.lgamma(17))
-
-
 def test_its_gradient_is_the_probability_of_each_match() -> None:
     scores = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
     gradient = torch.autograd.grad(log_permanent(scores), scores)[0]

@@ -39,24 +39,6 @@ def test_exact_orbit_over_the_hyperoctahedral_group_equals_loops() -> None:
     torch.testing.assert_close(exact, torch.stack([looped(q, one) for one in w]))
 
 
-def test_signs_beside_constrained_sites() -> None:
-    """Factors with positive scales and weights on a simplex, exchanged together; only the loadings are flipped."""
-    shapes = {"loadings": torch.Size([2, 3]), "scales": torch.Size([3]), "weights": torch.Size([3])}
-    axes = {"loadings": (None, "f"), "scales": ("f",), "weights": ("f",)}
-    group = Group.declare(axes, shapes, moves=("permute", "flip"), even=["scales", "weights"])
-    supports = {"loadings": constraints.real, "scales": constraints.positive, "weights": constraints.simplex}
-    action = Action(group, supports)
-    assert action.nonlinear_sites
-    u = torch.randn(5, 6 + 3 + 2, dtype=torch.float64)
-    g = group.sample((5,))
-    expected = g(action.layout.constrain(u))
-    for site, value in action.layout.constrain(action(u, g)).items():
-        torch.testing.assert_close(value, expected[site])
-    del axes["weights"]
-    group = Group.declare(axes, shapes, moves=("permute", "flip"), even=["scales"])
-    assert not Action(group, supports).nonlinear_sites
-
-
 @pytest.mark.stochastic
 def test_a_density_over_constrained_sites_with_signs_is_met_from_above() -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6."""

@@ -3,13 +3,12 @@
 import itertools
 import math
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch.distributions import biject_to, constraints
 
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized, estimators
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
 from pyro_symmetric.groups import Action, Group
 
 TWO_LAYERS = Group.declare(
@@ -78,17 +77,6 @@ def test_shapes_follow_torch_distributions(estimator: object, batch: tuple[int, 
     assert wider.estimator is symmetrized.estimator
 
 
-def test_batched_values_are_scored_each_by_its_own_orbit() -> None:
-    q = base(4)
-    symmetrized = Symmetrized(q, Action(TWO_LAYERS, SITES), ExactOrbit())
-    value = q.sample((3,))
-    by_hand = [
-        [enumerated(dist.Normal(q.base_dist.loc[j], q.base_dist.scale[j]).to_event(1), value[i, j]) for j in range(4)]
-        for i in range(3)
-    ]
-    torch.testing.assert_close(symmetrized.log_prob(value), torch.tensor(by_hand, dtype=torch.float64))
-
-
 def test_sample_orbit_visits_the_copies_that_sample_does_not() -> None:
     group = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     q = dist.Normal(torch.tensor([-5.0, 5.0]), 0.1).to_event(1)
@@ -96,20 +84,6 @@ def test_sample_orbit_visits_the_copies_that_sample_does_not() -> None:
     assert bool((symmetrized.sample((200,))[:, 0] < 0).all())
     # A fair coin shows one side 200 times with probability 2^-199.
     assert 0 < int((symmetrized.sample_orbit((200,))[:, 0] < 0).sum()) < 200
-
-
-@pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(39)])
-def test_chunking_changes_neither_values_nor_gradients(estimator: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    def value_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        pyro.set_rng_seed(1)
-        loc = torch.linspace(-1, 1, DIM, dtype=torch.float64, requires_grad=True)
-        q = dist.Normal(loc, 0.5).to_event(1)
-        value = Symmetrized(q, Action(TWO_LAYERS, SITES), estimator).log_prob(q.rsample((4,))).sum()  # type: ignore[arg-type]
-        return value.detach(), torch.autograd.grad(value, loc)[0]
-
-    whole = value_and_gradient()
-    monkeypatch.setattr(estimators, "CHUNK_NUMBERS", 3 * 4 * DIM)
-    torch.testing.assert_close(value_and_gradient(), whole)
 
 
 def test_a_simplex_is_permuted_as_a_simplex() -> None:

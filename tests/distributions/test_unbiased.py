@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
-from pyro_symmetric.groups import Action, Group
 
 from .groups import action_of, heads, one_layer, signed, two_layers
 
@@ -45,31 +44,3 @@ def test_the_mean_reciprocal_at_draws_and_the_mean_elsewhere_are_exact(name: str
     reciprocal = own.softmax(0) * (exact - estimator.log_prob(base, action, copies)).exp()
     assert_mean_is_one(reciprocal.sum(0))
     assert_mean_is_one((estimator.log_prob_elsewhere(base, action, copies) - exact).exp().mean(0))
-
-
-@pytest.mark.stochastic
-def test_neither_estimate_does_the_other_s_work() -> None:
-    """So that the test above can fail: both miss by more than a tenth."""
-    action = action_of(one_layer(3))
-    base = base_of("mean-field", action.dim)
-    draws = base.sample((6000,))
-    exact, estimator = ExactOrbit().log_prob(base, action, draws), InfoNCE(1)
-    assert float((exact - estimator.log_prob_elsewhere(base, action, draws)).exp().mean()) > 1.1
-    assert float((estimator.log_prob(base, action, draws) - exact).exp().mean()) > 1.1
-
-
-def test_by_enumeration_of_all_that_info_nce_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reciprocal given the orbit: over its copies by their density, and over all elements."""
-    group = Group.declare({"w": ("h",)}, {"w": torch.Size([3])})
-    action, base = Action(group, ["w"]), dist.Normal(torch.tensor([0.0, 0.4, 1.0]).double(), 0.7).to_event(1)
-    every = group.enumerate()
-    copies = action(torch.tensor([0.3, -0.5, 1.2]).double().expand(6, 3), every)
-    shares = base.log_prob(copies).softmax(0)
-    monkeypatch.setattr(Group, "sample", lambda *_, **__: every.select((slice(None), None)))
-    terms = torch.stack([base.log_prob(copies), *[base.log_prob(action(copies, every.select(k))) for k in range(6)]])
-    pairs = torch.stack([torch.logaddexp(terms[0], terms[k + 1]) for k in range(6)]) - torch.log(torch.tensor(2.0))
-    mean = (shares * (-pairs).exp().mean(0)).sum()
-    torch.testing.assert_close(-mean.log(), ExactOrbit().log_prob(base, action, copies[0]))
-    # All six at once, with K + 1 = 6 of them and no identity, are the sum itself.
-    found = InfoNCE(5).log_prob_elsewhere(base, action, copies)
-    torch.testing.assert_close(found, ExactOrbit().log_prob(base, action, copies))

@@ -66,11 +66,6 @@ def test_draws_have_the_covariance() -> None:
     assert float(white.mean(1).abs().max()) < error
 
 
-def test_gradients_reach_the_parameters_through_draws() -> None:
-    blocks, _, given = blocks_and_whole()
-    assert all(float(part.abs().sum()) > 0 for part in torch.autograd.grad(blocks.rsample((2,)).square().sum(), given))
-
-
 @pytest.mark.parametrize("positions", [POSITIONS[0] - 2, POSITIONS[0][:1], torch.tensor([[7, 0], [3, 0]])])
 def test_positions_that_do_not_fit_are_refused(positions: Tensor) -> None:
     with pytest.raises((ValueError, IndexError)):

@@ -10,7 +10,6 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 
 import pyro_symmetric as ps
-from pyro_symmetric.distributions import OrbitEstimator
 from pyro_symmetric.guides.evidence import evidence_of
 
 from .conjugate import DATA, exact_draws, log_evidence, mixture, relabellings
@@ -139,22 +138,6 @@ def test_a_density_that_is_hardly_known_is_doubted() -> None:
     assert any("open" in doubt for doubt in poor.doubts)
     assert good.importance.log_evidence == pytest.approx(0.0, abs=0.1)
     assert good.doubts == ()
-
-
-def test_an_estimator_that_knows_draws_of_the_guide_alone_is_doubted_and_takes_no_posterior() -> None:
-    class HalfKnown(OrbitEstimator):
-        bound = "upper"
-
-        def log_prob(self, base: Any, action: Any, value: torch.Tensor) -> torch.Tensor:
-            return ps.ExactOrbit().log_prob(base, action, value)
-
-    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
-    guide = normal_guide(torch.tensor([0.0, 2.0]), torch.full((2,), 0.33))
-    found = evidence_of(guide, two_orbits, group, HalfKnown(), num_samples=64)
-    assert any("open" in doubt for doubt in found.doubts)
-    posterior = ps.Posterior({"w": torch.randn(2, 50, 2)}, kind="chains")
-    with pytest.raises(NotImplementedError, match="draws of the base alone"):
-        evidence_of(guide, two_orbits, group, HalfKnown(), posterior=posterior)
 
 
 @pytest.mark.stochastic

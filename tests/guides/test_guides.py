@@ -112,16 +112,6 @@ def test_a_group_of_another_model_is_refused_by_site() -> None:
         AutoSymmetrized(model, wider).setup(x, y)
 
 
-def test_orbit_draws_visit_all_copies_and_base_draws_one() -> None:
-    """12 distant units in a row: that 400 uniform permutations all leave unit 0 first has probability 3^-400."""
-    model, group, x, y = network()
-    guide = AutoSymmetrized(model, group, init_scale=1e-4).setup(x, y)
-    one, all_copies = (guide.sample_posterior((400,), orbit=orbit)["0.bias"] for orbit in (False, True))
-    assert float(one.std(0).max()) < 1e-3
-    assert float(all_copies.std(0).min()) > 0.05
-    torch.testing.assert_close(all_copies.sort(-1).values, one.sort(-1).values, atol=2e-3, rtol=0)
-
-
 # draws --------------------------------------------------------------------------------------------------------------
 
 
@@ -139,12 +129,6 @@ def test_draws_of_stock_guides_have_their_moments(guide_class: type) -> None:
         torch.testing.assert_close(draws[site].std(0), moments.scale[site], rtol=0.05, atol=0)
     logs = draws["noise_scale"].log()
     assert abs(float(logs.mean() - moments.loc["noise_scale"])) < 6 * float(logs.std()) / math.sqrt(20_000)
-
-
-def test_pack_is_the_inverse_of_unpack() -> None:
-    guide = AutoSymmetrized(mixture, MIXTURE_GROUP).setup(torch.randn(20))
-    latent = torch.randn(4, guide.latent_dim)
-    torch.testing.assert_close(guide.pack(guide.unpack(latent)), latent, rtol=1e-4, atol=1e-4)
 
 
 # on disk ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pyro
@@ -25,9 +24,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.guides import (
-    load_guide,
     push_forward,
-    save_guide,
 )
 from pyro_symmetric.models import BayesianModel
 
@@ -115,37 +112,6 @@ def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(kind
     torch.testing.assert_close(new_loc, matrix @ loc + constant)
     torch.testing.assert_close(new_covariance, matrix @ covariance @ matrix.mT)
     assert not torch.allclose(new_loc, loc)
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_the_network_is_distributed_alike_under_the_pushed_guide(kind: type) -> None:
-    """Draws of both are driven by the same base noise: outputs then agree draw by draw, up to the softmax's shift."""
-    model, symmetry, x, y = problem()
-    guide = push_forward(trained(kind, model, x, y), symmetry.group.identity())
-    element = symmetry.sample()
-    pushed = symmetry.act(element, guide)
-    shapes = {site: model.site_shapes[site] for site in guide.median()}
-    matrix, _ = explicit_action(element, shapes)
-    (loc, covariance), (new_loc, new_covariance) = moments(guide), moments(pushed)
-    root = torch.linalg.cholesky(covariance)
-    noise = torch.randn(7, len(loc))
-    # The same noise, as the pushed guide's own factor sees it: any root of its covariance is a rotation of another.
-    new_root = torch.linalg.cholesky(new_covariance)
-    rotation = torch.linalg.solve_triangular(new_root, matrix @ root, upper=False)
-    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(len(loc)))
-    before = model.outputs(guide.unpack(loc + noise @ root.mT), x).log_softmax(-1)
-    after = model.outputs(pushed.unpack(new_loc + noise @ (new_root @ rotation).mT), x).log_softmax(-1)
-    torch.testing.assert_close(after, before)
-
-
-@pytest.mark.parametrize("kind", [AutoLowRankMultivariateNormal, AutoMultivariateNormal])
-def test_stock_guides_with_correlations_survive_the_disk(kind: type, tmp_path: Path) -> None:
-    model, _, x, y = problem()
-    guide = trained(kind, model, x, y)
-    save_guide(guide, tmp_path / "guide.safetensors")
-    for found, expected in zip(moments(load_guide(tmp_path / "guide.safetensors")), moments(guide), strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 def test_in_single_precision_small_deviations_beside_large_means_keep_their_digits() -> None:

@@ -1,7 +1,6 @@
 """Guides averaged over permutations and signs, and over signs alone."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -41,28 +40,6 @@ def network() -> tuple[BayesianModel, Symmetry, torch.Tensor, torch.Tensor]:
 def steps(model: Any, guide: Any, *data: torch.Tensor, number: int = 100) -> list[float]:
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
     return [svi.step(*data) for _ in range(number)]
-
-
-def test_the_density_of_the_guide_equals_loops_over_permutations_and_signs() -> None:
-    model, symmetry, x, y = network()
-    guide = AutoSymmetrized(model, symmetry, estimator=ExactOrbit(), init_scale=0.5).setup(x, y)
-    with torch.no_grad():
-        base, latent = guide.base.get_posterior(), guide.get_posterior().sample((4,))
-        found = guide.get_posterior().log_prob(latent)
-        weights = guide.unpack(latent)
-        terms = []
-        for order in map(list, itertools.permutations(range(3))):
-            for signs in itertools.product((1.0, -1.0), repeat=3):
-                flip = torch.tensor(signs)
-                moved = {
-                    **weights,
-                    "0.weight": (weights["0.weight"] * flip[:, None])[:, order],
-                    "0.bias": (weights["0.bias"] * flip)[:, order],
-                    "2.weight": (weights["2.weight"] * flip)[:, :, order],
-                }
-                terms.append(base.log_prob(guide.pack(moved)))
-    expected = torch.logsumexp(torch.stack(terms).double(), 0) - math.log(48)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_evidence_takes_the_finite_part_and_gains_up_to_its_log_order() -> None:

@@ -97,19 +97,6 @@ def test_a_given_start_is_taken_as_it_is() -> None:
     torch.testing.assert_close(guide.unpack(first_loc(guide)), given)
 
 
-PLANE = {"shares": torch.Size([3]), "locs": torch.Size([3, 2]), "scales": torch.Size([3])}
-ROWS = torch.tensor([[-3.0, 0.0], [3.0, 1.0], [0.0, 4.0]]).repeat(40, 1)
-
-
-def clusters(data: Tensor) -> None:
-    shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
-    locs = pyro.sample("locs", dist.Normal(torch.zeros(3, 2), 5.0).to_event(2))
-    scales = pyro.sample("scales", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
-    with pyro.plate("rows", len(data)):
-        components = dist.Normal(locs, scales.unsqueeze(-1)).to_event(1)
-        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(shares), components), obs=data)
-
-
 def test_an_improper_site_that_the_group_doesn_t_move_is_no_obstacle_if_its_start_is_given() -> None:
     def model(data: Tensor) -> None:
         level = pyro.sample("level", dist.ImproperUniform(dist.constraints.real, (), ()))

@@ -8,13 +8,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
-from torch import Tensor
+from pyro.infer.autoguide import AutoDiagonalNormal
 
 from pyro_symmetric.alignment import GaussianWeights
-from pyro_symmetric.groups import Group
-from pyro_symmetric.guides import AutoGaussian, barycentre, interpolate, load_guide, push_forward, save_guide
+from pyro_symmetric.guides import AutoGaussian, barycentre, interpolate
 from pyro_symmetric.posterior.posterior import Posterior
 
 
@@ -47,23 +44,6 @@ def test_mean_field_guides_meet_at_means_of_means_and_deviations() -> None:
     middle, two = interpolate(guides[0], guides[1], 0.25), barycentre(guides[:2], [0.75, 0.25])
     torch.testing.assert_close(middle.loc, two.loc)
     torch.testing.assert_close(middle.scale, two.scale)
-
-
-def test_what_comes_out_is_a_guide_that_trains_and_is_saved(tmp_path: Any) -> None:
-    def model(data: Tensor) -> None:
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        pyro.sample("x", dist.Normal(w, 0.5).to_event(1), obs=data)
-
-    data, guides = torch.tensor([0.5, -1.0, 2.0]), [AutoNormal(model), AutoDiagonalNormal(model)]
-    for guide in guides:
-        SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO()).step(data)
-    group = Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
-    centre = barycentre([guides[0], push_forward(guides[1], group.sample())])
-    save_guide(centre, tmp_path / "centre.safetensors")
-    loaded = load_guide(tmp_path / "centre.safetensors")
-    svi = SVI(model, loaded, pyro.optim.Adam({"lr": 0.05}), Trace_ELBO())
-    losses = [svi.step(data) for _ in range(200)]
-    assert sum(losses[-50:]) < sum(losses[:50])
 
 
 def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
