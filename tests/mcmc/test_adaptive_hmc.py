@@ -84,23 +84,6 @@ def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was
     assert TrajectoryLength.start(1.5, torch.zeros(2, 3)).advised().exp() == pytest.approx(1.5)
 
 
-def test_the_length_goes_towards_the_advice_below_its_limit():
-    torch.manual_seed(0)
-    high = torch.tensor(1.0).double()
-    rising, falling = curve(lambda time: time**2, 1.0), curve(lambda time: 1.0, 1.0)
-    up, down = rising.update(high), falling.update(high)
-    assert up.log_length == pytest.approx(0.1)
-    assert down.log_length == pytest.approx(-0.1)
-    for _ in range(50):
-        up, down = up.update(high), down.update(high)
-    # No further than a bin beyond what was tried.
-    assert up.log_length == pytest.approx(float(rising.advised()) + math.log(2) / 2)
-    assert up.update(torch.tensor(0.2).double()).log_length == pytest.approx(0.2)
-    assert down.log_length == pytest.approx(float(falling.advised()) + math.log(2) / 2)
-    assert falling.advised() < math.log(0.1)
-    assert up.log_average == pytest.approx(float(rising.advised()))
-
-
 @pytest.mark.stochastic
 def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, drive):
     # Scales that the mass matrix removes. In theory 1.79 for short steps and 1.2 for those of 0.6, which it takes;

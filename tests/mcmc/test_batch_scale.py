@@ -7,11 +7,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from torch import Tensor, nn
+from torch import Tensor
 
-from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc import SGHMC, Density, sample
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.mcmc import Density
 
 ROWS, BATCH = 20, 4
 X, Y = torch.randn(ROWS, 3), torch.randn(ROWS)
@@ -73,19 +71,3 @@ def test_the_right_scale_and_a_temperature_on_top_are_passed_over(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Density(model, args=(X, Y), batch_size=BATCH, subsampled=True)
-
-
-def behind_a_function(num_data: int | None):
-    """A ``BayesianModel`` as a Pyro model among others: its own fast path, which scales by itself, isn't taken."""
-    network = BayesianModel(nn.Linear(3, 1), likelihood=GaussianLikelihood(1.0), num_data=num_data)
-    return lambda x, y: network(x, y)
-
-
-def draw(kernel, **data) -> None:
-    sample(kernel, X, Y, num_chains=2, num_warmup=1, num_samples=1, seed=0, progress=False, **data)
-
-
-@pytest.mark.parametrize("model", [behind_a_function(None), behind_a_function(2 * ROWS)])
-def test_a_kernel_warns_of_a_wrong_scale(model):
-    with pytest.warns(UserWarning, match="each row must count 5 times, but"):
-        draw(SGHMC(model, step_size=1e-3, batch_size=BATCH))

@@ -76,24 +76,6 @@ def test_with_a_preconditioner_both_are_those_of_the_coordinates_in_which_the_sa
     assert noisy.noise.numpy() == pytest.approx(noise_of_rows(g), rel=0.2)  # as above
 
 
-def test_later_measurements_weigh_more_in_proportion_to_their_number(generator):
-    class Bowl:
-        """Of a curvature that is raised from outside."""
-
-        row_counts: ClassVar[dict[str, tuple[int, int]]] = {}
-        curvature = 1.0
-
-        def energy_and_gradient(self, z: Tensor, rows: None = None) -> tuple[Tensor, Tensor]:
-            return 0.5 * self.curvature * z.square().sum(-1), self.curvature * z
-
-    bowl, found = Bowl(), CurvatureEstimate.start(torch.ones(2, 3, dtype=torch.float64), generator)
-    for number in range(1, 6):
-        bowl.curvature = float(number**2)
-        found = found.update(bowl, *torch.ones(1, 2, 3).double(), generator, torch.ones(3).double())
-    weights = np.arange(1, 6)
-    assert found.stiffest.item() == pytest.approx(weights @ weights**2 / weights.sum(), rel=1e-6)
-
-
 def test_measurements_that_are_no_numbers_are_left_out(generator):
     class Wall:
         row_counts: ClassVar[dict[str, tuple[int, int]]] = {}

@@ -37,19 +37,6 @@ def test_what_does_not_fit_is_named(model, x, y, error, message):
         require_data(model, x, y)
 
 
-@pytest.mark.parametrize(
-    ("model", "x", "y"),
-    [
-        (classifier(), X, LABELS.to(torch.uint8)),
-        (regression(1), X, torch.randn(6, 1)),
-        (regression(1), X, LABELS),
-        (regression(3), X, torch.randn(6, 3)),
-    ],
-)
-def test_what_fits_passes(model, x, y):
-    require_data(model, x, y)
-
-
 def test_labels_of_any_whole_kind_have_the_density_of_long_ones():
     z = torch.randn(2, 15)
     expected = Density(classifier(), args=(X, LABELS)).energy(z)

@@ -1,17 +1,12 @@
 """The leapfrog method, and the first guess of a step size."""
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC
-from pyro_symmetric.mcmc.kernels.adaptation import find_step_size
 from pyro_symmetric.mcmc.kernels.integrator import (
     PhasePoint,
-    choose,
     energy_error,
     leapfrog,
 )
@@ -48,15 +43,6 @@ def test_leapfrog_is_reversible(banana, mass: Mass):
         assert torch.allclose(back.momentum, sign * first.momentum, atol=1e-10)
 
 
-def test_an_end_point_has_its_own_energy_and_gradient(banana):
-    end = followed(banana, start(banana, 6), torch.tensor(0.05).double(), UNIT, 3)
-    energy, gradient = banana.energy_and_gradient(end.z)
-    assert torch.equal(end.energy, energy)
-    assert torch.equal(end.gradient, gradient)
-    kinetic = 0.5 * torch.einsum("ci,ij,cj->c", end.momentum, COVARIANCE, end.momentum)
-    assert torch.allclose(end.total_energy(MASSES[1]), energy + kinetic)
-
-
 @pytest.mark.parametrize("mass", MASSES)
 def test_leapfrogs_energy_error_is_of_second_order(banana, mass: Mass):
     first = start(banana, 20)
@@ -89,36 +75,14 @@ def test_leapfrog_preserves_volume(banana):
     assert torch.linalg.det(torch.stack(columns, -1)).item() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_every_chain_may_have_its_own_direction(banana):
-    first = start(banana, 2)
-    steps = torch.tensor([[0.1], [-0.1]], dtype=torch.float64)
-    both = followed(banana, first, steps, UNIT, 3)
-    for chain in range(2):
-        one = PhasePoint(*(value[chain : chain + 1] for value in first))
-        alone = followed(banana, one, steps[chain, 0], UNIT, 3)
-        assert all(torch.allclose(a[chain : chain + 1], b) for a, b in zip(both, alone, strict=True))
-
-
-def test_of_two_points_each_chain_gets_one(banana):
-    one, other = start(banana, 3), start(banana, 3)
-    mask = torch.tensor([True, False, True])
-    for a, b, found in zip(one, other, choose(mask, one, other), strict=True):
-        assert torch.equal(found, torch.stack([a[0], b[1], a[2]]))
-
-
-def found_step(density: Any, z: Tensor, first: float, generator: torch.Generator, alone: bool) -> Tensor:
-    """By the acceptance of HMC's own single steps."""
-    kernel = HMC(None, step_size=1.0)
-    state = kernel.init(density, z, 0, generator)
-    return find_step_size(partial(kernel.accepts, density, state), torch.full_like(z[:, 0], first), 0.8, alone)
-
-
-def test_step_size_is_found_on_either_side(gaussian, generator):
+def test_a_step_size_is_found_from_either_side(gaussian, generator):
     density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
-    z = density.sample(2000)
-    found = torch.stack([found_step(density, z, first, generator, alone=False) for first in (1e-4, 50.0)])
-    assert torch.equal(found, found[:, :1].expand_as(found))
-    assert ((found > 0.1) & (found < 2)).all()  # the smallest deviation is 0.5: steps are stable below 1
+    z, kernel, found = density.sample(2000), HMC(None, target_accept=0.8), []
+    for first in (1e-4, 50.0):
+        state = kernel.init(density, z, 0, generator)
+        found.append(kernel._with_step(density, state, torch.full_like(z[:, 0], first)).tuning.step_size)
+        assert torch.equal(found[-1], found[-1][:1].expand(2000))
+        assert ((found[-1] > 0.1) & (found[-1] < 2)).all()  # the smallest deviation is 0.5: steps are stable below 1
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 0.0), (torch.float64, 64.0)])
@@ -141,5 +105,6 @@ def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
 
     density = Units()
     z = density.units * torch.ones(3, 2, dtype=torch.float64)
-    ratio = found_step(density, z, 0.1, generator, alone=True) / density.units[:, 0]
+    state = HMC(None, target_accept=0.8).init(density, z, 100, generator)
+    ratio = state.tuning.step_size / density.units[:, 0]
     assert ((ratio > 0.1) & (ratio < 16)).all()  # steps of at least 2 are unstable

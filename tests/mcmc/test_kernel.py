@@ -107,21 +107,6 @@ def dataclasses_of(kernel: Kernel) -> list[type]:
     return [kind for kind in found if is_dataclass(kind) and kind.__module__ in names and not issubclass(kind, Kernel)]
 
 
-def assert_made_of_plain_parts(value: Any) -> None:
-    if type(value) is dict:
-        assert all(type(key) is str for key in value)
-        value = tuple(value.values())
-    if type(value) is tuple:
-        for part in value:
-            assert_made_of_plain_parts(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        assert type(value).__dataclass_params__.frozen
-        for field in fields(value):
-            assert_made_of_plain_parts(getattr(value, field.name))
-    else:
-        assert value is None or type(value) in (torch.Tensor, int, float, bool, str)
-
-
 def assert_same_bits(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
@@ -139,19 +124,6 @@ def assert_same_bits(one: Any, other: Any) -> None:
             assert_same_bits(one[name], other[name])
     else:
         assert one == other
-
-
-@pytest.mark.parametrize("kernel", EVERY_KERNEL, ids=repr)
-def test_the_fields_of_a_state_have_the_shapes_that_its_description_gives(kernel):
-    density = density_for(kernel)
-    state = start(kernel, density, 0)
-    for _ in range(3):
-        assert state.z.shape == state.momentum.shape == state.gradient.shape == (3, density.dim)
-        assert state.energy.shape == (3,)
-        assert all(value.shape == (3,) for value in state.statistics.values())
-        assert {value.dtype for value in (state.z, state.momentum, state.gradient, state.energy)} == {density.dtype}
-        assert_made_of_plain_parts(replace(state, generator=None))
-        state = advance(kernel, density, state, 0, 1)
 
 
 @pytest.mark.parametrize("at", [3, WARMUP, WARMUP + 1])

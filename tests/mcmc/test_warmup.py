@@ -163,17 +163,6 @@ def test_windows_lie_within_warmup_and_leave_time_to_adapt_the_step(num_warmup):
         assert ends[-1] == num_warmup - (50 if num_warmup >= 150 else int(0.1 * num_warmup))
 
 
-def test_a_new_mass_matrix_starts_the_search_of_the_step_anew(density, generator):
-    draws, acceptances = numbers(200)
-    end = window_ends(200)[1][0]
-    kernel = HMC(None, step_size=0.1)
-    states = fed(kernel, density, kernel.init(density, torch.tensor(draws[0]), 200, generator), draws, acceptances, 200)
-    assert states[end - 2].tuning.search.count == 4  # it follows while the mass matrix is unknown
-    assert states[end - 1].tuning.search.count == 0
-    assert states[-1].tuning.search.count == 200 - window_ends(200)[1][-1]
-    assert torch.allclose(states[end - 1].tuning.search.log_step.exp(), states[end - 1].tuning.step_size)
-
-
 def test_what_isnt_to_be_adapted_stays(density, generator):
     draws, acceptances = numbers(60)
     for options in ({"adapt_step_size": False}, {"adapt_mass": False}):

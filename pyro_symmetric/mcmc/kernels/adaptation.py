@@ -97,27 +97,6 @@ def newton_gain(target: float) -> float:
     return min(1 / (4 * half * NormalDist().pdf(half)), LARGEST_GAIN)
 
 
-def find_step_size(acceptance: Callable[[Tensor], Tensor], step_size: Tensor, target: float, alone: bool) -> Tensor:
-    """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses ``target``, as Stan does.
-
-    :param acceptance: step sizes -> acceptance, ``(C,)`` each, of chains whose momenta are drawn anew.
-    :param alone: whether each chain finds its own; else their mean acceptance counts for all.
-    """
-
-    def accepts(step: Tensor) -> Tensor:
-        found = acceptance(step)
-        return (found if alone else found.mean().expand_as(found)) > target
-
-    grow = accepts(step_size)
-    factor, crossed = torch.where(grow, 2.0, 0.5).to(step_size), torch.zeros_like(grow)
-    for _ in range(MOST_TRIES):
-        step_size = torch.where(crossed, step_size, factor * step_size)
-        crossed = crossed | (accepts(step_size) != grow)
-        if bool(crossed.all()):
-            break
-    return step_size
-
-
 # windows ------------------------------------------------------------------------------------------------------------
 
 
@@ -246,11 +225,23 @@ class TunedKernel(Kernel):
         return tuned(state, search=search, step_size=search.log_step.exp().to(acceptance.dtype))
 
     def _with_step(self, density: Density, state: State, step: Tensor) -> State:
-        """Step sizes for chains there, found from these ``(C,)``, and the search from there."""
-        blind = state.tuning.blind
-        target = self.search(step, blind).target
-        step = find_step_size(lambda size: self.accepts(density, state, size), step, target, alone=blind)
-        return tuned(state, step_size=step, search=self.search(step, blind))
+        """Step sizes, found by doubling or halving these ``(C,)`` until the acceptance of one step crosses the target,
+        as Stan does, and the search from there. While the mass matrix is unknown each chain finds its own."""
+        alone = state.tuning.blind
+        target = self.search(step, alone).target
+
+        def accepts(step: Tensor) -> Tensor:
+            found = self.accepts(density, state, step)
+            return (found if alone else found.mean().expand_as(found)) > target
+
+        grow = accepts(step)
+        factor, crossed = torch.where(grow, 2.0, 0.5).to(step), torch.zeros_like(grow)
+        for _ in range(MOST_TRIES):
+            step = torch.where(crossed, step, factor * step)
+            crossed = crossed | (accepts(step) != grow)
+            if bool(crossed.all()):
+                break
+        return tuned(state, step_size=step, search=self.search(step, alone))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

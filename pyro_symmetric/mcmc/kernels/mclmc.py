@@ -33,20 +33,16 @@ Before it directions turn at random, :math:`u \leftarrow (u + \nu \xi) / |u + \n
 2023, arXiv 2303.18221). Momenta are held as elsewhere, :math:`p = \sqrt D\, W^\top u`, so that the velocity is
 :math:`\Sigma p` and :math:`p^\top \Sigma\, p = D`.
 
-**The step size.** Every step is accepted. In the limit of small steps draws are the posterior's; else they are biased,
-and the error of the energy tells how much: its square per step and coordinate, :math:`\eta = \mathbb E (\Delta E)^2 /
-D`, falls with :math:`\varepsilon^6`, the bias of variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds
-the step for which :math:`\eta` is what was asked, over all chains: with the Robbins-Monro search of the other kernels,
-whose curve is here :math:`1 - \eta / \eta_0`, with the slope :math:`-6`.
+**The step size.** Every step is accepted, so draws are biased, and the error of the energy tells how much: its square
+per step and coordinate, :math:`\eta = \mathbb E (\Delta E)^2 / D`, falls with :math:`\varepsilon^6`, the bias of
+variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds the step for which :math:`\eta` is what was asked,
+over all chains: by the search of the other kernels, whose curve is here :math:`1 - \eta / \eta_0`, of slope :math:`-6`.
 
 **The length** :math:`L` is to be 0.4 autocorrelation lengths of the draws, as in the paper. Each iteration lasts for
 :math:`L`. So if correlations fall geometrically, by the factor :math:`\rho` with each draw, the autocorrelation length
-is :math:`L (1 + \rho) / (1 - \rho)`, and the rule is
-
-.. math:: \rho = \frac{1 - 0.4}{1 + 0.4} = \frac37,
-
-which warm-up solves for :math:`\log L`, with :math:`\rho` the mean over all chains and whitened coordinates, about each
-chain's own average. For a Gaussian that gives :math:`L = 1.3`; the fastest decay of both means and squares is at 1.
+is :math:`L (1 + \rho) / (1 - \rho)`, and the rule is :math:`\rho = (1 - 0.4) / (1 + 0.4)`, which warm-up solves for
+:math:`\log L`, with :math:`\rho` the mean over all chains and whitened coordinates, about each chain's own average. For
+a Gaussian that gives :math:`L = 1.3`; the fastest decay of both means and squares is at 1.
 """
 
 from __future__ import annotations
@@ -149,8 +145,7 @@ class MCLMC(TunedKernel):
     r"""Microcanonical Langevin dynamics of many chains: no step is rejected, so draws have a bias, which is asked for.
 
     For posteriors of many dimensions and for networks, whose chains best start from a deep ensemble,
-    ``initial=ps.ensemble(...)``, as MILE does (Sommer et al., ICLR 2025). An iteration lasts for the length
-    after which directions are forgotten.
+    ``initial=ps.ensemble(...)``, as MILE does (Sommer et al., ICLR 2025).
 
     **The bias**: a Gaussian's variances come out 2 % too small at the default. It shrinks with the third root of
     ``energy_error``. No comparison of chains shows it, since they agree on the biased law. The statistic

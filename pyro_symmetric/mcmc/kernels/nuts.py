@@ -240,12 +240,13 @@ def _joined(tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mas
 
 def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
     """True if the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
-    spans = [_Span(one.first, two.last, one.total + two.total)]
+    parts = _Span(one.first, two.last, one.total + two.total)
     if not is_pair:
-        spans += [_Span(one.first, two.first, one.total + two.first), _Span(one.last, two.last, one.last + two.total)]
-    first, last, total = (torch.stack(parts) for parts in zip(*spans, strict=True))
-    velocity = mass.velocity(total)
-    return (((first * velocity).sum(-1) <= 0) | ((last * velocity).sum(-1) <= 0)).any(0)
+        left, right = (one.first, two.first, one.total + two.first), (one.last, two.last, one.last + two.total)
+        parts = _Span(*(torch.stack(values) for values in zip(parts, left, right, strict=True)))
+    velocity = mass.velocity(parts.total)
+    turning = ((parts.first * velocity).sum(-1) <= 0) | ((parts.last * velocity).sum(-1) <= 0)
+    return turning if is_pair else turning.any(0)
 
 
 def _mapped(function: Callable[..., Tensor], *values: Any) -> Any:

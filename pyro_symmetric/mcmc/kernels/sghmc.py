@@ -34,7 +34,6 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
-from pyro_symmetric.mcmc.kernels.randomness import normal
 from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, StochasticTuning
 
 MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
@@ -66,6 +65,8 @@ class SGHMC(StochasticGradientKernel):
 
     friction: float | None = None
 
+    has_momentum = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("friction", self.friction, none="one that is found")
@@ -73,12 +74,6 @@ class SGHMC(StochasticGradientKernel):
     @property
     def measures(self) -> bool:
         return self.step_size is None or self.friction is None
-
-    def first_momentum(self, z: Tensor, generator: torch.Generator) -> Tensor:
-        return normal(z, generator)
-
-    def more_statistics(self, momentum: Tensor) -> dict[str, Tensor]:
-        return {"kinetic_temperature": momentum.square().mean(-1)}
 
     def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         return (4 * self.tolerance / torch.maximum(estimate.stiffest, 4 * estimate.noise.mean())).sqrt()

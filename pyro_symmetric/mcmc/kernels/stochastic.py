@@ -72,6 +72,7 @@ class StochasticGradientKernel(Kernel):
     num_steps: int = 10
 
     subsampled = True
+    has_momentum = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,10 +91,6 @@ class StochasticGradientKernel(Kernel):
     def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         """The step size ``()`` that keeps the tolerance."""
 
-    def first_momentum(self, z: Tensor, generator: torch.Generator) -> Tensor:
-        """Momenta ``(C, D)``; zeros of a kernel that has none."""
-        return torch.zeros_like(z)
-
     def first_preconditioner(self, density: Density, gradient: Tensor) -> Tensor:
         """The preconditioner before anything is learnt."""
         return torch.ones_like(gradient[0])
@@ -111,7 +108,7 @@ class StochasticGradientKernel(Kernel):
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         energy, gradient = density.energy_and_gradient(z, independent_rows(density.row_counts, len(z), generator))
-        momentum = self.first_momentum(z, generator)
+        momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
         tuning = StochasticTuning(
             z.new_tensor(self.step_size or 0.0),
             self.first_preconditioner(density, gradient),
@@ -141,15 +138,12 @@ class StochasticGradientKernel(Kernel):
             "diverging": diverging,
             "step_size": tuning.step_size.expand(chains),
             "n_steps": torch.full_like(energy, self.num_steps, dtype=torch.long),
-            **self.more_statistics(momentum),
         }
-        momentum = torch.where(lost, self.first_momentum(z, generator), momentum)
+        if self.has_momentum:
+            statistics["kinetic_temperature"] = momentum.square().mean(-1)
+            momentum = torch.where(lost, normal(z, generator), momentum)
         gradient = torch.where(lost, state.gradient, gradient)
         return State(torch.where(lost, state.z, z), momentum, energy, gradient, tuning, generator, statistics)
-
-    def more_statistics(self, momentum: Tensor) -> dict[str, Tensor]:
-        """Statistics of momenta."""
-        return {}
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         state = self._measured(density, state)
