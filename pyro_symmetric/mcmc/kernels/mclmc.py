@@ -35,8 +35,8 @@ Before it directions turn at random, :math:`u \leftarrow (u + \nu \xi) / |u + \n
 
 **The step size.** Every step is accepted, so draws are biased, and the error of the energy tells how much: its square
 per step and coordinate, :math:`\eta = \mathbb E (\Delta E)^2 / D`, falls with :math:`\varepsilon^6`, the bias of
-variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds the step for which :math:`\eta` is what was asked,
-over all chains: by the search of the other kernels, whose curve is here :math:`1 - \eta / \eta_0`, of slope :math:`-6`.
+variances with :math:`\varepsilon^2 \propto \eta^{1/3}`. Warm-up finds the step for which :math:`\eta` is what was
+asked, over all chains: by the search of the other kernels, whose curve is here :math:`1 - \eta / \eta_0`.
 
 **The length** :math:`L` is to be 0.4 autocorrelation lengths of the draws, as in the paper. Each iteration lasts for
 :math:`L`. So if correlations fall geometrically, by the factor :math:`\rho` with each draw, the autocorrelation length
