@@ -4,7 +4,6 @@ are, or on the CPU.
 With "meta", which holds no numbers, as the default, whatever is made without a device can't be read: this needs no GPU.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,26 +110,3 @@ def test_symmetries_are_found_and_verified_whatever_the_default_device(elsewhere
     symmetry = find_symmetry(net, x)
     assert verify(symmetry, net, x)
     assert symmetry.log_order() > 0
-
-
-def test_the_lint_finds_what_leaves_its_device_open_and_nothing_else():
-    specification = importlib.util.spec_from_file_location("open_devices", TREE / "tools/open_devices.py")
-    assert specification is not None
-    assert specification.loader is not None
-    lint = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(lint)
-    source = """
-        torch.zeros(3)
-        torch.zeros(3, device=x.device)
-        x.new_zeros(3)
-        torch.as_tensor(x)
-        torch.Generator()
-        torch.Generator("cpu")
-        torch.zeros_like(x)
-        torch.ones(3, **options)
-        torch.full(
-            (3,), 1.0)
-    """
-    lines = source.strip().splitlines()
-    assert list(lint.open_calls("\n".join(line.strip() for line in lines))) == [1, 4, 5, 9]
-    assert lint.main([str(TREE / "pyro_symmetric")]) == 0

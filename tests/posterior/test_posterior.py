@@ -325,16 +325,3 @@ def test_a_posterior_without_draws_goes_through_everything(tmp_path, shape):
     assert Posterior.concat([posterior, posterior]).num_chains == 2 * shape[0]
     posterior.save(tmp_path / "p")
     assert Posterior.load(tmp_path / "p").samples["w"].shape == shape
-
-
-def test_draws_with_replacement_are_the_same_ones_of_every_site():
-    number = torch.arange(40.0).reshape(4, 10)
-    posterior = Posterior({"a": number, "b": number[..., None] * torch.tensor([1.0, 2.0])}, kind="chains")
-    drawn = posterior.get_samples(200)
-    assert drawn["a"].shape == (200,)
-    assert torch.equal(drawn["b"], drawn["a"][:, None] * torch.tensor([1.0, 2.0]))
-    assert len(drawn["a"].unique()) > 30  # of 40, each is left out with a chance of 0.6 %
-    grouped = posterior.get_samples(7, group_by_chain=True)
-    assert grouped["a"].shape == (4, 7)
-    assert torch.equal(grouped["a"] // 10, torch.arange(4.0)[:, None].expand(4, 7))
-    assert torch.equal(grouped["b"][..., 0], grouped["a"])
