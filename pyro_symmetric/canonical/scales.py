@@ -44,10 +44,7 @@ class Mass:
             for site, value in squares.items():
                 dims = sorted(group.members(site))
                 rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
-                axes = []
-                for dim in dims:
-                    slots, exponents = group.multiplied(site, dim, value.device)
-                    axes.append((slots + (exponents < 0) * (group.size + 1), exponents.abs().double()))
+                axes = [_Multiplied(group, site, dim) for dim in dims]
                 self._terms.append((value.detach().sum(rest) if rest else value.detach().clone(), axes))
 
     def without(self, removed: Tensor) -> Mass:
@@ -63,9 +60,9 @@ class Mass:
 
     def total(self, logs: Tensor) -> Tensor:
         """The sum at log-multipliers of positive and of negative exponents, ``(samples, 2, units)``."""
-        known, found = self._laid_out(logs + self._base), 0.0 * logs.sum((1, 2))  # (has a gradient without units, too)
+        known, found = logs + self._base, 0.0 * logs.sum((1, 2))  # (which has a gradient without units, too)
         for term, axes in self._terms:
-            factors = [(2 * known(axis)).exp() for axis in axes]
+            factors = [(2 * axis(known)).exp() for axis in axes]
             for own in factors[:0:-1]:  # vectors from the left: as columns, a batch takes up to twenty times as long
                 term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(term.shape[:-1])
             found = found + ((term * factors[0]).sum(-1) if factors else term)
@@ -109,11 +106,11 @@ class Mass:
         with torch.inference_mode(False):
             u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
             against = counts.sides() if counts is not None else (u, u)
-            powers = [exponents for _, axes in self._terms for _, exponents in axes]
+            powers = [axis.largest for _, axes in self._terms for axis in axes]
             # With exponents of at most p, a unit's best step by itself is log(up / down) / 4 p or more. If at most k
             # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
-            overlap = max((sum(map(len, [own for _, own in axes])) for _, axes in self._terms), default=1)
-            cautious = 4 * overlap * max((float(own.max()) for own in powers), default=1.0)
+            overlap = max((sum(axis.depth for axis in axes) for _, axes in self._terms), default=1)
+            cautious = 4 * overlap * max(powers, default=1)
             worst = math.inf
             for _ in range(STEPS if free.numel() and powers else 0):
                 slope, hessian = self._slope(torch.stack([u, -u], 1))
@@ -145,22 +142,10 @@ class Mass:
             return free * (both[:, 0] - both[:, 1])
 
         p = conjugate_gradients(product, downhill, 2 * diagonal, goal)
-        known = self._laid_out(torch.stack([p, -p], 1))
-        steepest = [
-            torch.stack([known(axis).abs().amax(-1) for axis in axes]).sum(0) for _, axes in self._terms if axes
-        ]
+        both = torch.stack([p, -p], 1)
+        steepest = [torch.stack([axis(both).abs().amax(-1) for axis in axes]).sum(0) for _, axes in self._terms if axes]
         longest = 2 * torch.stack(steepest, -1).amax(-1, keepdim=True)
         return p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
-
-    def _laid_out(self, logs: Tensor) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
-        """The sum of log-multipliers at each position of an axis, ``(samples, length)``."""
-        known = torch.cat([logs, logs.new_zeros(len(logs), 2, 1)], -1).flatten(1)
-
-        def along(axis: tuple[Tensor, Tensor]) -> Tensor:
-            slots, powers = axis  # index_select, as the slope of advanced indexing takes several times as long
-            return (known.index_select(1, slots.flatten()).unflatten(1, slots.shape) * powers).sum(1)
-
-        return along
 
     def _slope(self, logs: Tensor, twice: bool = True) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Half the gradient by log-multipliers, and half the Hessian's product with directions."""
@@ -168,6 +153,27 @@ class Mass:
             here = logs.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.total(here).sum() / 2, here, create_graph=twice)
         return gradient.detach(), lambda p: torch.autograd.grad(gradient, here, p, retain_graph=True)[0]
+
+
+class _Multiplied:
+    """An axis of a site, and the units that multiply what lies along it: ``depth`` at most share a position."""
+
+    def __init__(self, group: Group, site: str, dim: int):
+        members = group.members(site)[dim]
+        self._length, self.largest = group.view_shapes[site][dim], max(abs(axis.exponent) for _, axis in members)
+        self._members = [(group.slots[name], axis) for name, axis in members]
+        self.depth = int(torch.cat([axis.index.flatten() for _, axis in members]).bincount().max())
+
+    def __call__(self, logs: Tensor) -> Tensor:
+        """The sums of log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples, length)``."""
+        total = logs.new_zeros(len(logs), self._length)
+        for at, axis in self._members:
+            own = abs(axis.exponent) * logs[:, int(axis.exponent < 0), at]
+            if axis.fills(self._length):
+                total = total + own
+            else:
+                total = total.index_add(1, axis.index.to(own.device).flatten(), own.repeat(1, len(axis.index)))
+        return total
 
 
 def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:

@@ -124,8 +124,6 @@ class PlacedUnits:
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
 
-    # as tensors of numbers of units -----------------------------------------------------------------------------------
-
     @functools.cached_property
     @torch.inference_mode(False)  # what is kept outlives the mode that it is made in
     def nesting(self) -> Tensor:
@@ -141,25 +139,6 @@ class PlacedUnits:
             size = torch.full_like(own, 0 if one.parent is None else one.size)
             found.append(torch.stack([self.slots[name].start + copies * one.size, parent, size]))
         return torch.cat(found, 1)
-
-    def multiplied(self, site: str, dim: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """The units at each position of a viewed axis, by number, and the exponents with which they multiply it.
-
-        Both are ``(depth, length)``, as units may share a position; where there are fewer, the number is ``size``.
-        """
-        if (site, dim, device) not in self._kept:
-            members = self.members(site).get(dim, [])
-            with torch.inference_mode(False):
-                slots = torch.full((2 * len(members) + 1, self.view_shapes[site][dim]), self.size, device="cpu")
-                exponents = torch.zeros_like(slots)
-                for name, axis in members:
-                    index = axis.index.cpu()
-                    level = int((slots[:, index.flatten()] != self.size).any(1).sum())
-                    slots[level, index] = torch.arange(self.slots[name].start, self.slots[name].stop, device="cpu")
-                    exponents[level, index] = axis.exponent
-                used = max(1, int((slots != self.size).any(1).sum()))
-                self._kept[site, dim, device] = slots[:used].to(device=device), exponents[:used].to(device=device)
-        return self._kept[site, dim, device]
 
     # small steps ------------------------------------------------------------------------------------------------------
 

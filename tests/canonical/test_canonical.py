@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from pyro_symmetric.canonical.forms import canonicalize
+from pyro_symmetric.canonical import canonicalize, minimal_mass, sorting_permutation
+from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
 KEYS = st.sampled_from(["first", "max", "norm"])
@@ -204,16 +206,6 @@ def test_statistics_that_have_a_scale_of_their_own_have_canonical_forms(rule, bi
     assert_canonical(group, weights, form, rule=rule)
 
 
-def test_an_empty_batch_has_an_empty_form(mlp):
-    for activation in ("relu", "tanh"):
-        net = mlp([3, 4, 2], activation)
-        for key in ("first", "max", "norm"):
-            form = canonicalize(net.weights(0), net, key)
-            assert {site: value.shape for site, value in form.items()} == {
-                site: (0, *shape) for site, shape in net.site_shapes.items()
-            }
-
-
 @pytest.mark.parametrize("moves", ["flip", ("permute", "flip")])
 def test_declared_signs_and_order_are_removed(moves: object) -> None:
     shapes = {"loadings": torch.Size([5, 3]), "scores": torch.Size([3, 7])}
@@ -241,3 +233,18 @@ def test_biases_of_nearly_dead_units_stay_bounded_at_minimal_norm(mlp):
     torch.testing.assert_close(form["0.bias"], weights["0.bias"] * factor, rtol=1e-9, atol=0)
     torch.testing.assert_close(form["0.weight"], weights["0.weight"] * factor[..., None], rtol=1e-9, atol=0)
     assert float(canonicalize(weights, net, None, "minimal_mass")["0.bias"].abs().max()) > 1e10
+
+
+@pytest.mark.parametrize(
+    "form", [canonicalize, lambda net, symmetry: minimal_mass(net, symmetry).weights], ids=["form", "mass"]
+)
+def test_a_network_gives_a_new_network_that_computes_the_same(form):
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    x = torch.randn(7, 4, dtype=torch.float64)
+    symmetry = find_symmetry(net, x)
+    before = {name: value.detach().clone() for name, value in net.named_parameters()}
+    found = form(net, symmetry)
+    torch.testing.assert_close(found(x).softmax(-1), net(x).softmax(-1))
+    assert_same({name: value.detach() for name, value in found.named_parameters()}, form(before, symmetry), 0.0)
+    assert_same({name: value.detach() for name, value in net.named_parameters()}, before, 0.0)
+    assert sorting_permutation(net, symmetry).equal(sorting_permutation(before, symmetry))
