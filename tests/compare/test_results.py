@@ -35,13 +35,6 @@ def test_a_result_goes_to_json_and_is_shown(name: str) -> None:
     assert len(repr(result).splitlines()) < 30
 
 
-def test_an_earlier_results_kernels_are_used_again() -> None:
-    first = ps.mmd(P, Q)
-    assert ps.mmd(P, Q, bandwidths=first).to_dict() == first.to_dict()
-    again = ps.mmd(P, P, bandwidths=first).parts["0"]
-    assert again["bandwidth"].tolist() == first.parts["0"]["bandwidth"].tolist()
-
-
 def test_distances_that_overflow_are_refused() -> None:
     huge = {"w": torch.full((3, 2), 3e38) * torch.tensor([[1.0], [-1.0], [1.0]])}
     with pytest.raises(ValueError, match="overflow"):

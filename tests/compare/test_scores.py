@@ -51,15 +51,6 @@ def test_sure_and_right_is_perfect_sure_and_wrong_is_worst():
     assert wrong.nll == pytest.approx(-math.log(torch.finfo(torch.float32).tiny))
 
 
-def test_one_prediction_without_members_has_no_mutual_information(predictions):
-    members, labels = predictions
-    single = scores.classification(members[0], labels, members[1])
-    assert set(single.uncertainty) == set(single.uncertainty_ood) == {"entropy"}
-    assert set(single.detection) == {"maximum_probability", "entropy"}
-    assert scores.classification(members[:1], labels).nll == single.nll
-    assert scores.classification(members, labels).detection == {}
-
-
 def test_detection_equals_scikit_learn_and_torchmetrics_with_positive_out_of_distribution(predictions):
     members, labels = predictions
     ood = (0.3 * torch.randn(5, 200, 4)).softmax(-1)  # less sure than inside
