@@ -114,8 +114,8 @@ def main() -> None:
             store = Path(folder) / f"{trial}"
             planned = min(options.kills_per_run, options.kills - killed)
             for _ in range(planned):
-                after = chance.uniform(0, 1.5 * duration / planned)
-                while in_child(kernel, store, options.scale, after):  # it was faster: its draws are complete already
+                within = 1.5 * duration / planned  # a run that is faster is begun anew: its draws are complete
+                while in_child(kernel, store, options.scale, chance.uniform(0, within)):
                     for file in sorted(store.rglob("*"), reverse=True):
                         file.rmdir() if file.is_dir() else file.unlink()
                 killed += 1
