@@ -18,7 +18,6 @@ as they should be, or always; Langevin steps that are too long.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,8 +83,8 @@ class Replications:
     def energy_and_gradient(self, z: Tensor, rows: Any = None) -> tuple[Tensor, Tensor]:
         return self.density.energy_and_gradient(z, self._own(z, rows))
 
-    def gradient(self, z: Tensor, rows: Any = None) -> Tensor:
-        return self.density.gradient(z, self._own(z, rows))
+    def energy(self, z: Tensor, rows: Any = None) -> Tensor:
+        return self.energy_and_gradient(z, rows)[0]
 
     def _own(self, z: Tensor, rows: Any) -> dict[str, Tensor]:
         """Rows of each replication's own data."""
@@ -180,8 +179,9 @@ def too_long(replications: int, draws: int, **options: int) -> tuple[float, floa
 
 @contextmanager
 def all_chains_in_every_batch() -> Iterator[None]:
-    """NUTS takes no chains that have finished out of a batch: a chain's place there says whose data it has."""
-    with mock.patch.object(nuts, "AT_HAND", ()), mock.patch.object(nuts, "PATIENCE", math.inf):
+    """NUTS takes no chains that have finished out of a batch, as where leaves are programs: a chain's place there says
+    whose data it has."""
+    with mock.patch.object(nuts, "compiles", return_value=True):
         yield
 
 

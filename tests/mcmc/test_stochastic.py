@@ -274,9 +274,9 @@ def test_a_step_within_the_documented_limit_stays_within_it(kind, step):
     assert state.z.var().item() == pytest.approx(1 / (1 - step / 4) if kind is SGLD else 1.0, rel=0.145)
 
 
-@pytest.mark.parametrize(("kind", "step"), [(SGHMC, 2.1), (SGHMC, 40.0), (SGLD, 4.2), (SGLD, 100.0)])
+@pytest.mark.parametrize(("kind", "step"), [(SGHMC, 2.1), (SGLD, 100.0)])
 def test_energies_that_blow_up_count_as_divergences_and_are_told(kind, step):
-    options: dict = {"num_warmup": 30, "num_samples": 100, "num_chains": 4, "seed": 0, "progress": False}
+    options: dict = {"num_warmup": 20, "num_samples": 50, "num_chains": 4, "seed": 0, "progress": False}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         posterior = sample(kind(plain_normal, step_size=step), **options)
