@@ -192,9 +192,8 @@ class UnitDensities:
         """Sites, their squares, means and deviations, with all other units where they are drawn, or averaged over;
         without those of which nothing is known of some units that move the same entries.
 
-        Of a wide matrix between two sets it is those at some of the other set's places, where the base's units are
-        furthest apart, so that a product costs less than ``n**3``. They depend on the base alone, so that what is
-        proposed still depends on nothing but the orbit of the draw.
+        Of a wide matrix between two sets only those at places of the other where the base's units are furthest apart:
+        products cost less than ``n**3``, and what is proposed still depends on the orbit of the draw alone.
         """
         for axis in axes:
             site, members = axis.site, self.group.members(axis.site)

@@ -75,10 +75,8 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
         own = {frame.name for frame in alone.nodes[sites[0]]["cond_indep_stack"]}
         stack = nodes[sites[0]]["cond_indep_stack"]
         plates = {frame.dim: int(frame.size) for frame in stack if frame.vectorized and frame.name not in own}
-        outer, batch = (
-            [plates.get(dim, 1) for dim in range(min(plates, default=0), 0)],
-            [plates[d] for d in sorted(plates)],
-        )
+        batch = [plates[dim] for dim in sorted(plates)]
+        outer = [plates.get(dim, 1) for dim in range(min(plates, default=0), 0)]
         values = {site: nodes[site]["value"].reshape(*batch, *shape) for site, shape in shapes.items()}
         laws = {site: alone.nodes[site]["fn"] for site in sites}
         base, flat = _flat(laws, shapes), torch.cat([v.flatten(len(batch)) for v in values.values()], -1)
