@@ -500,18 +500,23 @@ def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     """The group of all units; multipliers that permutations don't carry onto one another are left out."""
-    kept = {one.name: one for one in units}
-    try:
-        return Group(kept.values(), shapes, of_network=True)
-    except ValueError:
-        kept = {name: _permuting(one) for name, one in kept.items() if "permute" in one.moves}
-    for one in units:
+    base = {one.name: _permuting(one) for one in units if "permute" in one.moves}
+
+    def built(chosen: Sequence[Units]) -> Group:
+        return Group((base | {one.name: one for one in chosen}).values(), shapes, of_network=True)
+
+    def fails(chosen: Sequence[Units]) -> bool:
         try:
-            Group([*(kept | {one.name: one}).values()], shapes)
+            built(chosen)
         except ValueError:
-            continue
-        kept[one.name] = one
-    return Group(kept.values(), shapes, of_network=True)
+            return True
+        return False
+
+    kept = list(units)
+    while fails(kept):
+        wrong = {one.name for one in guilty(kept, fails)}
+        kept = [one for one in kept if one.name not in wrong]
+    return built(kept)
 
 
 def _permuting(units: Units) -> Units:
