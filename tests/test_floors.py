@@ -67,7 +67,7 @@ INSIDE = {
         [WHOLE],
     ],
     "alignment": [
-        ["assignment", "gaussian"],
+        ["assignment", "gaussian", "proximity"],
         ["activations", "barrier", "features"],
         ["descent", "scales"],
         ["matching"],
