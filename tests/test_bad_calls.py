@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "find_symmetry": (lambda: ps.find_symmetry(NET, torch.zeros(5, 3)), "example inputs"),
     "verify": (lambda: ps.verify(SYMMETRY, nn.Linear(3, 3), X), "0.weight"),
     "verify_model": (lambda: ps.verify_model(EXCHANGES, MODEL, X, Y), "loadings"),
-    "Symmetry": (lambda: SYMMETRY.act(SYMMETRY.group.identity(), transposed()), "0.weight"),
+    "Symmetry": (lambda: SYMMETRY.group.identity()(transposed()), "0.weight"),
     "Symmetry.without": (lambda: SYMMETRY.without(["1"]), "'1'"),
     "Group": (lambda: ps.Group([GROUP["0"], GROUP["0"]], GROUP.site_shapes), "'0'"),
     "Group.declare": (lambda: ps.Group.declare({"loadings": ("factor",)}, FACTORS), "loadings"),
@@ -98,8 +98,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "groups.Action": (lambda: ps.groups.Action(GROUP, ["0.weight"] * 2), "sites"),
     "canonicalize": (lambda: ps.canonicalize(broken(4), SYMMETRY), "0.weight"),
     "minimal_mass": (lambda: ps.minimal_mass(broken(4), SYMMETRY), "0.weight"),
-    "discovery.completeness": (lambda: ps.discovery.completeness(SYMMETRY, NET, X, sites=["0.wait"]), "sites"),
-    "discovery.check_priors": (lambda: ps.discovery.check_priors(SYMMETRY, {}), "priors"),
     # models
     "BayesianModel": (lambda: ps.BayesianModel(NET, ps.GaussianPrior(scales={"0.wait": 2.0})), "0.wait"),
     "BayesianModel.forward": (lambda: MODEL(X, Y[:5]), "y"),

@@ -4,7 +4,7 @@ from pyro_symmetric.discovery.completeness import completeness
 from pyro_symmetric.discovery.export import UntraceableError
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.invariance import InconclusiveError
-from pyro_symmetric.discovery.model_check import check_priors, verify_model
+from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.rules.registry import register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UnknownOperator
@@ -17,7 +17,6 @@ __all__ = [
     "UnknownOperator",
     "UntraceableError",
     "UnverifiedSymmetry",
-    "check_priors",
     "completeness",
     "find_symmetry",
     "register_rule",

@@ -14,31 +14,15 @@ it can only make the group smaller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from pyro_symmetric.discovery.arrays import Array, distinct_rows, mix, salt
-from pyro_symmetric.discovery.flow import Fact
+from pyro_symmetric.discovery.arrays import Array, components, distinct_rows, mix, salt
+from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.nesting import Cell, Memberships, NotNested, nested
 
-
-class Facts(Protocol):
-    """Statements about atoms, as :class:`~pyro_symmetric.discovery.flow.Flow` collects them."""
-
-    size: int
-
-    @property
-    def unions(self) -> Sequence[Fact]: ...
-    @property
-    def relations(self) -> Sequence[Fact]: ...
-    @property
-    def refinements(self) -> Sequence[Fact]: ...
-    @property
-    def occurrences(self) -> Mapping[int, tuple[Array, int]]: ...
-    def classes(self) -> tuple[int, Array]: ...
+NOTHING = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +47,17 @@ class Cells:
     individualised: Array
 
 
-def solve(flow: Facts) -> Cells:
+def solve(flow: Flow) -> Cells:
     """The cells of interchangeable units, and how they are nested."""
     with np.errstate(over="ignore"):
         return _Refinement(flow).solve()
 
 
 class _Refinement:
-    def __init__(self, flow: Facts):
+    def __init__(self, flow: Flow):
         self.flow = flow
-        self.count, self.unit = flow.classes()
+        one, other = (np.concatenate([NOTHING, *(fact[end] for fact in flow.unions)]) for end in (0, 1))
+        self.count, self.unit = components(flow.size, one, other)
         self.atom_colour = np.zeros(flow.size, dtype=np.uint64)
         for atoms, number in flow.occurrences.values():
             np.add.at(self.atom_colour, atoms.reshape(-1), salt(2 * number))
@@ -84,10 +69,9 @@ class _Refinement:
 
     def _memberships(self) -> tuple[Array, Array, Array]:
         """Distinct pairs of classes, of which one is a member of the other, and the fact that says so."""
-        empty = np.empty(0, dtype=np.int64)
         relations = self.flow.relations
-        child = self.unit[np.concatenate([empty, *(fact.one for fact in relations)])]
-        parent = self.unit[np.concatenate([empty, *(fact.other for fact in relations)])]
+        child = self.unit[np.concatenate([NOTHING, *(fact.one for fact in relations)])]
+        parent = self.unit[np.concatenate([NOTHING, *(fact.other for fact in relations)])]
         kind = np.repeat([fact.number for fact in relations], [len(fact.one) for fact in relations]).astype(np.int64)
         apart = child != parent
         rows = distinct_rows(kind[apart], child[apart], parent[apart])[0]

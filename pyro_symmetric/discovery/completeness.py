@@ -8,20 +8,17 @@ accident of it (a unit that no input switches on, say).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from pyro_symmetric import arguments
-from pyro_symmetric._process import without_fast_attention, without_warnings
-from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, refreshed
-from pyro_symmetric.discovery.tensors_only import TensorsOnly
+from pyro_symmetric._process import forked, without_fast_attention, without_warnings
+from pyro_symmetric.discovery.linear_twin import Pass, precise
+from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision
+from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
@@ -29,7 +26,7 @@ from pyro_symmetric.weights import Weights
 POINTS, LARGEST = 5, 10_000  # sets of weights that are tried, and weights, at most: time grows with their cube
 NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a ratio that leaves no doubt
 STEP, WRONG = 1e-4, 1e-6  # of log-scales, whose differences are tangents; what these change, if they are no symmetry
-PICKED, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # outputs for one draw of the inputs, and the sizes of these in turn
+LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of these in turn
 SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
 CENTRED = 0.9  # the part of their mean that rows of matrices lose at every other point: units switch on and off then
 
@@ -45,14 +42,12 @@ class Completeness:
     :ivar weights: the number of weights (with the running statistics that the symmetry moves).
     :ivar null: the dimension of the Jacobian's null space, at generic weights and to first order.
     :ivar found: the dimension of the scales and shifts of the symmetry.
-    :ivar gap: the smallest singular value that counts, over the largest that counts as zero.
     :ivar doubts: why the numbers may be wrong; empty if nothing speaks against them.
     """
 
     weights: int
     null: int
     found: int
-    gap: float
     doubts: tuple[str, ...] = ()
 
     @property
@@ -61,13 +56,9 @@ class Completeness:
         return self.null == self.found and not self.doubts
 
 
+@forked(0)
 def completeness(
-    symmetry: Symmetry,
-    net: nn.Module,
-    *inputs: Any,
-    kwargs: Mapping[str, Any] | None = None,
-    sites: Iterable[str] | None = None,
-    seed: int = 0,
+    symmetry: Symmetry, net: nn.Module, *inputs: Any, kwargs: Mapping[str, Any] | None = None
 ) -> Completeness:
     """Compare a symmetry with all directions in which the weights of a network move without effect.
 
@@ -80,25 +71,14 @@ def completeness(
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers,
         integers by others from the smallest to the largest of the example; masks stay.
     :param kwargs: what its ``forward`` takes by name, treated alike.
-    :param sites: the sites that count as weights, such as one layer's; all that the symmetry knows by default. What
-        moves others, too, is left out on both sides.
-    :param seed: of the random inputs and weights.
     :raises ValueError: if there are more than 10,000 weights, or the network isn't the symmetry's.
     """
-    known = symmetry.site_shapes
-    chosen = dict.fromkeys(known if sites is None else arguments.listed("sites", sites, str, "names of sites"))
-    if unknown := [site for site in chosen if site not in known]:
-        raise ValueError(f"sites holds {unknown}, which the symmetry doesn't know; it knows {list(known)}")
-    shapes = {site: known[site] for site in chosen}
-    if sum(shape.numel() for shape in shapes.values()) > LARGEST:
-        raise ValueError(f"there are more than {LARGEST} weights; look at one layer's at a time, by sites=[...]")
-    call = TensorsOnly(copied(net, torch.float64), inputs, kwargs or {})
-    generator, tried = torch.Generator("cpu").manual_seed(seed), list[Completeness]()
+    if sum(shape.numel() for shape in symmetry.site_shapes.values()) > LARGEST:
+        raise ValueError(f"there are more than {LARGEST} weights, whose null space takes too long to find")
+    run, tried = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits), list[Completeness]()
     for point in range(POINTS):
-        weights = _near(symmetry, call.net, shapes, point % 2 == 1, generator)
-        tried.append(
-            _counted(symmetry.group, weights, shapes, *_rows(call, weights, shapes, symmetry.logits, generator))
-        )
+        weights = _near(symmetry, net, centred=point % 2 == 1)
+        tried.append(_counted(symmetry.group, weights, *_rows(run, weights)))
         best = min(tried, key=lambda one: one.null)
         if best.null == best.found or [one.null for one in tried].count(best.null) == 2:
             break
@@ -108,14 +88,12 @@ def completeness(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _near(
-    symmetry: Symmetry, net: nn.Module, shapes: Mapping[str, torch.Size], centred: bool, generator: torch.Generator
-) -> Weights:
-    """Random weights around the network's own: values of all sites, of which some count."""
-    weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-    for site in shapes:
-        value = weights[site]
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
+def _near(symmetry: Symmetry, net: nn.Module, centred: bool) -> Weights:
+    """Random weights around the network's own."""
+    weights = {}
+    for site, value in symmetry.weights_of(net).items():
+        value = precise(value.detach(), torch.float64)
+        noise = torch.randn_like(value)
         if site in symmetry.buffers and bool((value >= 0).all()):  # a variance
             weights[site] = (value + 0.1) * (SPREAD * noise).exp()
             continue
@@ -126,70 +104,49 @@ def _near(
     return weights
 
 
-def _rows(
-    call: TensorsOnly, weights: Weights, shapes: Mapping[str, torch.Size], logits: bool, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Rows of the Jacobian, each of length one, more than there are weights; and some further ones."""
-    size = sum(shape.numel() for shape in shapes.values())
-    rows, needed = list[Tensor](), size + size // 4 + 128
-    leaves = {f"net.{site}": value.clone().requires_grad_(site in shapes) for site, value in weights.items()}
-    own = [leaves[f"net.{site}"] for site in shapes]
+def _rows(run: Pass, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Gradients of random losses, each of length one, more than there are weights; and some further ones."""
+    size, rows = sum(value.numel() for value in weights.values()), list[Tensor]()
+    leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
+    needed = size + size // 4 + 128
     for draw in range(10 + needed):
-        inputs = tuple(_like(value, SIZES[draw % len(SIZES)], generator) for value in call.tensors)
-        refreshed(call.net, train=False)
-        with without_fast_attention(), without_warnings(), _Differentiable():
-            outputs = [out for out in functional_call(call, leaves, inputs) if out.requires_grad]
-        outputs = [out.log_softmax(-1) if logits and out.dim() else out for out in outputs]
-        numbers = [(torch.view_as_real(out) if out.is_complex() else out).flatten() for out in outputs]
-        flat = torch.cat(numbers) if numbers else torch.empty(0, device="cpu")
-        for index in torch.randperm(len(flat), generator=generator, device="cpu")[:PICKED].tolist():
-            grads = torch.autograd.grad(flat[index], own, retain_graph=True, allow_unused=True, materialize_grads=True)
-            row = torch.cat([grad.flatten() for grad in grads]).cpu()
+        inputs = [_like(value, SIZES[draw % len(SIZES)]) for value in run.trace.tensors]
+        with without_fast_attention(), without_warnings():
+            outputs = [out for out in run.outputs(leaves, inputs, False, torch.float64) if out.requires_grad]
+        for _ in range(min(LOSSES, sum(out.numel() for out in outputs))):
+            loss = torch.stack([(out * torch.randn_like(out)).real.sum() for out in outputs]).sum()
+            every = torch.autograd.grad(
+                loss, [*leaves.values()], retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            row = torch.cat([grad.flatten() for grad in every]).cpu()
             rows += [row / row.norm()] if 0 < row.norm() < float("inf") else []
         if len(rows) >= needed:
             return torch.stack(rows[64:]), torch.stack(rows[:64])
     raise ValueError("no output of the network depends on these weights; there is no Jacobian to look at")
 
 
-def _like(value: Tensor, size: float, generator: torch.Generator) -> Tensor:
+def _like(value: Tensor, size: float) -> Tensor:
     """Random inputs like one: normal ones, or integers from its smallest to its largest. Masks are what they are."""
     own = in_precision(value.dtype, torch.float64)
     if own.is_floating_point or own.is_complex:
-        return size * torch.randn(value.shape, generator=generator, dtype=own, device="cpu").to(value.device)
+        return size * torch.randn_like(value, dtype=own)
     if value.dtype == torch.bool or not value.numel() or set(value.unique().tolist()) <= {0, 1}:
         return value
-    ends = int(value.min()), int(value.max()) + 1
-    return torch.randint(*ends, value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
+    return torch.randint_like(value, int(value.min()), int(value.max()) + 1)
 
 
-class _Differentiable(TorchFunctionMode):
-    """Batch normalisation by running statistics as a formula, whose derivatives in these PyTorch's own lacks."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.batch_norm or args[1] is None:
-            return func(*args, **kwargs)
-        x, mean, variance = args
-        shape = (-1, *(1 for _ in x.shape[2:]))
-        result = (x - mean.reshape(shape)) / (variance + kwargs["eps"]).sqrt().reshape(shape)
-        weight, bias = kwargs["weight"], kwargs["bias"]
-        result = result if weight is None else result * weight.reshape(shape)
-        return result if bias is None else result + bias.reshape(shape)
-
-
-def _counted(
-    group: Group, weights: Weights, shapes: Mapping[str, torch.Size], rows: Tensor, fresh: Tensor
-) -> Completeness:
+def _counted(group: Group, weights: Weights, rows: Tensor, fresh: Tensor) -> Completeness:
     """The dimensions at one set of weights: tangents span no more, and the null space no less, than elsewhere."""
     columns = rows.norm(dim=0)
     scale = columns.clamp_min(1e-4 * columns.max())  # what no output feels would be noise of length one
     values, vectors = torch.linalg.svd(torch.linalg.qr(rows / scale, mode="r").R)[1:]
-    ratios = values[:-1] / values[1:].clamp_min(torch.finfo(values.dtype).tiny)
+    values = values.clamp_min(torch.finfo(values.dtype).eps * values[0])  # what is smaller is rounding
+    ratios = values[:-1] / values[1:]
     ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)  # the null space begins at the largest of these
     rank = int(ratios.argmax()) + 1 if bool((ratios > 0).any()) else len(values)
-    null, gap = torch.linalg.qr(vectors[rank:].T / scale[:, None]).Q, float([*ratios, torch.inf][rank - 1])
+    null = torch.linalg.qr(vectors[rank:].T / scale[:, None]).Q
     doubts, tangents = list[str](), [rows[:0]]
-    for what, own in _tangents(group, shapes, weights):
+    for what, own in _tangents(group, weights):
         if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(own.norm()):
             doubts.append(f"the {what} change the outputs: they are no symmetry here")
         else:
@@ -198,22 +155,20 @@ def _counted(
     found = int(torch.linalg.matrix_rank(spanned / spanned.norm(dim=1, keepdim=True), rtol=1e-6)) if len(spanned) else 0
     if bool(((fresh @ null).abs() > 1e-7).any()):
         doubts.append("further rows of the Jacobian change its null space")
-    if gap < CLEAR:
-        doubts.append(f"the singular values that count are only {gap:.0f} times as large as those that count as zero")
+    if rank < len(values) and float(ratios[rank - 1]) < CLEAR:
+        doubts.append("the singular values that count are hardly larger than those that count as zero")
     if null.shape[1] > found and bool((columns == 0).any()):
         doubts.append("some weights have no effect for any input that was tried; wider inputs may reach them")
-    return Completeness(rows.shape[1], null.shape[1], found, gap, tuple(doubts))
+    return Completeness(rows.shape[1], null.shape[1], found, tuple(doubts))
 
 
-def _tangents(group: Group, shapes: Mapping[str, torch.Size], weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Units with a scale or a shift in words, and how weights move as each begins to grow: ``(units, size)``."""
     moves: dict[Move, str] = {"scale": "log_scales", "shift": "shifts"}
     for move, argument in moves.items():
         for name in group.names(move):
             one = group[name]
-            if any(axis.site not in shapes for axis in one.axes if axis.exponent or move == "shift"):
-                continue
             each = STEP * torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
             up, down = (group.element(**{argument: {name: own}}).on_sites(weights) for own in (each, -each))
-            moved = [((up[s] - down[s]) / (2 * STEP)).expand(one.count, *n).flatten(1) for s, n in shapes.items()]
-            yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu()
+            moved = [(up[site] - down[site]).expand(one.count, *v.shape).flatten(1) for site, v in weights.items()]
+            yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu() / (2 * STEP)

@@ -13,7 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_symmetric._process import forked, running_pyro, without_warnings
-from pyro_symmetric.calls import explaining, refuse_complex_observations
+from pyro_symmetric.calls import refuse_complex_observations
 from pyro_symmetric.discovery.invariance import Change, InconclusiveError
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
@@ -59,42 +59,37 @@ class JointDensity:
 
     def __init__(self, model: Callable[[], Any], group: Group, draws: int, tolerance: float):
         self.model, self.tolerance = model, tolerance
-        self.summed_out: list[str] = []
-        self.plate_nesting, self.shapes = 0, dict[str, torch.Size]()
+        self.shapes = dict[str, torch.Size]()
         self.points = [self._draw(group) for _ in range(draws)]
 
     def change(self, element: Element) -> Change:
         """The effect of an element on the density: the largest change at one of the points."""
-        changes = []
-        for point in self.points:
-            # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
-            try:
-                after = self._log_probs(element.on_sites(point.values))
-            except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
-                changes.append(Change(True, float("inf")))
-            else:
-                changes.append(compared(point.log_probs, after, self.tolerance))
-        # Discrete sites are summed out of the whole density, which bears no site's name.
-        sites = (site for change in changes if change.broken and not self.summed_out for site in change.sites)
+        changes = [self._change(element, point) for point in self.points]
+        sites = (site for change in changes if change.broken for site in change.sites)
         size = max(change.size for change in changes)
         return Change(any(change.broken for change in changes), size, tuple(dict.fromkeys(sites)))
 
+    def _change(self, element: Element, point: Point) -> Change:
+        # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
+        try:
+            after = self._log_probs(element.on_sites(point.values))
+        except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
+            return Change(True, float("inf"))
+        return compared(point.log_probs, after, self.tolerance)
+
     def _draw(self, group: Group) -> Point:
-        with explaining(self.model, (), {}):
-            trace = poutine.trace(self.model).get_trace()
-        nodes: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+        nodes = _sampled(self.model)
         refuse_complex_observations(site for site in nodes.values() if site["is_observed"])
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
-        latent = {name: site for name, site in unseen.items() if not site_is_subsample(site)}
-        self.summed_out = [name for name, site in latent.items() if getattr(site["fn"].support, "is_discrete", False)]
+        self.summed_out = [name for name, site in unseen.items() if _is_discrete(site)]
         frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
         self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
         values = {name: site["value"] for name, site in unseen.items() if name not in self.summed_out}
-        weights = {name: value for name, value in values.items() if name in latent}
+        weights = {name: value for name, value in values.items() if not site_is_subsample(unseen[name])}
         if missing := sorted(set(group.required_sites) - set(weights)):
             raise ValueError(
                 f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
-                f"{list(weights)}" + (f", and its discrete ones {self.summed_out}" if self.summed_out else "")
+                f"{list(weights)}, and its discrete ones {self.summed_out}"
             )
         group.batch_shape(weights)  # names the site whose shape doesn't fit
         self.shapes = {site: value.shape for site, value in weights.items()}
@@ -108,16 +103,13 @@ class JointDensity:
 
     def _log_probs(self, values: Weights) -> dict[str, Tensor]:
         conditioned = poutine.condition(self.model, data=values)
-        if self.summed_out:
+        if self.summed_out:  # of the whole density, which bears no site's name
             return {"": self._summed_out(conditioned)}
         result = {}
-        nodes: dict[str, Any] = dict(poutine.trace(conditioned).get_trace().nodes)
-        for name, site in nodes.items():
-            if site["type"] != "sample" or site_is_subsample(site):
-                continue
-            if name in values and not _in_support(site["fn"], site["value"]):
+        for name, site in _sampled(conditioned).items():
+            if name in values and not site_is_subsample(site) and not _in_support(site["fn"], site["value"]):
                 result[name] = torch.full((1,), torch.nan, dtype=torch.float64, device=site["value"].device)
-            else:
+            elif not site_is_subsample(site):
                 result[name] = _entries(site).double().reshape(-1)
         return result
 
@@ -167,10 +159,8 @@ class FunctionDensity:
         except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
             return Change(True, float("inf"))
         same = (after == self.before) | self.before.isnan()
-        size = float(
-            torch.where(same, 0.0, (after - self.before).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)).max()
-        )
-        return Change(size > self.tolerance, size)
+        changes = torch.where(same, 0.0, (after - self.before).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
+        return Change(float(changes.max()) > self.tolerance, float(changes.max()))
 
     def _values(self, weights: Weights) -> Tensor:
         return as_tensor(self._log_joint(weights)).detach().double().cpu()
@@ -188,10 +178,20 @@ def compared(before: dict[str, Tensor], after: dict[str, Tensor], tolerance: flo
     together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
     made_up_for = total <= MADE_UP_FOR * together < float("inf")
     holds = made_up_for or together <= sum(allowed[name] for name in changed)
-    return Change(not holds, total if total == total else float("inf"), changed)
+    return Change(not holds, total if total == total else float("inf"), tuple(filter(None, changed)))
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
+    """The sample sites of one run of a model."""
+    nodes: dict[str, Any] = dict(poutine.trace(model).get_trace().nodes)
+    return {name: site for name, site in nodes.items() if site["type"] == "sample"}
+
+
+def _is_discrete(site: Any) -> bool:
+    return not site_is_subsample(site) and bool(getattr(site["fn"].support, "is_discrete", False))
 
 
 def _entries(site: Any) -> Tensor:

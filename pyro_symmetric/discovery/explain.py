@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from pyro_symmetric.discovery.selection import named
 from pyro_symmetric.groups import Units
 
 
-@dataclass(frozen=True)
-class AxisExplanation:
+class AxisExplanation(NamedTuple):
     """The fate of one axis of one site.
 
     :param site: the parameter or running statistic.
@@ -26,7 +24,7 @@ class AxisExplanation:
         their number in all slices together.
     :param permuted: how many of its positions are permuted.
     :param units: the units that lie there.
-    :param reasons: why the others stay: the operator that pinned them, and its module.
+    :param reasons: why the others stay, the most frequent reasons first: the operator that pinned them, and its module.
     :param chain: how this axis comes to that: the axes that tie it to the first one along which its units lie, or to
         what pins it, each with the operator that does.
     """
@@ -40,13 +38,10 @@ class AxisExplanation:
     chain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f"{self.site}[{self.dim}]"
-        how = (
-            f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
-            if self.permuted
-            else f"all {self.length} stay"
-        )
-        return "; ".join([f"{where}: {how}", *self.reasons]) + "".join(f"\n    -> {step}" for step in self.chain)
+        moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
+        fate = moved if self.permuted else f"all {self.length} stay"
+        head = "; ".join([f"{self.site}[{self.dim}]: {fate}", *self.reasons])
+        return "\n    -> ".join([head, *self.chain])
 
 
 class Explanation(tuple[AxisExplanation, ...]):
@@ -59,30 +54,18 @@ class Explanation(tuple[AxisExplanation, ...]):
 
     __repr__ = __str__
 
-    def about(self, site: str | None = None, factor: str | None = None, only: str | None = None) -> Explanation:
-        """The entries of one site or module, of one set of units, or of axes that move or stay.
+    def about(self, site: str) -> Explanation:
+        """The entries of a site or module, by its name or a pattern such as ``"*.bias"``.
 
-        :param site: the name of a site or module, or a pattern such as ``"*.bias"``.
-        :param factor: the name of units that lie along the axis.
-        :param only: ``"pinned"``: axes of which some positions stay; ``"moved"``: axes of which some move.
-        :raises ValueError: if no site or units have this name.
+        :raises ValueError: if no site has this name.
         """
-        found = list(self)
-        if site is not None:
-            arguments.instance("site", site, str, "the name of a site or module")
-            chosen = named("site", site, dict.fromkeys(axis.site for axis in self))
-            found = [axis for axis in found if axis.site in chosen]
-        if factor is not None:
-            arguments.one_of("factor", factor, dict.fromkeys(name for axis in self for name in axis.units))
-            found = [axis for axis in found if factor in axis.units]
-        if only is not None:
-            arguments.one_of("only", only, ("pinned", "moved"))
-            found = [axis for axis in found if (axis.permuted < axis.length if only == "pinned" else axis.permuted)]
-        return Explanation(found)
+        arguments.instance("site", site, str, "the name of a site or module")
+        chosen = named("site", site, dict.fromkeys(axis.site for axis in self))
+        return Explanation(axis for axis in self if axis.site in chosen)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """As JSON."""
-        return [asdict(axis) for axis in self]
+        return [axis._asdict() for axis in self]
 
     @classmethod
     def from_dict(cls, data: list[Mapping[str, Any]]) -> Explanation:
@@ -96,25 +79,51 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
 
     :param units: cell -> its units; cells that ride along with others have none.
     """
-    first, chains = _first_reasons(flow, cells), _Chains(flow)
-    moves, axes = np.zeros(max([int(cells.cell.max(initial=0)), *cells.cells]) + 1, dtype=bool), []
-    moves[list(cells.cells)] = True
+    first, chains, axes = _first_refinements(flow, cells), _Chains(flow), list[AxisExplanation]()
     for leaf in flow.leaves.values():
         for dim, part in enumerate(leaf.value.parts):
-            atoms = part.atoms if leaf.slices is None or dim != 1 else np.unique(part.atoms)
+            atoms = np.unique(part.atoms)
             own = cells.cell[cells.unit[atoms]]
-            permuted = moves[own]
-            movers = {up for cell in np.unique(own[permuted]).tolist() for up in (cell, *cells.cells[cell].parents)}
-            names = [one.name for mover, one in units.items() if mover in movers]
-            numbers, reasons = _reasons(atoms[~permuted], flow, cells, first)
-            if permuted.any():
+            moves = np.isin(own, list(cells.cells))
+            movers = {up for cell in np.unique(own[moves]).tolist() for up in (cell, *cells.cells[cell].parents)}
+            names = tuple(one.name for mover, one in units.items() if mover in movers)
+            numbers, reasons = _reasons(cells.unit[atoms[~moves]], flow, cells, first)
+            if moves.any():
                 home = units[next(mover for mover in units if mover in movers)].axes[0]
-                target = [flow.leaves[home.site].value.parts[home.dim].atoms]
+                chain = chains.between(atoms, flow.leaves[home.site].value.parts[home.dim].atoms)
             else:
-                target = [flow.refinements[number].one for number in numbers[:1] if number >= 0]
-            chain = chains.between(atoms, target[0]) if target else ()
-            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(permuted.sum()), tuple(names), reasons, chain))
+                chain = chains.between(atoms, flow.refinements[numbers[0]].one) if numbers and numbers[0] >= 0 else ()
+            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reasons, chain))
     return Explanation(axes)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _first_refinements(flow: Flow, cells: Cells) -> Array:
+    """For each class: the first refinement that gave it a colour of its own (-1: none)."""
+    first = np.full(len(cells.colour), -1, dtype=np.int64)
+    for number in range(len(flow.refinements) - 1, -1, -1):
+        atoms, colours, _ = flow.refinements[number]
+        if len(atoms) == 1 or (colours != colours[:1]).any():
+            first[cells.unit[atoms]] = number
+    return first
+
+
+def _reasons(classes: Array, flow: Flow, cells: Cells, first: Array) -> tuple[list[int], tuple[str, ...]]:
+    """Why these units stay, the most frequent reasons first: the refinements, and words."""
+    numbers, counts = np.unique(first[classes], return_counts=True)
+    numbers = numbers[counts.argsort()[::-1]].tolist()
+    words = []
+    for number in numbers:
+        why = flow.origins[flow.refinements[number].number] if number >= 0 else ""
+        if number < 0 and cells.individualised[classes[first[classes] < 0]].any():
+            words.append("its units meet each other in a way that no product of symmetric groups describes")
+        elif number < 0:
+            words.append("each of its units plays a role of its own")
+        else:
+            words.append(f"pinned {why}" if why.startswith("because") else f"pinned by {why}")
+    return numbers, tuple(dict.fromkeys(words))[:3]
 
 
 class _Chains:
@@ -122,12 +131,8 @@ class _Chains:
 
     def __init__(self, flow: Flow):
         self.flow, self.starts, self.trees = flow, np.array(flow.starts), dict[int, dict[int, int]]()
-        self.names = {
-            self._blocks(part.atoms)[0]: f"{leaf.site}[{dim}]"
-            for leaf in flow.leaves.values()
-            for dim, part in enumerate(leaf.value.parts)
-            if part.atoms.size
-        }
+        leaves = [(leaf.site, dim, part) for leaf in flow.leaves.values() for dim, part in enumerate(leaf.value.parts)]
+        self.names = {self._blocks(part.atoms)[0]: f"{site}[{dim}]" for site, dim, part in leaves if part.atoms.size}
         self.near = dict[int, dict[int, int]]()  # an array -> those that it is tied to, and the fact that says so
         for one, other, number in (*flow.unions, *flow.relations):
             for a, b in {*zip(self._blocks(one), self._blocks(other), strict=True)}:
@@ -143,48 +148,19 @@ class _Chains:
         """The axes on the way, each with the operator that ties it to the one before."""
         if not atoms.size or not target.size:
             return ()
-        start, end = self._blocks(atoms)[0], self._blocks(target)[0]
-        towards, steps = self._tree(end), list[str]()
-        while start != end and start in towards:
-            start, before = towards[start], start
-            origin = self.flow.origins[self.near[before][start]]
-            steps.append(f"{self.names[start]} by {origin}" if start in self.names else origin)
+        block, end, steps = self._blocks(atoms)[0], self._blocks(target)[0], list[str]()
+        towards = self.trees.get(end) or self.trees.setdefault(end, self._tree(end))
+        while block != end and block in towards:
+            block, before = towards[block], block
+            origin = self.flow.origins[self.near[before][block]]
+            steps.append(f"{self.names[block]} by {origin}" if block in self.names else origin)
         return tuple(steps)
 
     def _tree(self, end: int) -> dict[int, int]:
         """An array -> the next on its way to one of them."""
-        if end not in self.trees:
-            tree, waiting = {end: end}, [end]
-            for block in waiting:
-                new = [other for other in self.near.get(block, ()) if other not in tree]
-                tree |= dict.fromkeys(new, block)
-                waiting += new
-            self.trees[end] = tree
-        return self.trees[end]
-
-
-def _first_reasons(flow: Flow, cells: Cells) -> Array:
-    """For each class: the first refinement that gave it a colour of its own (-1: none)."""
-    first = np.full(len(cells.colour), -1, dtype=np.int64)
-    for number in range(len(flow.refinements) - 1, -1, -1):
-        atoms, colours, _ = flow.refinements[number]
-        if len(atoms) == 1 or (colours != colours[:1]).any():
-            first[cells.unit[atoms]] = number
-    return first
-
-
-def _reasons(atoms: Array, flow: Flow, cells: Cells, first: Array) -> tuple[list[int], tuple[str, ...]]:
-    """Why these positions stay, the most frequent reasons first: the refinements, and words."""
-    classes = cells.unit[atoms]
-    numbers, counts = np.unique(first[classes], return_counts=True)
-    found: dict[str, int] = {}
-    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        if number >= 0:
-            why = flow.origins[flow.refinements[number].number]
-            why = f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
-        elif cells.individualised[classes[first[classes] == number]].any():
-            why = "its units meet each other in a way that no product of symmetric groups describes"
-        else:
-            why = "each of its units plays a role of its own"
-        found[why] = found.get(why, 0) + count
-    return numbers[counts.argsort()[::-1]].tolist(), tuple(sorted(found, key=lambda why: -found[why])[:3])
+        tree, waiting = {end: end}, [end]
+        for block in waiting:
+            new = [other for other in self.near.get(block, ()) if other not in tree]
+            tree |= dict.fromkeys(new, block)
+            waiting += new
+        return tree

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from pyro_symmetric._process import (
-    LOCK,
     running_pyro,
     with_both_branches,
     without_fast_attention,
@@ -54,12 +53,12 @@ def exported(net: TensorsOnly) -> ExportedProgram:
     :raises UntraceableError: if there is none.
     """
     # Distributions check their arguments.
-    with running_pyro(), _quiet(), with_both_branches(), _experts_looked_up(net), torch.enable_grad():
+    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():
         try:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
             if _has_rules(program.graph_module):
                 return program
-            table = {**torch.export.default_decompositions(), **_STEPS}
+            table = torch.export.default_decompositions()
             return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
         except Exception as error:  # torch.export raises whatever the forward pass met
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -108,37 +107,6 @@ def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _side_by_side(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """A stack with its new axis from the start: PyTorch's own steps put tensors behind one another, and cut again."""
-    return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
-
-
-def _lstm_cell(inner: Tensor, outer: Tensor, cell: Tensor, *biases: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The step that a GPU takes in one, as the CPU takes it; so is the next."""
-    gates = sum((bias for bias in biases if bias is not None), inner + outer)
-    keep, forget, new, out = gates.chunk(4, -1)
-    cell = forget.sigmoid() * cell + keep.sigmoid() * new.tanh()
-    return out.sigmoid() * cell.tanh(), cell, gates
-
-
-def _gru_cell(
-    inner: Tensor, outer: Tensor, hidden: Tensor, of_inner: Tensor | None = None, of_outer: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    ours = (inner if of_inner is None else inner + of_inner).chunk(3, -1)
-    theirs = (outer if of_outer is None else outer + of_outer).chunk(3, -1)
-    reset, update = (ours[gate].add(theirs[gate]).sigmoid() for gate in range(2))
-    new = (ours[2] + reset * theirs[2]).tanh()
-    return (hidden - new) * update + new, new
-
-
-_STEPS = {
-    torch.ops.aten.stack.default: _side_by_side,
-    torch.ops.aten._thnn_fused_lstm_cell.default: _lstm_cell,
-    torch.ops.aten._thnn_fused_gru_cell.default: _gru_cell,
-}
-"""Operators that are taken apart in steps of our own."""
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
@@ -149,23 +117,3 @@ def _quiet() -> Iterator[None]:
     talkative = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
     with without_fast_attention(), without_warnings(), without_messages(*talkative):
         yield
-
-
-@contextlib.contextmanager
-def _experts_looked_up(net: nn.Module) -> Iterator[None]:
-    """Mixtures of experts of ``transformers`` look up the weights of each token's experts: the same function.
-
-    By default they sort tokens by their expert, into an order that depends on how experts are numbered.
-    """
-    name = "_experts_implementation"
-    configs = {id(config): config for one in net.modules() if hasattr(config := getattr(one, "config", None), name)}
-    sorting = {key: config for key, config in configs.items() if getattr(config, name) in ("grouped_mm", "eager")}
-    with LOCK:
-        before = {key: getattr(config, name) for key, config in sorting.items()}
-        try:
-            for config in sorting.values():
-                setattr(config, name, "batched_mm")
-            yield
-        finally:
-            for key, config in sorting.items():
-                setattr(config, name, before[key])

@@ -1,9 +1,9 @@
 """The flow of axes through a network: which entries of a tensor belong to which unit, and what operators say of units.
 
 A network's symmetry moves *units*: channels, features, heads. Every position along every axis of a parameter starts as
-a unit of its own, an *atom*. While the traced graph is walked, each tensor carries a :class:`Value`: arrays of atoms,
-laid out like the data, so that reshape, transpose, slice and cat move them exactly as they move numbers. Operators then
-say three things of atoms, entry by entry: two belong to the same unit (:meth:`Flow.unify`); one is a member of a larger
+a unit of its own, an *atom*. While the traced graph is walked, each tensor carries a ``Value``: arrays of atoms, laid
+out like the data, so that reshape, transpose, slice and cat move them exactly as they move numbers. Operators then say
+three things of atoms, entry by entry: two belong to the same unit (:meth:`Flow.unify`); one is a member of a larger
 unit, say of a head (:meth:`Flow.relate`); units aren't interchangeable (:meth:`Flow.refine`).
 
 What no rule understands is pinned, never freed. :mod:`~pyro_symmetric.discovery.cells` solves these facts.
@@ -18,86 +18,12 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from pyro_symmetric.discovery.arrays import Array, components, rank_within
+from pyro_symmetric.discovery.arrays import Array, rank_within
+from pyro_symmetric.discovery.values import Part, Value, matching_axes, opaque, positions, split_and_merged, spread
 
 # Products of units cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
 PRODUCT_LIMIT = 4_000_000
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Atoms of a tensor's entries, which depend on some axes only.
-
-    :param axes: these axes, ascending.
-    :param atoms: int64 array, one axis for each entry of ``axes``.
-    """
-
-    axes: tuple[int, ...]
-    atoms: Array
-
-    def renumbered(self, to: Mapping[int, int]) -> Part:
-        """The same atoms after axes were renumbered."""
-        axes = [to[axis] for axis in self.axes]
-        order = sorted(range(len(axes)), key=axes.__getitem__)
-        atoms = self.atoms if order == [*range(len(axes))] else self.atoms.transpose(order)
-        return Part(tuple(axes[i] for i in order), atoms)
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """All that is known about a tensor.
-
-    Along an axis, entries either belong to units (the axis lies in one of ``parts``), or differ in a way that no
-    symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
-
-    :param parts: their axes are disjoint, but for matrices that are cut into slices (see :meth:`Flow.leaf`).
-    :param constant: the tensor itself, if it is known while tracing (index maps).
-    :param mask: whether its entries are true or false.
-    """
-
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
-    fixed: frozenset[int] = frozenset()
-    constant: torch.Tensor | None = None
-    mask: bool = False
-
-    @property
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def axis(self, axis: int) -> int:
-        """A possibly negative axis, counted from the front."""
-        return axis % self.dim if self.dim else 0
-
-    def part_on(self, axis: int) -> Part | None:
-        """The first part that depends on this axis."""
-        return next((part for part in self.parts if axis in part.axes), None)
-
-    @property
-    def columns(self) -> Part | None:
-        """The columns of a matrix that is cut into slices."""
-        return next((part for part in self.parts if part is not self.part_on(part.axes[0])), None)
-
-
-def opaque(shape: Iterable[int], constant: torch.Tensor | None = None, mask: bool = False) -> Value:
-    """A tensor of which nothing is known: data, masks, whatever a rule gave up on."""
-    shape = tuple(int(n) for n in shape)
-    return Value(shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant, mask)
-
-
-def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """A part's atoms, broadcast to more axes (ascending, a superset of its own)."""
-    shape = [sizes[a] if a in part.axes else 1 for a in axes]
-    return np.broadcast_to(part.atoms.reshape(shape), [sizes[a] for a in axes])
-
-
-def positions(along: Collection[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """For every entry over ``axes``, its place along the axes ``along``, as one integer."""
-    own = tuple(axis for axis in axes if axis in along)
-    lengths = [sizes[axis] for axis in own]
-    return spread(Part(own, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes)
 
 
 class Fact(NamedTuple):
@@ -173,11 +99,6 @@ class Flow:
         if id(atoms) not in self.occurrences:
             self.occurrences[id(atoms)] = atoms, self._number()
 
-    def classes(self) -> tuple[int, Array]:
-        """Units as classes of unified atoms: how many there are, and the class of each atom."""
-        ends = ([np.empty(0, dtype=np.int64), *(fact[i] for fact in self.unions)] for i in (0, 1))
-        return components(self.size, *map(np.concatenate, ends))
-
     def pin(self, value: Value, why: str = "") -> None:
         """Nothing may move in this operand."""
         for part in value.parts:
@@ -200,19 +121,24 @@ class Flow:
             if slices is not None:
                 parts[1] = Part((0, 1), self.fresh((int(slices[-1]) + 1, shape[1]))[slices])
             for part in parts:
-                self.occur(part.atoms if slices is None else np.unique(part.atoms))
+                self.occur(np.unique(part.atoms))
             self.leaves[site] = Leaf(site, Value(tuple(shape), tuple(parts)), buffer, kernel, slices)
-        return self.leaves[site]
+        leaf = self.leaves[site]
+        if leaf.slices is None or (slices is not None and np.array_equal(leaf.slices, slices)):
+            return leaf
+        # Another pass reads the matrix in another way, and so the same columns in all slices.
+        rows, columns, *rest = leaf.value.parts
+        self.unify(columns.atoms, np.broadcast_to(columns.atoms[0], columns.atoms.shape))
+        return replace(leaf, value=replace(leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *rest)))
 
     # values ---------------------------------------------------------------------------------------------------------
 
     def value(self, shape: Iterable[int], parts: Iterable[Part] = (), fixed: Iterable[int] = ()) -> Value:
         """A value, whose parts are noted as all that lies in one tensor."""
         parts, shape = tuple(parts), tuple(shape)
-        labelled = {axis for part in parts for axis in part.axes}
-        sliced = len(labelled) < sum(len(part.axes) for part in parts)
         for part in parts:
-            self.occur(np.unique(part.atoms) if sliced else part.atoms)
+            self.occur(part.atoms)
+        labelled = {axis for part in parts for axis in part.axes}
         return Value(shape, parts, frozenset(i for i in fixed if i not in labelled and shape[i] > 1))
 
     def parent_units(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
@@ -250,16 +176,6 @@ class Flow:
             parts += self.narrow(part, keep, sizes)
         return value if parts == list(value.parts) else self.value(value.shape, parts, fixed)
 
-    def whole(self, value: Value) -> Value:
-        """A matrix that was cut into slices, with the same columns in all of them."""
-        columns = value.columns
-        if columns is None:
-            return value
-        first, rest = columns.atoms[0], np.unique(columns.atoms[1:], axis=0)
-        self.unify(rest, np.broadcast_to(first, rest.shape))
-        parts = [part for part in value.parts if part is not columns]
-        return self.value(value.shape, [*parts, Part((1,), first)], value.fixed)
-
     def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False) -> Value:
         """A symmetric reduction (sum, mean, largest ...) over some axes: units along them vanish."""
         gone = {value.axis(axis) for axis in axes}
@@ -267,6 +183,10 @@ class Flow:
         parts = [left for part in value.parts for left in self.narrow(part, keep, dict(enumerate(value.shape)))]
         left = replace(value, parts=tuple(parts))
         return self.relaid(left, [None if i in gone else i for i in range(value.dim)] if keepdim else keep)
+
+    def off(self, value: Value, axes: Collection[int]) -> Value:
+        """Allow units along all other axes only; these have length one then."""
+        return self.restrict(value, set(range(value.dim)).difference(axes)).across(axes)
 
     def normalise(self, value: Value, axes: Iterable[int]) -> Value:
         """Any function of an entry and of symmetric statistics along some axes."""
@@ -283,7 +203,7 @@ class Flow:
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
-        parts = [p.renumbered(to) for part in value.parts for p in _drop_size_one(part, to, value.shape)]
+        parts = [moved for part in value.parts if (moved := part.moved(to)).axes]
         shape = shape or [1 if old is None else value.shape[old] for old in axes]
         return self.value(shape, parts, [to[i] for i in value.fixed if i in to])
 
@@ -308,20 +228,13 @@ class Flow:
         """Choose places along an axis; if one is chosen twice, a unit's copies are told apart by their place."""
         if np.array_equal(index, np.arange(value.shape[axis])):
             return value
-        twice = np.unique(index).size < index.size
-        value = self.whole(value) if twice else value
-        parts = []
+        twice, parts = np.unique(index).size < index.size, []
         for part in value.parts:
-            if axis in part.axes:
+            if part is value.columns:  # of one slice
+                part = Part((1,), part.atoms[index[0]])
+            elif axis in part.axes:
                 chosen = np.take(part.atoms, index, axis=part.axes.index(axis))
                 part = Part(part.axes, self.copies(chosen, part.axes.index(axis)) if twice else chosen)
-            if (
-                part.axes == (0, 1)
-                and axis == 0
-                and value.columns is not None
-                and len(np.unique(part.atoms, axis=0)) < 2
-            ):
-                part = Part((1,), part.atoms[0])  # of one slice
             parts.append(part)
         return self.value([len(index) if i == axis else n for i, n in enumerate(value.shape)], parts, value.fixed)
 
@@ -334,16 +247,6 @@ class Flow:
         self.refine(fresh, np.broadcast_to(rank, atoms.shape))
         return fresh
 
-    def diagonal(self, value: Value, rows: int, columns: int) -> Value:
-        """Entries that have the same place along two axes, as a new last axis."""
-        keep = [axis for axis in range(value.dim) if axis not in (rows, columns)]
-        if any({rows, columns} <= set(part.axes) for part in value.parts):
-            value = self.restrict(value, keep)
-        along = tuple(part for part in value.parts if columns in part.axes)
-        others = tuple(part for part in value.parts if columns not in part.axes)
-        one, other = self.relaid(replace(value, parts=others), [*keep, rows]), replace(value, parts=along)
-        return self.elementwise([one, self.relaid(other, [*keep, columns])])
-
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """View with another shape; axes that are merged get products of units, split axes keep theirs."""
         known = math.prod(n for n in shape if n != -1)
@@ -353,7 +256,7 @@ class Flow:
         groups = matching_axes(value.shape, shape)
         for old, _ in groups:
             value = self._joined(value, old)
-        parts = [split for part in value.parts for split in _split_and_merged(part, groups, shape)]
+        parts = [split for part in value.parts for split in split_and_merged(part, groups, shape)]
         fixed = {new for olds, news in groups for new in news if value.fixed & set(olds)}
         return self.value(shape, parts, fixed)
 
@@ -386,17 +289,16 @@ class Flow:
         """Multiply or add operands whose axes carry letters, and sum over all letters that aren't in ``out``.
 
         Units along equal letters are tied: as the same units if they depend on the same letters, as members of larger
-        units if one depends on more letters than the other. Of an operand with a letter twice, the diagonal counts.
+        units if one depends on more letters than the other. No operand has a letter twice.
         """
         out, sizes = list(out), dict[int, int]()
-        operands = [self._once(value, list(letters)) for value, letters in operands]
         for value, letters in operands:
             for letter, n in zip(letters, value.shape, strict=True):
                 sizes[letter] = n if sizes.get(letter, 1) == 1 else sizes[letter]
         terms = []
         for value, letters in operands:
             own = {axis: letter for axis, letter in enumerate(letters) if value.shape[axis] == sizes[letter]}
-            parts = [p.renumbered(own) for part in value.parts for p in _drop_size_one(part, own, value.shape)]
+            parts = [moved for part in value.parts if (moved := part.moved(own)).axes]
             terms.append((parts, {letters[axis] for axis in value.fixed}))
         self._tie(terms, sizes)
         known = {letter for _, fixed in terms for letter in fixed}
@@ -406,19 +308,9 @@ class Flow:
             touching = [g for g in groups if any(set(part.axes) & set(other.axes) for other in g)]
             groups = [g for g in groups if g not in touching] + [[*(p for g in touching for p in g), part]]
         place = {letter: i for i, letter in enumerate(out)}
-        parts = [self.product_units(group, sizes).renumbered(place) for group in groups]
+        parts = [self.product_units(group, sizes).moved(place) for group in groups]
         fixed = {place[letter] for letter in known if letter in place}
         return self.value([sizes.get(letter, 1) for letter in out], parts, fixed)
-
-    def _once(self, value: Value, letters: list[int]) -> tuple[Value, list[int]]:
-        """An operand none of whose letters comes twice."""
-        twice = next((letter for letter in letters if letters.count(letter) > 1), None)
-        if twice is None:
-            return value, letters
-        rows = letters.index(twice)
-        columns = letters.index(twice, rows + 1)
-        rest = [letter for axis, letter in enumerate(letters) if axis not in (rows, columns)]
-        return self._once(self.diagonal(value, rows, columns), [*rest, twice])
 
     def _tie(self, terms: Sequence[tuple[list[Part], set[int]]], sizes: Mapping[int, int]) -> None:
         """State which units of different operands are the same, or members of each other."""
@@ -442,23 +334,13 @@ class Flow:
 
     def cat(self, values: Sequence[Value], axis: int) -> Value:
         """Side by side along ``axis``: units on it are joined end to end, units on other axes are tied as in a sum."""
-        if len(values) == 1:
-            return values[0]
         along = [value.part_on(axis) for value in values]
         axes = {part.axes for part in along if part is not None}
         if len(axes) > 1 or (None in along and not axes <= {(axis,)}):  # units of different kinds: reduce to this axis
             other = set[int]().union(*axes) - {axis}
             values = [self.restrict(value, set(range(value.dim)) - other) for value in values]
             along = [value.part_on(axis) for value in values]
-        thin = [
-            Value(
-                tuple(1 if i == axis else n for i, n in enumerate(value.shape)),
-                tuple(part for part in value.parts if axis not in part.axes),
-                value.fixed - {axis},
-            )
-            for value in values
-        ]
-        tied = self.elementwise(thin)
+        tied = self.elementwise([value.across([axis]) for value in values])
         shape = [sum(value.shape[axis] for value in values) if i == axis else n for i, n in enumerate(tied.shape)]
         like = next((part for part in along if part is not None), None)
         if like is None:
@@ -473,50 +355,3 @@ class Flow:
         if np.unique(joined).size < joined.size:  # the same units twice, as in cat(x, -x)
             joined = self.copies(joined, like.axes.index(axis))
         return self.value(shape, [*tied.parts, Part(like.axes, joined)], tied.fixed - {axis})
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _drop_size_one(part: Part, kept: Collection[int], shape: Sequence[int]) -> list[Part]:
-    """A part without axes of length one; none if no axis is left."""
-    axes = tuple(axis for axis in part.axes if axis in kept)
-    if axes == part.axes:
-        return [part]
-    return [Part(axes, part.atoms.reshape([shape[a] for a in axes]))] if axes else []
-
-
-def matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest pairing of runs of old axes with runs of new axes that hold equally many entries."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) and j < len(new):
-        olds, news, left, right = [i], [j], old[i], new[j]
-        i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left *= old[i]
-                olds.append(i)
-                i += 1
-            else:
-                right *= new[j]
-                news.append(j)
-                j += 1
-        groups.append((olds, news))
-    if i < len(old) or j < len(new):  # trailing axes of length one
-        if not groups:
-            return [(list(range(len(old))), list(range(len(new))))]
-        groups[-1][0].extend(range(i, len(old)))
-        groups[-1][1].extend(range(j, len(new)))
-    return groups
-
-
-def _split_and_merged(part: Part, groups: Sequence[tuple[list[int], list[int]]], new: Sequence[int]) -> list[Part]:
-    axes: list[int] = []
-    for olds, news in groups:
-        if set(olds) & set(part.axes):
-            long = [axis for axis in news if new[axis] > 1]
-            axes += long
-            if not long and len(olds) == len(news) == 1:  # else it is unclear where a unit of size one went
-                axes += news
-    return [Part(tuple(axes), part.atoms.reshape([new[a] for a in axes]))] if axes else []

@@ -1,6 +1,6 @@
 """Does a group change a function of the weights? If so, which moves of which units do.
 
-The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.verify`) or a log-density
+The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.outputs`) or a log-density
 (:mod:`~pyro_symmetric.discovery.densities`). Each says by itself what an element changes, and whether that is more than
 rounding; the search for the moves that break the invariance is the same.
 """
@@ -20,7 +20,6 @@ from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import MOVES, Move
 
 Part = tuple[Move, str]  # one move of some units
-SiteAndDim = tuple[str, int]
 T = TypeVar("T")
 BITS = 20  # a wrong move passes less than once in two to the power of so many times
 DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
@@ -75,31 +74,24 @@ class BrokenMove:
     :param name: the name of the units.
     :param change: the largest change: of an output, relative to the largest output; of a log-density, in nats (infinite
         outside of a support).
+    :param unit: what the change is measured in, in words.
     :param sites: the sites whose own density, given the others, changed. Empty for outputs, and if discrete sites were
         summed out.
-    :param superfluous: axes ``(site, dim)`` without which the declaration holds.
-    :param missing: axes ``(site, dim)`` with which it holds.
-    :param unit: what the change is measured in, in words.
+    :param remedy: the axis with which, or without which, a declaration holds, in words; empty if there is none.
     """
 
     move: Move
     name: str
     change: float
-    sites: tuple[str, ...] = ()
-    superfluous: tuple[SiteAndDim, ...] = ()
-    missing: tuple[SiteAndDim, ...] = ()
     unit: str = ""
+    sites: tuple[str, ...] = ()
+    remedy: str = ""
 
     def __str__(self) -> str:
         text = f"units {self.name!r}: a change of {self.change:.3g} {self.unit} when they are {DONE[self.move]}"
         if self.sites:
             text += f"; what changes is the density of {', '.join(map(repr, self.sites))}"
-        hints = [
-            f"{verb} {', '.join(f'axis {dim} of {site!r}' for site, dim in axes)}"
-            for verb, axes in (("without", self.superfluous), ("with", self.missing))
-            if axes
-        ]
-        return f"{text}. It would hold {' and '.join(hints)}" if hints else text
+        return text + (f". It would hold {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True)
@@ -141,13 +133,30 @@ def verified(group: Group, function: FunctionOfWeights, trials: int | None = Non
 
     :param trials: how many; by default so many that a wrong move passes less than once in a million times.
     """
-    changes: list[Change] = []
-    for element in tried(group, parts_of(group), trials):
-        changes.append(function.change(element))
-        if changes[-1].broken:
-            break
-    broken = broken_moves(group, function) if changes[-1].broken else ()
-    return Verification(function.name, broken, max(change.size for change in changes), function.tolerance)
+
+    def change(parts: Sequence[Part], trials: int | None = None) -> Change:
+        """The effect of the first element that changes the function, or the largest effect of all."""
+        worst = Change(False, 0.0)
+        for element in tried(group, parts, trials):
+            worst = max(worst, function.change(element), key=lambda one: (one.broken, one.size))
+            if worst.broken:
+                break
+        return worst
+
+    whole, broken = change(parts_of(group), trials), list[BrokenMove]()
+    for part in guilty(parts_of(group), lambda parts: change(parts).broken) if whole.broken else ():
+        found = change([part])
+        broken.append(BrokenMove(*part, found.size, function.unit, found.sites))
+    return Verification(function.name, tuple(broken), whole.size, function.tolerance)
+
+
+def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """The parts that fail by themselves, of those that fail together; if no half of them does, all."""
+    if len(parts) <= 1:
+        return list(parts)
+    half = len(parts) // 2
+    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in guilty(side, fails)]
+    return found or list(parts)
 
 
 def parts_of(group: Group) -> list[Part]:
@@ -184,34 +193,6 @@ def only(element: Element, parts: Collection[Part]) -> Element:
     )
     permutations, signs, log_scales, shifts = chosen
     return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
-
-
-def broken_moves(group: Group, function: FunctionOfWeights) -> tuple[BrokenMove, ...]:
-    """The moves that change a function, of which it is known that elements of the whole group change it."""
-
-    def fails(parts: Sequence[Part]) -> bool:
-        return any(function.change(element).broken for element in tried(group, parts))
-
-    def inspected(move: Move, name: str) -> BrokenMove:
-        changes = [function.change(element) for element in tried(group, [(move, name)])]
-        sites = (site for change in changes if change.broken for site in change.sites)
-        return BrokenMove(
-            move, name, max(change.size for change in changes), tuple(dict.fromkeys(sites)), unit=function.unit
-        )
-
-    return tuple(inspected(*part) for part in guilty(parts_of(group), fails))
-
-
-def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The parts that fail by themselves, of those that fail together; if no half of them does, all."""
-    if len(parts) <= 1:
-        return list(parts)
-    half = len(parts) // 2
-    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in guilty(side, fails)]
-    return found or list(parts)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _enough(group: Group, parts: Collection[Part]) -> tuple[int, list[str]]:

@@ -2,28 +2,24 @@ r"""Does a Pyro model have a declared symmetry? If not, which units are wrong, a
 
 A group is a symmetry of a model if the joint density of its sites doesn't change,
 :math:`p(g \cdot w, D) = p(w, D)`. That is compared at draws from the prior, for elements that generate the group. If it
-fails, the sites whose own (conditional) density changes are named, and declarations with one axis fewer, or a few more,
-are tried until one holds. A posterior has the symmetries of its network only if the prior has them, which is compared
-in the same way: a prior may tell units apart by other scales within a layer, say.
+fails, the sites whose own (conditional) density changes are named, and declarations with one axis fewer, or one more,
+are tried. A posterior has the symmetries of its network only if the prior has them: it may tell units apart by other
+scales within a layer, say.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described_call
 from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
-from pyro_symmetric.discovery.invariance import BrokenMove, SiteAndDim, Verification, tried, verified
+from pyro_symmetric.discovery.invariance import BrokenMove, Verification, tried, verified
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
@@ -31,8 +27,6 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Weights
 
-MOST_REPAIRS = 200  # alternative declarations of the same units that are tried at most
-PRIOR_DRAWS, PRIOR_TOLERANCE = 4, 1e-5
 POSTERIOR_DRAWS = 4
 
 
@@ -70,45 +64,6 @@ def verify_model(
     arguments.number("tolerance", tolerance, least=0)
     finite = group_of(group).finite
     return _verified(finite, JointDensity(functools.partial(model, *args, **kwargs), finite, trials, tolerance))
-
-
-@undisturbed()
-def check_priors(symmetry: Any, priors: Any, *args: Any, **kwargs: Any) -> Verification:
-    """Compare the density of a prior before and after elements of a group, site by site.
-
-    >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
-    >>> priors = {name: dist.Normal(torch.zeros(p.shape), 1.0).to_event() for name, p in net.named_parameters()}
-    >>> bool(ps.discovery.check_priors(ps.find_symmetry(net, x), priors))
-    True
-    >>> priors["0.bias"] = dist.Normal(torch.arange(4.0), 1.0).to_event()
-    >>> bool(ps.discovery.check_priors(ps.find_symmetry(net, x), priors))
-    False
-
-    Priors that aren't even in the units break their flips, which is common and harmless if guides are averaged over
-    permutations alone: check ``symmetry.permutations`` then. If a model holds the network as its attribute ``net``,
-    give ``symmetry.prefixed("net")``, whose sites have the model's names.
-
-    :param symmetry: a symmetry or a group; its permutations and signs count.
-    :param priors: site -> distribution whose event dimensions are the site's; a :class:`BayesianModel`; or any other
-        Pyro model, whose observed sites are passed over.
-    :param args: with a Pyro model, what it is called with; so are ``kwargs``.
-    :raises ValueError: if a site that the group moves has no prior.
-    """
-    group = group_of(symmetry).finite
-    given = priors.priors() if hasattr(priors, "priors") else priors
-    model: Callable[..., Any]
-    if isinstance(given, Mapping):
-        if priors is given and (args or kwargs):
-            raise TypeError(
-                f"priors holds distributions, which take no arguments; found {described_call(args, kwargs)}"
-            )
-        moved = group.required_sites
-        if missing := sorted(set(moved) - set(given)):
-            raise ValueError(f"priors lacks the sites {missing}; it has {sorted(given)}")
-        model = functools.partial(_sampled, {site: given[site] for site in moved})
-    else:
-        model = poutine.block(functools.partial(given, *args, **kwargs), hide_fn=_is_observed)
-    return _verified(group, JointDensity(model, group, PRIOR_DRAWS, PRIOR_TOLERANCE))
 
 
 @undisturbed()
@@ -151,47 +106,21 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _sampled(priors: Mapping[str, Any]) -> None:
-    for site, prior in priors.items():
-        pyro.sample(site, prior)
-
-
-def _is_observed(site: Any) -> bool:
-    return site["type"] == "sample" and bool(site["is_observed"])
-
-
 def _verified(group: Group, density: JointDensity | FunctionDensity) -> Verification:
     found = verified(group, density)
-    return replace(found, broken=tuple(_with_hint(one, group, density) for one in found.broken))
+    return replace(found, broken=tuple(replace(one, remedy=_remedy(one, group, density)) for one in found.broken))
 
 
-def _with_hint(broken: BrokenMove, group: Group, density: JointDensity | FunctionDensity) -> BrokenMove:
-    """With the smallest change of the declaration that holds: axes to leave out, and axes to add."""
+def _remedy(broken: BrokenMove, group: Group, density: JointDensity | FunctionDensity) -> str:
+    """The axis to leave out, or to add, with which the declaration of some units holds, in words."""
     units = replace(group.restricted(broken.move)[broken.name], parent=None, moves=frozenset({broken.move}))
-    declared = [(axis.site, axis.dim) for axis in units.axes]
-    free = [
-        (site, dim)
-        for site, shape in density.shapes.items()
-        for dim, length in enumerate(shape)
-        if length == units.count and (site, dim) not in declared
-    ]
+    every, own = group.site_shapes | density.shapes, {(axis.site, axis.dim) for axis in units.axes}
+    free = {(site, dim) for site, shape in density.shapes.items() for dim, n in enumerate(shape) if n == units.count}
     index = torch.arange(units.count, device="cpu")[None]
-    for less, more in itertools.islice(_alternatives(declared, free), MOST_REPAIRS):
-        kept_axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) not in less)
-        other = replace(units, axes=(*kept_axes, *(Axis(site, dim, index, 1) for site, dim in more)))
-        shapes = group.site_shapes | {s: n for s, n in density.shapes.items() if s not in group.site_shapes}
-        elements = tried(Group([other], shapes), [(broken.move, broken.name)])
-        if not any(density.change(element).broken for element in elements):
-            return replace(broken, superfluous=less, missing=more)
-    return broken
-
-
-def _alternatives(
-    declared: Sequence[SiteAndDim], free: Sequence[SiteAndDim]
-) -> Iterator[tuple[tuple[SiteAndDim, ...], tuple[SiteAndDim, ...]]]:
-    """Pairs (axes to leave out, axes to add), the smallest changes first."""
-    for changes in range(1, 4):
-        for left_out in range(min(changes, len(declared) - 1, 2) + 1):
-            for less in itertools.combinations(declared, left_out):
-                for more in itertools.combinations(free, changes - left_out):
-                    yield less, more
+    for site, dim in sorted(own | free):
+        axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) != (site, dim))
+        axes += () if len(axes) < len(units.axes) else (Axis(site, dim, index, 1),)
+        elements = tried(Group([replace(units, axes=axes)], every), [(broken.move, broken.name)]) if axes else ()
+        if axes and not any(density.change(element).broken for element in elements):
+            return f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
+    return ""

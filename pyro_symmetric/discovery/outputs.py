@@ -9,8 +9,6 @@ noise that only regularises breaks no symmetry.
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +24,6 @@ from pyro_symmetric.discovery.tensors_only import TensorsOnly
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.weights import Weights
 
-ENOUGH = 100_000  # numbers in the images that are compared in eval mode
 # The largest relative change that passes in float64; in other precisions, as many times the rounding errors pass.
 TOLERANCE, ROUNDINGS = 1e-6, 30.0
 # Rounding errors that change outputs by more than this share of them tell nothing about a symmetry.
@@ -74,9 +71,9 @@ class Outputs:
         symmetry: Symmetry,
         net: nn.Module,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
-        dtype: torch.dtype | None = None,
-        redraw: bool = True,
+        kwargs: Mapping[str, Any] | None,
+        dtype: torch.dtype | None,
+        redraw: bool,
     ):
         self.dtype, self.logits = dtype, symmetry.logits
         self.net = copied(net, dtype)
@@ -84,18 +81,11 @@ class Outputs:
             self.weights, self.origin = _randomised(symmetry, self.net, net)
         self.call = TensorsOnly(self.net, args, kwargs)
         self.seed, self.coarsest = drawn_seed(), 0.0
-        given = [_given(x, dtype, redraw) for x in self.call.tensors]
-        self.inputs = dict.fromkeys((False, True), _enough(given))
-        try:
-            eval_outputs = self._outputs(False)
-        except DoesNotRun:  # a network may not take fewer images
-            self.inputs = dict.fromkeys((False, True), given)
-            eval_outputs = self._outputs(False)
-        _require_comparable(eval_outputs)
-        self.before: dict[bool, list[Tensor] | None] = {False: eval_outputs, True: None}
-        if difference(eval_outputs, self._outputs(True)) > 0:  # training does something else than eval mode
-            self.inputs[True] = given
-            self.before[True] = self._outputs(True)
+        self.inputs = [_given(x, dtype, redraw) for x in self.call.tensors]
+        self.before = {False: self._outputs(False), True: self._outputs(True)}
+        _require_comparable(self.before[False])
+        if difference(self.before[False], self.before[True]) == 0:  # training does nothing else than eval mode
+            self.before[True] = None
         self.measured = dtype != torch.float64
         self.tolerance = self.rounding() if self.measured else TOLERANCE
 
@@ -106,10 +96,8 @@ class Outputs:
         """
         group = element.group
         inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
-        exact = only(
-            element, {(move, name) for move, name in parts_of(group) if move != "scale" or name not in inexact}
-        )
-        error = max(self._error(element, False), self._error(exact, True))
+        exact = {(move, name) for move, name in parts_of(group) if move != "scale" or name not in inexact}
+        error = max(self._error(element, False), self._error(only(element, exact), True))
         if not error < self.tolerance:
             self.require_repeatable()
             if not self.measured:  # in float64, too, rounding errors may be large
@@ -145,11 +133,10 @@ class Outputs:
             )
 
     def _error(self, element: Element, train: bool) -> float:
-        def own(site: str) -> Tensor:
-            value = self.weights[site]
-            return self.origin[site].to(value.device, in_precision(value.dtype, torch.float64))
+        def moved(site: str, value: Tensor) -> Tensor:
+            return element.on_site(site, self.origin[site].to(value.device, in_precision(value.dtype, torch.float64)))
 
-        return self._change(lambda site, value: element.on_site(site, own(site)), train)
+        return self._change(moved, train)
 
     def _change(self, changed: Callable[[str, Tensor], Tensor], train: bool) -> float:
         """Largest relative change of an output if each site is changed, site by site from the untouched values."""
@@ -166,16 +153,19 @@ class Outputs:
         :raises DoesNotRun: if it doesn't run in eval mode.
         """
         buffers = {name: value.clone() for name, value in self.net.named_buffers()}
-        devices = {value.device for value in (*self.weights.values(), *self.inputs[train])}
-        quiet = torch.no_grad(), without_fast_attention(), with_both_branches(), without_warnings()
+        devices = {value.device for value in (*self.weights.values(), *self.inputs)}
+        mode = Deterministic(self.dtype, noise=not train)
         refreshed(self.net, train)
         try:
-            with contextlib.ExitStack() as stack:
-                for context in quiet:
-                    stack.enter_context(context)
-                stack.enter_context(forked(self.seed, *devices, host=True))
-                mode = stack.enter_context(Deterministic(self.dtype, noise=not train))
-                outputs = self.call(*self.inputs[train])
+            with (
+                torch.no_grad(),
+                without_fast_attention(),
+                with_both_branches(),
+                without_warnings(),
+                forked(self.seed, *devices, host=True),
+                mode,
+            ):
+                outputs = self.call(*self.inputs)
         except Exception as error:
             if not train:
                 raise DoesNotRun(f"{type(error).__name__}: {error}") from error
@@ -189,6 +179,27 @@ class Outputs:
                         value.copy_(buffers[name])
         self.coarsest = max(self.coarsest, mode.coarsest)
         return [out.log_softmax(-1) if out.dim() else out for out in outputs] if self.logits else outputs
+
+
+def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
+    """The largest change of an entry, relative to the largest finite entry of the same output."""
+    if before is None or after is None:
+        return 0.0 if before is after else float("inf")
+    if [x.shape for x in before] != [y.shape for y in after]:
+        return float("inf")
+    worst = 0.0
+    for x, y in zip(before, after, strict=True):
+        if not x.numel():
+            continue
+        if x.dtype not in NUMBERS:
+            x, y = x.double(), y.double()
+        same = (x == y) | (x.isnan() & y.isnan())
+        size = torch.where(x.isfinite(), x, 0).abs().max().clamp_min(torch.finfo(x.dtype).tiny)
+        worst = max(worst, float((torch.where(same, 0, x - y).abs().max() / size).nan_to_num(nan=float("inf"))))
+    return worst
+
+
+# small steps --------------------------------------------------------------------------------------------------------
 
 
 def _randomised(symmetry: Symmetry, copy: nn.Module, net: nn.Module) -> tuple[Weights, Weights]:
@@ -216,34 +227,6 @@ def _given(value: Tensor, dtype: torch.dtype | None, redraw: bool) -> Tensor:
         return value
     own = in_precision(value.dtype, dtype)
     return torch.randn_like(value, dtype=own) if redraw else value.detach().to(own)
-
-
-def _enough(inputs: list[Tensor]) -> list[Tensor]:
-    """The first few of a batch of images, which hold a hundred thousand numbers: in eval mode more tell no more.
-
-    Other inputs stay whole, for nothing says which of their axes is the batch.
-    """
-    if len(inputs) != 1 or inputs[0].dim() != 4 or not inputs[0].numel():
-        return inputs
-    return [inputs[0][: math.ceil(ENOUGH / inputs[0][0].numel())]]
-
-
-def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
-    """The largest change of an entry, relative to the largest finite entry of the same output."""
-    if before is None or after is None:
-        return 0.0 if before is after else float("inf")
-    if [x.shape for x in before] != [y.shape for y in after]:
-        return float("inf")
-    worst = 0.0
-    for x, y in zip(before, after, strict=True):
-        if not x.numel():
-            continue
-        if x.dtype not in NUMBERS:
-            x, y = x.double(), y.double()
-        same = (x == y) | (x.isnan() & y.isnan())
-        size = torch.where(x.isfinite(), x, 0).abs().max().clamp_min(torch.finfo(x.dtype).tiny)
-        worst = max(worst, float((torch.where(same, 0, x - y).abs().max() / size).nan_to_num(nan=float("inf"))))
-    return worst
 
 
 def _require_comparable(outputs: list[Tensor] | None) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.units import table
-from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_sites
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,17 +98,15 @@ class Symmetry:
         """
         return self.group.log_order()
 
-    def explain(self, site: str | None = None, factor: str | None = None, only: str | None = None) -> Explanation:
-        """Why axes of parameters move or stay, one line each.
+    def explain(self, site: str) -> Explanation:
+        """Why axes of a site or module move or stay, one line each.
 
-        >>> print(symmetry.explain(site="encoder", only="pinned"))
+        >>> print(symmetry.explain("encoder.*bias"))
 
-        :param site: the name of a site or module, or a pattern such as ``"*.bias"``; all by default.
-        :param factor: the name of units that lie along the axis, such as a key of ``permutations.factors``.
-        :param only: ``"pinned"``: axes of which some positions stay; ``"moved"``: axes of which some move.
-        :raises ValueError: if no site or units have this name.
+        :param site: its name, or a pattern such as ``"*.bias"``; ``symmetry.explanation`` tells of all.
+        :raises ValueError: if no site has this name.
         """
-        return self.explanation.about(site, factor, only)
+        return self.explanation.about(site)
 
     # elements -------------------------------------------------------------------------------------------------------
 
@@ -126,18 +120,18 @@ class Symmetry:
         """
         return self.group.sample(shape, spread, device)
 
-    def act(self, element: Element, target: T) -> T:
-        """Transform a network, weights, a posterior, or a Gaussian guide; the input isn't changed.
+    def act(self, element: Element, net: nn.Module) -> nn.Module:
+        """A copy of a network with transformed weights and running statistics.
 
-        :param element: of the group or of a restriction of it; batch shapes broadcast against those of weights.
-        :param target: a module (a new one is returned, with transformed weights and running statistics); a dict of
-            weights; a ``Posterior``; or a Gaussian guide (see :func:`~pyro_symmetric.guides.push_forward`).
-        :raises ValueError: if a module or a guide meets a batch of elements: it holds one set of weights; if the
-            element, or what it acts on, is of another network, or lacks running statistics that the element moves (see
-            :meth:`holding`).
+        An element moves weights, or batches of them, by itself (``element(weights)``), posteriors by ``posterior.map``,
+        and Gaussian guides by :func:`~pyro_symmetric.push_forward`.
+
+        :raises ValueError: if the element is a batch, or belongs to another network.
         """
         arguments.instance("element", element, Element, "an element, such as symmetry.sample()")
-        return acted_on(target, element, self)
+        if element.batch_shape.numel() != 1:
+            raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
+        return with_weights(net, element(self.weights_of(net)))
 
     def weights_of(self, net: nn.Module) -> Weights:
         """The network's own tensors, site -> parameter or buffer.
@@ -182,10 +176,6 @@ class Symmetry:
             group = group.without([name for name in group.names(move) if not _leaves(group, name, move, kept)], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
-    def without_buffers(self) -> Symmetry:
-        """The same symmetry acting on parameters alone, whatever that does to predictions: to compare weights."""
-        return replace(self, group=self.group.without_buffers())
-
     def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
         """Leave units out, or some moves of theirs; what lies inside them stays.
 
@@ -193,16 +183,12 @@ class Symmetry:
         """
         return replace(self, group=self.group.without(names, moves))
 
-    def renamed(self, rename: Callable[[str], str]) -> Symmetry:
-        """The same symmetry for weights whose sites have other names."""
-        group = self.group.renamed(rename)
-        explained = Explanation(replace(axis, site=rename(axis.site)) for axis in self.explanation)
-        return replace(self, group=group, explanation=explained)
-
     def prefixed(self, prefix: str) -> Symmetry:
         """The same symmetry for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
         arguments.instance("prefix", prefix, str, "the name of an attribute")
-        return self.renamed(lambda site: f"{prefix.rstrip('.')}.{site}" if prefix else site)
+        start = f"{prefix.rstrip('.')}." if prefix else ""
+        explained = Explanation(axis._replace(site=start + axis.site) for axis in self.explanation)
+        return replace(self, group=self.group.renamed(lambda site: start + site), explanation=explained)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; :meth:`from_dict` reads it back."""
@@ -214,32 +200,6 @@ class Symmetry:
         """From JSON."""
         group, explanation = Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"])
         return cls(group, explanation, data["logits"], data["at_least"])
-
-
-@functools.singledispatch
-def acted_on(target: Any, element: Element, symmetry: Symmetry) -> Any:
-    """The implementation of :meth:`Symmetry.act` for one kind of target; higher floors register kinds of their own."""
-    raise TypeError(
-        f"target is a {type(target).__name__}; elements act on a module, on a dict of weights, on a Posterior, or on a "
-        "Gaussian guide"
-    )
-
-
-@acted_on.register(Posterior)
-def _(target: Posterior, element: Element, symmetry: Symmetry) -> Posterior:
-    return target.map(element)
-
-
-@acted_on.register(Mapping)
-def _(target: Mapping[str, Tensor], element: Element, symmetry: Symmetry) -> Weights:
-    return element(target)
-
-
-@acted_on.register(nn.Module)
-def _(target: nn.Module, element: Element, symmetry: Symmetry) -> nn.Module:
-    if element.batch_shape.numel() != 1:
-        raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
-    return with_weights(target, element(symmetry.weights_of(target)))
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:

@@ -8,13 +8,11 @@ later call may reuse, in which heads and channels keep their order.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 CACHES = frozenset({"past_key_value", "past_key_values", "past_buckets_states", "cache_params", "mems"})
 
@@ -23,7 +21,7 @@ class TensorsOnly(nn.Module):
     """A network that takes tensors one after the other, and returns a list of tensors.
 
     :param net: the network.
-    :param args: an example of what its forward pass takes; so are ``kwargs``.
+    :param args: an example of what its forward pass takes, which can be copied; so are ``kwargs``.
     :ivar tensors: the different tensors among these, which :meth:`forward` takes others in place of.
     """
 
@@ -31,23 +29,27 @@ class TensorsOnly(nn.Module):
         super().__init__()
         self.net = net
         self.given = tuple(args), dict(kwargs or {})
-        self.tensors = tensors_in(self.given)
+        with _Met() as mode:
+            copy.deepcopy(self.given)
+        self.tensors = [*mode.tensors.values()]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         """The outputs of the network for its example with these tensors in place of the example's."""
-        args, kwargs = _replaced(self.given, dict(zip(map(id, self.tensors), tensors, strict=True)))
+        args, kwargs = copy.deepcopy(self.given, dict(zip(map(id, self.tensors), tensors, strict=True)))
         return list(outputs_in(self.net(*args, **kwargs)))
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The different tensors inside any value, in the order in which they are met."""
-    with _Met() as mode:
-        try:
-            copy.deepcopy(value)
-            met = mode.tensors
-        except Exception:  # something can't be copied: tensors inside objects of other kinds are constants then
-            met = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return list({id(tensor): tensor for tensor in met}.values())
+class _Met(TorchFunctionMode):
+    """Notes the different tensors that are to be copied, and doesn't copy them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return self.tensors.setdefault(id(args[0]), args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
@@ -59,40 +61,9 @@ def outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
         return
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from outputs_in(entry, str(key))
     elif isinstance(value, list | tuple | set | frozenset):
         for entry in value:
             yield from outputs_in(entry)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from outputs_in(getattr(value, field.name), field.name)
-    elif not callable(value):  # a distribution, or an object of another library
-        for key, entry in getattr(value, "__dict__", {}).items():
-            yield from outputs_in(entry, key)
-
-
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-class _Met(TorchFunctionMode):
-    """Notes tensors that are to be copied, and doesn't copy them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__:
-            self.tensors.append(args[0])
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _replaced(value: Any, others: Mapping[int, Tensor]) -> Any:
-    """A copy with other tensors, by the identity of those that they replace."""
-    try:
-        return copy.deepcopy(value, dict(others))
-    except Exception:  # as in tensors_in
-        return pytree.tree_map(lambda leaf: others.get(id(leaf), leaf), value)
+    elif isinstance(value, Mapping) or not callable(value):  # a dataclass, a distribution, or whatever has attributes
+        for key, entry in (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items():
+            yield from outputs_in(entry, str(key))

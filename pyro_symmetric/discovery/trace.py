@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import exported, site_names
-from pyro_symmetric.discovery.flow import Flow, Value, opaque
-from pyro_symmetric.discovery.rules.elementwise import NOISE
-from pyro_symmetric.discovery.rules.registry import Call, operator_name, rule_for
-from pyro_symmetric.discovery.rules.spatial import convolution
+from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.rules.pointwise import NOISE
+from pyro_symmetric.discovery.rules.registry import Call, bound, operator_name, rule_for
 from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
+from pyro_symmetric.discovery.values import Value, opaque
 
 # Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
 STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
@@ -154,10 +154,8 @@ class Trace:
         tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         if not tensors:
             return _number(node, args, flow)
-        name, rule = operator_name(node.target), rule_for(node.target)
-        given = _bound(getattr(node.target, "_schema", None), args, kwargs)
-        if name not in CUTTING and rule is not convolution:
-            given = tree_map(lambda x: flow.whole(x) if isinstance(x, Value) else x, given)
+        rule = rule_for(node.target)
+        given = bound(node.target, args, kwargs)
         call = Call(node.target, given, tuple(tuple(closed(n) for n in t.shape) for t in tensors), self._read(node))
         open_sizes = any(is_open(n.meta.get("val")) for n in node.all_input_nodes)
         if open_sizes and _minds_sizes(call):
@@ -198,14 +196,6 @@ def module_of(node: Node) -> str:
     path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
     kind = kind.rsplit(".", 1)[-1]
     return f"{path} ({kind})" if path else (kind or "the network")
-
-
-def _bound(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults."""
-    if schema is None:
-        return {"args": list(args), "kwargs": list(kwargs.values())}
-    named = {argument.name: argument.default_value for argument in schema.arguments}
-    return named | dict(zip(named, args, strict=False)) | dict(kwargs)
 
 
 def _results(given: Any, call: Call, flow: Flow) -> list[Value]:
@@ -257,31 +247,24 @@ def _minds_sizes(call: Call) -> bool:
 
 def _slices(node: Node) -> Array | None:
     """The slice of each row of a matrix, if they read other inputs each: groups of a kernel, or what is cut apart."""
-    shape = tuple(node.meta["val"].shape)
-    for user in node.users:
-        if rule_for(user.target) is convolution:
-            call = _bound(user.target._schema, user.args, user.kwargs)  # type: ignore[union-attr]
-            grouped = call["weight"] is node and call["groups"] > 1 and shape[1] > 1
-            return np.arange(shape[0]) * call["groups"] // shape[0] if grouped else None
+    shape, pieces = tuple(node.meta["val"].shape), set[tuple[int, int]]()
+    users = [(user, bound(user.target, user.args, user.kwargs)) for user in node.users]
+    groups = {call["groups"] if call.get("weight") is node and "groups" in call else 1 for _, call in users}
+    if len(groups) == 1 and min(groups) > 1 < shape[1]:
+        return np.arange(shape[0]) * groups.pop() // shape[0]
     if len(shape) != 2 or shape[0] * shape[1] > CUT_LIMIT:
         return None
-    ends, read = {0}, np.zeros(shape[0], dtype=bool)
-    for user in node.users:
-        name = operator_name(user.target)
-        if name not in CUTTING:
+    for user, call in users:
+        if operator_name(user.target) not in CUTTING or call["dim"] % 2 or call.get("step", 1) != 1:
             return None
-        call = _bound(user.target._schema, user.args, user.kwargs)  # type: ignore[union-attr]
-        if call["dim"] % 2 or call.get("step", 1) != 1:
-            return None
-        start = range(shape[0])[call["start"] : call["end"]].start if name == "slice" else 0
+        start = range(shape[0])[call.get("start") : call.get("end")].start
         for piece in tree_leaves(user.meta["val"]):
-            ends.add(start + piece.shape[0])
-            ends.add(start)
-            read[start : start + piece.shape[0]] = True
+            pieces.add((start, start + piece.shape[0]))
             start += piece.shape[0]
-    if len(ends) < 3 or not read.all():
+    starts, ends = zip(*sorted(pieces), strict=True) if pieces else ((), ())
+    if len(starts) < 2 or (*starts, shape[0]) != (0, *ends):  # a single piece, or with gaps, or one inside another
         return None
-    return np.searchsorted(sorted(ends), np.arange(shape[0]), side="right") - 1
+    return np.searchsorted(starts, np.arange(shape[0]), side="right") - 1
 
 
 def _needed(graph: Graph) -> set[Node]:

@@ -12,7 +12,6 @@ from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.symmetry import Symmetry, acted_on
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Action, Element
 from pyro_symmetric.groups.element import require_buffers
@@ -32,8 +31,8 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
     >>> ps.push_forward(guide, group.element({"unit": torch.tensor([2, 0, 1])})).median()
     {'w': tensor([3., 1., 2.])}
 
-    The moments are copied. ``symmetry.act(element, guide)`` does the same. Running statistics aren't sites of a guide:
-    elements that move some are refused; those of ``symmetry.holding(net)`` don't.
+    The moments are copied. Running statistics aren't sites of a guide: elements that move some are refused; those of
+    ``symmetry.holding(net)`` don't.
 
     :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward.
     :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry
@@ -60,11 +59,6 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
         trils.append(triangular(tril[block[:, :1], row] * factor[positions].unsqueeze(-1)))
     loc, scale = action(given.loc, element), given.scale[source] * factor.abs()
     return AutoGaussian(guide, UnitBlocks(loc, given.positions, trils, scale))
-
-
-@acted_on.register(AutoGuide)
-def _(target: AutoGuide, element: Element, symmetry: Symmetry) -> AutoGaussian:
-    return push_forward(target, element)
 
 
 def triangular(rows: Tensor) -> Tensor:

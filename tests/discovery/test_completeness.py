@@ -203,7 +203,6 @@ def test_null_directions_and_those_found_are_as_many_as_counted_by_hand(name):
     _, x, null, found = NETWORKS[name]
     net, symmetry, result = counted(name)
     assert not result.doubts
-    assert result.gap > 1e3
     assert null is None or result.null == null
     assert found is None or result.found == found
     assert result.complete == (result.null == result.found)
@@ -245,17 +244,6 @@ def test_symmetries_that_are_none_are_doubted():
     assert not result.complete
 
 
-def test_part_of_the_weights():
-    """Of one layer alone, what moves others isn't counted."""
-    net, x = MultiHead(), torch.randn(2, 5, 8)
-    symmetry = ps.find_symmetry(net, x)
-    names = ["attention.in_proj_weight", "attention.in_proj_bias"]
-    result = ps.discovery.completeness(symmetry, net, x, sites=names)
-    assert result.weights == 24 * 9
-    assert result.null == 32 + 8  # GL(4) of queries and keys in two heads, and the biases of keys
-    assert result.found == 8
-
-
 def test_softmax_outputs_lose_the_mean_of_the_last_layer():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(4, 3)
     plain, shifted = (ps.find_symmetry(net, x, logits=logits) for logits in (False, True))
@@ -288,6 +276,6 @@ def test_arguments_by_name_and_the_random_state():
     symmetry = ps.Symmetry(Group([], {name: value.shape for name, value in net.named_parameters()}))
     state = torch.get_rng_state()
     mask = torch.tensor([False, True])
-    result = ps.discovery.completeness(symmetry, net, x, kwargs={"mask": mask}, seed=3)
+    result = ps.discovery.completeness(symmetry, net, x, kwargs={"mask": mask})
     assert torch.equal(state, torch.get_rng_state())
     assert result.null == 4  # the row and the bias of an output that is masked

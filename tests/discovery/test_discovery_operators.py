@@ -130,26 +130,6 @@ CASES = {
     "fourier transform": Case(lambda s, h: torch.fft.fft(h).abs(), 1, 0, 0),
     "fourier transform of the batch": Case(lambda s, h: torch.fft.fft(h, dim=0).abs(), ALL, 6, 6),
     "tril": Case(lambda s, h: torch.tril(F.relu(h)), 1, 6, 0),
-    "diagonal": Case(
-        lambda s, h: torch.diagonal(F.relu(h)[:, :, None] * s.w, dim1=0, dim2=2).T, ALL, 6, 0, parts={"w": parameter(4)}
-    ),
-    "diagonal of a matrix": Case(  # rows and columns, each against the next layer
-        lambda s, h: torch.tanh(h) * torch.diagonal(s.w), ALL, 12, 18, parts={"w": parameter(6, 6)}
-    ),
-    "diagonal above the main one": Case(
-        lambda s, h: torch.tanh(h) * torch.diagonal(s.w, 1), ALL, 12, 18, parts={"w": parameter(6, 7)}
-    ),
-    "diagonal of an outer product": Case(
-        lambda s, h: torch.diagonal(F.relu(h)[:, :, None] * torch.tanh(s.c(s.x))[:, None], dim1=1, dim2=2), ALL, 6, 6,
-        parts={"c": nn.Linear(3, 6)},
-    ),
-    "einsum of a diagonal": Case(
-        lambda s, h: torch.einsum("bi,ii->bi", torch.tanh(h), s.w), ALL, 12, 18, parts={"w": parameter(6, 6)}
-    ),
-    "einsum of a diagonal of three axes": Case(  # three scales of each entry
-        lambda s, h: torch.einsum("bi,iii->bi", torch.tanh(h), s.w), ALL, 18, 24, parts={"w": parameter(6, 6, 6)}
-    ),
-    "diagonal of units": Case(lambda s, h: torch.diagonal(F.relu(h)[:, :4]).expand(4, 4), 2, 4, 0, 4),
     "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 0, 0, 5, {"w": parameter(5, 6)}),
     "numbers of entries that differ": Case(lambda s, h: torch.cdist(h, s.w, p=0.0), ALL * 120, 0, 0, 5,
         {"w": parameter(5, 6)}),

@@ -18,7 +18,7 @@ from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.compare import invariance_tests
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.model_check import check_priors
+from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
 from pyro_symmetric.groups import Action, Axis, Group, Units
@@ -464,17 +464,23 @@ def test_exact_steps_of_units_that_meet_on_one_flattened_axis_never_raise_the_ma
 
 
 def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
+    import pyro
     from pyro import distributions as dist
 
     _, symmetry, _ = block
     priors = {
         site: dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)) for site, shape in symmetry.site_shapes.items()
     }
-    assert check_priors(symmetry, priors)
+
+    def model() -> None:
+        for site, prior in priors.items():
+            pyro.sample(site, prior)
+
+    assert verify_model(symmetry, model)
     scale = torch.ones(symmetry.site_shapes["2.weight"])
     scale[3:, 1] = 2.0  # the second column of the second group
     priors["2.weight"] = dist.Normal(torch.zeros_like(scale), scale).to_event(4)
-    found = {(found.move, found.name): found.sites for found in check_priors(symmetry, priors).broken}
+    found = {(found.move, found.name): found.sites for found in verify_model(symmetry, model).broken}
     assert found["permute", "0"] == ("2.weight",)
 
 

@@ -57,11 +57,8 @@ def rotated(s: Layers, x: Tensor) -> Tensor:
     return mlp(s, torch.view_as_real(turned).flatten(1)[:, :3])
 
 
-TABLE = torch.randn(3, 3)
-
 DOUBLE = {
     "bytes": (Layers(lambda s, x: mlp(s, x.float() / 255)), torch.randint(0, 255, (4, 3), dtype=torch.uint8)),
-    "whole numbers": (Layers(lambda s, x: mlp(s, x.float())), torch.randint(0, 9, (4, 3))),
     "cast to half": (Layers(lambda s, x: mlp(s, x.half()), torch.float16), torch.randn(4, 3)),
     "bfloat16": (Layers(lambda s, x: mlp(s, x.to(torch.bfloat16)), torch.bfloat16), torch.randn(4, 3).bfloat16()),
     "softmax in single": (Layers(lambda s, x: mlp(s, x).softmax(-1, dtype=torch.float32)), torch.randn(4, 3)),
@@ -70,12 +67,10 @@ DOUBLE = {
     "automatic casts": (Layers(cast), torch.randn(4, 3)),
     "torch.cond": (Layers(branching), torch.randn(4, 3)),
     "rotated by complex numbers": (Layers(rotated), torch.randn(4, 4)),
-    "plain tensors": (Layers(lambda s, x: mlp(s, x @ TABLE + torch.eye(3)[0])), torch.randn(4, 3)),
     "arrays of NumPy": (
         Layers(lambda s, x: mlp(s, x @ torch.from_numpy(np.eye(3, dtype=np.float32)))),
         torch.randn(4, 3),
     ),
-    "logarithms": (Layers(lambda s, x: mlp(s, x.log())), torch.rand(4, 3)),
     "masked logits": (Layers(lambda s, x: mlp(s, x).masked_fill(torch.eye(2) > 0, -torch.inf)), torch.randn(2, 3)),
 }
 

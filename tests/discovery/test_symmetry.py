@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.func import functional_call
 
 import pyro_symmetric as ps
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.model_check import check_priors
+from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 
 
@@ -75,22 +76,6 @@ def test_tied_weights_stay_tied() -> None:
     torch.testing.assert_close(moved(x), net(x))
 
 
-def test_act_takes_posteriors_and_dicts() -> None:
-    net = network()
-    symmetry = found(net)
-    weights = {name: torch.randn(2, 7, *p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
-    weights["noise_scale"] = torch.rand(2, 7, dtype=torch.float64)
-    element = symmetry.permutations.sample()
-    posterior = ps.Posterior(weights, {"lp": torch.randn(2, 7)}, kind="chains")
-    moved = symmetry.act(element, posterior)
-    assert torch.equal(moved.statistics["lp"], posterior.statistics["lp"])
-    assert torch.equal(moved.samples["0.weight"], symmetry.act(element, weights)["0.weight"])
-    assert torch.equal(moved.samples["noise_scale"], weights["noise_scale"])
-    for target in (3, [weights], None):
-        with pytest.raises(TypeError, match="target"):
-            symmetry.act(element, target)
-
-
 def test_json_brings_everything_back() -> None:
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2), nn.Softmax(-1)
@@ -126,19 +111,17 @@ def test_sites_of_a_larger_model_have_a_prefix() -> None:
     assert set(symmetry.site_shapes) == set(weights) == set(symmetry.sample()(weights))
 
 
-def priors(net: nn.Module) -> dict[str, dist.Distribution]:
-    return {name: dist.Normal(torch.zeros_like(p), 1.0).to_event(p.dim()) for name, p in net.named_parameters()}
-
-
 def test_a_prior_that_is_not_even_breaks_signs_only() -> None:
     net = network()
-    given = priors(net)
-    given["2.bias"] = dist.Normal(torch.ones(5, dtype=torch.float64), 1.0).to_event(1)
-    result = check_priors(found(net), given)
+
+    def model() -> None:
+        for name, p in net.named_parameters():
+            mean = torch.full_like(p, float(name == "2.bias"))
+            pyro.sample(name, dist.Normal(mean, 1.0).to_event(p.dim()))
+
+    result = verify_model(found(net), model)
     assert [(found.move, found.name, found.sites) for found in result.broken] == [("flip", "2", ("2.bias",))]
-    assert check_priors(found(net).permutations, given)
-    with pytest.raises(ValueError, match=r"lacks the sites \['2.bias'\]"):
-        check_priors(found(net), {k: v for k, v in given.items() if k != "2.bias"})
+    assert verify_model(found(net).permutations, model)
 
 
 class Cached(nn.Module):

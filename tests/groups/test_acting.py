@@ -36,7 +36,6 @@ MOVES = {
     "canonicalize": lambda weights, symmetry: ps.canonicalize(weights, symmetry),
     "minimal_mass": lambda weights, symmetry: ps.minimal_mass(weights, symmetry).weights,
     "element": lambda weights, symmetry: symmetry.sample((6,))(weights),
-    "act": lambda weights, symmetry: symmetry.act(symmetry.sample((6,)), weights),
     "align": lambda weights, symmetry: ps.align(weights, {s: v[0] for s, v in weights.items()}, symmetry).element(
         weights
     ),
@@ -121,8 +120,6 @@ def test_elements_act_on_their_own_network_alone(own, other, part):
         lambda: symmetry.act(element, foreign),
         lambda: theirs.act(element, foreign),
         lambda: theirs.act(element, net),
-        lambda: symmetry.act(element, weights),
-        lambda: theirs.act(element, weights),
         lambda: element(weights),
     ):
         with pytest.raises(ValueError, match=named):

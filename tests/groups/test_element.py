@@ -146,3 +146,16 @@ def test_buffers_move_along_and_are_missed_if_they_are_absent():
         p({"w": torch.arange(3)})
     alone = group.without_buffers().element({"channel": [2, 0, 1]})
     assert alone({"w": torch.arange(3)})["w"].tolist() == [2, 0, 1]
+
+
+def test_units_that_share_some_positions_of_an_axis_are_all_multiplied_there() -> None:
+    def units(name: str, index: list[list[int]]) -> Units:
+        axis = Axis("w", 0, torch.tensor(index), 1)
+        return Units(name, len(index[0]), (axis,), moves=frozenset({"scale"}))
+
+    every = [units("a", [[1, 3]]), units("b", [[1, 3]]), units("c", [[0, 2], [1, 3]]), units("d", [[0, 2]])]
+    group = Group([*every, units("e", [[0, 2]])], {"w": torch.Size([4])})
+    for name, first in (("a", [1]), ("b", [1]), ("c", [0, 1]), ("d", [0]), ("e", [0])):
+        element = group.element(log_scales={name: torch.tensor([2.0, 1.0]).log()})
+        expected = torch.ones(4).index_fill(0, torch.tensor(first), 2.0)
+        torch.testing.assert_close(element({"w": torch.ones(4)})["w"], expected)

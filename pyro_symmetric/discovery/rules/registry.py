@@ -10,13 +10,14 @@ reaches it, with a warning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from pyro_symmetric.discovery.flow import Flow, Value
+from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.values import Value
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ def operator_name(target: Any) -> str:
     """The name of an operator, without its overload."""
     packet: Any = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet))
+
+
+def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by name, with its schema's defaults."""
+    if not hasattr(target, "_schema"):
+        return {"args": list(args), "kwargs": list(kwargs.values())}
+    named = {argument.name: argument.default_value for argument in target._schema.arguments}
+    return named | dict(zip(named, args, strict=False)) | dict(kwargs)
 
 
 Rule = Callable[[Flow, Call], Value | Sequence[Value]]

@@ -1,17 +1,20 @@
-"""Operators that move entries about without touching them."""
+"""Operators that move entries about without touching them: views, and reads and writes at places along an axis.
+
+Places that are known (slices, index maps) take units along. If they are data, the axis along which they are counted is
+told apart; along all other axes units stay what they are, if their entries go to the same places.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pyro_symmetric.discovery.arrays import Array
-from pyro_symmetric.discovery.flow import Flow, Value
+from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
-
-
-@register_rule("view.dtype")
-def other_numbers(flow: Flow, call: Call) -> Value:
-    return flow.give_up(call.operands, call.shape, "its bytes are read as other numbers")
+from pyro_symmetric.discovery.values import Value, opaque
 
 
 @register_rule("view", "_unsafe_view", "reshape")
@@ -54,25 +57,33 @@ def repeat(flow: Flow, call: Call) -> Value:
     return value
 
 
-def places(call: Call) -> Array:
-    """The places along its axis that a slice takes, or a selection of one."""
-    every = np.arange(call.value.shape[call.axis])
-    return every[[call["index"]]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
+@register_rule("view_as_real")
+def view_as_real(flow: Flow, call: Call) -> Value:
+    """A new last axis, along which the real and the imaginary part are told apart."""
+    value = flow.unsqueeze(call.value, call.value.dim)
+    return flow.value(call.shape, value.parts, value.fixed | {value.dim - 1})
+
+
+@register_rule("view_as_complex")
+def view_as_complex(flow: Flow, call: Call) -> Value:
+    """The last axis goes; a unit along it is the real or the imaginary part of a larger one."""
+    last = call.value.dim - 1
+    return flow.squeeze(flow.off(call.value, [last]), [last])
+
+
+# places that are known ----------------------------------------------------------------------------------------------
 
 
 @register_rule("slice", "select")
 def slice_rule(flow: Flow, call: Call) -> Value:
-    taken = flow.take(call.value, call.axis, places(call))
+    taken = flow.take(call.value, call.axis, _places(call))
     return flow.squeeze(taken, [call.axis]) if call.name == "select" else taken
 
 
-@register_rule("diagonal", "diagonal_copy")
-def diagonal(flow: Flow, call: Call) -> Value:
-    """Entries that have the same place along two axes, or places so far apart as the offset says."""
-    rows, columns = call.value.axis(call["dim1"]), call.value.axis(call["dim2"])
-    offset, every = call.get("offset") or 0, np.arange(call.shape[-1])
-    value = flow.take(call.value, rows, every + max(-offset, 0))
-    return flow.diagonal(flow.take(value, columns, every + max(offset, 0)), rows, columns)
+def _places(call: Call) -> Array:
+    """The places along its axis that a slice takes, or a selection of one."""
+    every = np.arange(call.value.shape[call.axis])
+    return every[[call["index"]]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
 
 
 @register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
@@ -92,24 +103,16 @@ def flip(flow: Flow, call: Call) -> Value:
     return value
 
 
-@register_rule("view_as_real")
-def view_as_real(flow: Flow, call: Call) -> Value:
-    """A new last axis, along which the real and the imaginary part are told apart."""
-    value = flow.unsqueeze(call.value, call.value.dim)
-    return flow.value(call.shape, value.parts, value.fixed | {value.dim - 1})
-
-
-@register_rule("view_as_complex")
-def view_as_complex(flow: Flow, call: Call) -> Value:
-    """The last axis goes; a unit along it is the real or the imaginary part of a larger one."""
-    value = flow.restrict(call.value, range(call.value.dim - 1))
-    return flow.value(call.shape, value.parts, value.fixed - {value.dim - 1})
-
-
 @register_rule("cat")
 def cat(flow: Flow, call: Call) -> Value:
     values = [value for value in call["tensors"] if value.shape != (0,)]
     return flow.cat(values, values[0].axis(call["dim"]))
+
+
+@register_rule("stack")
+def stack(flow: Flow, call: Call) -> Value:
+    axis = call["dim"] % len(call.shape)
+    return flow.cat([flow.unsqueeze(value, axis) for value in call["tensors"]], axis)
 
 
 @register_rule("constant_pad_nd")
@@ -123,3 +126,148 @@ def pad(flow: Flow, call: Call) -> Value:
         around = [Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :])) for width in (before, after)]
         value = flow.cat([piece for piece in (around[0], value, around[1]) if piece.shape[axis]], axis)
     return value
+
+
+@register_rule("slice_scatter", "select_scatter")
+def write_slice(flow: Flow, call: Call) -> Value:
+    """Some places along an axis get other entries: those places and the rest are told apart."""
+    value, source, axis, written = call.value, call["src"], call.axis, _places(call)
+    if call.name == "select_scatter":
+        source = flow.unsqueeze(source, axis)
+    if np.array_equal(written, np.arange(value.shape[axis])):
+        return source
+    if value.part_on(axis) is None:
+        return _written(flow, call, [value.across([axis]), flow.off(source, [axis])], [axis])
+    # Units keep their atoms; what is written must be made of the same units, or equal everywhere (zeros). Taking the
+    # places out notes them as a tensor of their own, which tells them and the rest apart.
+    flow.elementwise([flow.take(value, axis, written), source])
+    return flow.value(value.shape, value.parts, value.fixed | {a for a in source.fixed if a != axis})
+
+
+# places that are data -----------------------------------------------------------------------------------------------
+
+
+@register_rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
+def embedding(flow: Flow, call: Call) -> Value:
+    """Rows by number (or sums, means, largest entries of some): the vocabulary can't move."""
+    weight, *numbers = call.operands
+    for value in numbers:
+        flow.pin(value)
+    lead = range(len(call.shape) - 1)
+    rows = flow.relaid(flow.restrict(weight, [1]), [*(None for _ in lead), 1], call.shape)
+    return flow.value(call.shape, rows.parts, rows.fixed.union(lead))
+
+
+@register_rule("index_select")
+def index_select(flow: Flow, call: Call) -> Value:
+    return _look_up(flow, call.value, {call.axis: call["index"]}, call.shape)
+
+
+@register_rule("index")
+def index(flow: Flow, call: Call) -> Value:
+    return _look_up(flow, call.value, _by_axis(call), call.shape)
+
+
+def _by_axis(call: Call) -> dict[int, Value]:
+    """The axis where each index starts."""
+    indices, axis = dict[int, Value](), 0
+    for entry in call["indices"]:
+        if entry is not None:
+            indices[axis] = entry
+        axis += _width(entry)
+    return indices
+
+
+def _width(entry: Value | None) -> int:
+    """The number of axes that an index stands for: a mask stands for as many as it has."""
+    return entry.dim if entry is not None and entry.mask else 1
+
+
+def _axes(indices: dict[int, Value]) -> list[int]:
+    """The axes that indices stand for."""
+    return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
+
+
+def _look_up(flow: Flow, value: Value, indices: dict[int, Value], shape: tuple[int, ...]) -> Value:
+    (axis, entry), *others = indices.items()
+    if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
+        return flow.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
+    for entry in indices.values():
+        flow.pin(entry)
+    axes = _axes(indices)
+    kept = [axis for axis in range(value.dim) if axis not in axes]
+    first, new = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0, len(shape) - len(kept)
+    result = flow.relaid(flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape)
+    return flow.value(shape, result.parts, result.fixed.union(range(first, first + new)))
+
+
+@register_rule("gather")
+def gather(flow: Flow, call: Call) -> Value:
+    """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
+    value, chosen = flow.off(call.value, [call.axis]), call["index"]
+    for other in set(range(value.dim)) - {call.axis}:
+        value = flow.take(value, other, np.arange(chosen.shape[other]))
+    return flow.elementwise([value, chosen])
+
+
+@register_rule("scatter", "scatter_add", "scatter_reduce")
+def scatter(flow: Flow, call: Call) -> Value:
+    """Each entry goes to a place of its own along one axis."""
+    value, chosen, axis = call["self"], _expanded(call["index"]), call.axis
+    source = call.get("src", call.get("value"))
+    source = source if isinstance(source, Value) else Value(())
+    flow.pin(chosen)
+    around = [[n for a, n in enumerate(x.shape) if a != axis] for x in (value, chosen, source)]
+    if around[0] != around[1] or (source.dim and around[2] != around[1]):
+        return flow.give_up([value, source], call.shape, "only some of the units are written")
+    return _written(flow, call, [flow.off(x, [axis]) for x in (value, source, chosen)], [axis])
+
+
+def _expanded(chosen: Value) -> Value:
+    """Places that are written out entry by entry: along an axis without changes they are equal, as if expanded."""
+    if chosen.constant is None:
+        return chosen
+    numbers = chosen.constant
+    changing = {axis for axis in chosen.fixed if bool((numbers != numbers.narrow(axis, 0, 1)).any())}
+    return replace(chosen, fixed=frozenset(changing))
+
+
+@register_rule("index_add", "index_reduce", "index_copy")
+def index_add(flow: Flow, call: Call) -> Value:
+    """Whole slices go to places along one axis."""
+    flow.pin(call["index"])
+    return _written(flow, call, [flow.off(x, [call.axis]) for x in (call["self"], call["source"])], [call.axis])
+
+
+@register_rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(flow: Flow, call: Call) -> Value:
+    """``self[indices] = values``, or ``+=``: places along the indexed axes, which must be neighbours."""
+    value, source, indices = call["self"], call["values"], _by_axis(call)
+    for entry in indices.values():
+        flow.pin(entry)
+    axes = _axes(indices)
+    if axes != [*range(axes[0], axes[-1] + 1)]:
+        return flow.give_up([value, source], call.shape, "indices have gaps between them")
+    ahead, behind = [*range(axes[0])], value.dim - axes[-1] - 1
+    dim = axes[0] + max(1 if entry.mask else entry.dim for entry in indices.values()) + behind
+    kept = [*ahead, *range(dim - behind, dim)]
+    source = flow.restrict(flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept)
+    source = flow.relaid(source, [*ahead, *(None for _ in axes), *kept[len(ahead) :]])
+    return _written(flow, call, [flow.off(value, axes), source], axes)
+
+
+def _written(flow: Flow, call: Call, operands: Sequence[Value], axes: Collection[int]) -> Value:
+    """Old and new entries have the same units; along the indexed axes all entries differ."""
+    tied = flow.elementwise(operands)
+    return flow.value(call.shape, tied.parts, tied.fixed.union(axes))
+
+
+@register_rule(
+    "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "histc",
+    "searchsorted", "bucketize", "repeat_interleave.Tensor",
+)  # fmt: skip
+def depends_on_all(flow: Flow, call: Call) -> list[Value]:
+    """Nothing may move in what decides about places and sizes."""
+    for operand in call.operands:
+        flow.pin(operand)
+    return [opaque(shape) for shape in call.shapes]
