@@ -1,4 +1,5 @@
 """The library's files: tensors and a JSON header in one ``.safetensors`` file, written whole or not at all. No pickle.
+Beside them, arrays of draws, which grow in place.
 
 Every file carries the CRC-32 of all that it holds, which reading compares. It finds whatever happens to a file by
 itself (flipped bits, zeros that a power cut left, a lost end); it is no seal against somebody who writes another file.
@@ -8,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import safetensors.torch
 import torch
@@ -24,6 +28,10 @@ from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
 CHECKSUM, OPEN = "crc32", "0" * 8  # what stands in a file's header while its checksum is made
+GROUPS = ("posterior", "sample_stats")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, *WHOLES)}
 
 
 class StoreError(Error, ValueError):
@@ -165,3 +173,71 @@ def locked(path: PathLike, what: str) -> Iterator[None]:
     finally:
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a process was forked meanwhile
         os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a store, whose axes are chains, draws and a site's own; in its file draws come first.
+
+    :param shape: of one draw of all chains, ``(chains, *site_shape)``.
+    :param crc: the CRC-32 of the draws that count.
+    """
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    crc: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = all(type(length) is int and length >= 0 for length in self.shape)
+        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
+            raise ValueError(f"a store can't keep {self}")
+
+    @property
+    def size(self) -> int:
+        """Bytes of one draw of all chains."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def place(self) -> str:
+        """The array's folder within that of the store."""
+        return "/".join([self.group, quote(self.name, safe=" ()[],=+@!$&'")])
+
+    def file(self, folder: Path) -> Path:
+        """:raises StoreError: if it leads out of the folder."""
+        return inside(folder, "/".join([self.place, "c", *"0" * (len(self.shape) + 1)]))
+
+    def map(self, folder: Path, draws: int, verify: bool = False) -> Tensor:
+        """The first draws ``(chains, draws, *site_shape)``, read when they are touched; changes stay in memory.
+
+        :raises StoreError: if they aren't there, or aren't those of the checksum, which is looked at on demand.
+        """
+        path, size = self.file(folder), draws * self.size
+        named = f"the draw store {folder} is damaged: {path.relative_to(folder)}"
+        if not path.is_file() or path.stat().st_size < size:  # a pipe would be waited for
+            raise StoreError(f"{named} is missing or cut short")
+        kept = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size:
+            kept = torch.from_file(str(path), size=size, dtype=torch.uint8)
+        if verify and zlib.crc32(kept.numpy().data) != self.crc:  # at some gigabytes a second
+            advice = "Restore it from a copy; Posterior.load(path, verify=False) reads it as it is"
+            raise StoreError(f"{named} differs from its checksum. {advice}")
+        return kept.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
+
+    def zarr(self, draws: int, room: int) -> dict[str, Any]:
+        """The array in Zarr's words: one chunk with room for all draws, of which there are so many now."""
+        chains, *own = self.shape
+        chunk = [chains, room, *(max(1, length) for length in own)]
+        return {
+            **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
+            "shape": [chains, draws, *own],
+            "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(own)))],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": [
+                {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(own) + 2)]}},
+                {"name": "bytes", "configuration": {"endian": "little"}},
+            ],
+            "fill_value": False if self.dtype == "bool" else 0,
+        }

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -28,12 +27,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.storage import (
+    GROUPS,
+    Array,
     PathLike,
     StoreError,
     inside,
@@ -47,14 +47,10 @@ from pyro_symmetric.storage import (
 
 KIND, VERSION = "draw store", 3
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
-GROUPS = ("posterior", "sample_stats")
 COMMIT_SECONDS = 5.0  # at least so long between two commits,
 COMMIT_SHARE = 0.05  # and so long that they take at most this share of the time
 BLOCK = 2**25  # bytes of draws that wait to be written; those of a GPU wait there, as each copy makes the host wait
 AT_ONCE = 1000  # draws of a posterior that is saved
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, *WHOLES)}
 Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # samples and statistics of all chains, (chains, ...)
 
 
@@ -112,74 +108,6 @@ def save_store(path: PathLike, contents: Contents) -> None:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Array:
-    """One array of a store, whose axes are chains, draws and a site's own; in its file draws come first.
-
-    :param shape: of one draw of all chains, ``(chains, *site_shape)``.
-    :param crc: the CRC-32 of the draws that count.
-    """
-
-    group: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    crc: int = 0
-
-    def __post_init__(self) -> None:
-        lengths = all(type(length) is int and length >= 0 for length in self.shape)
-        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
-            raise ValueError(f"a store can't keep {self}")
-
-    @property
-    def size(self) -> int:
-        """Bytes of one draw of all chains."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    @property
-    def place(self) -> str:
-        """The array's folder within that of the store."""
-        return "/".join([self.group, quote(self.name, safe=" ()[],=+@!$&'")])
-
-    def file(self, folder: Path) -> Path:
-        """:raises StoreError: if it leads out of the folder."""
-        return inside(folder, "/".join([self.place, "c", *"0" * (len(self.shape) + 1)]))
-
-    def map(self, folder: Path, draws: int, verify: bool = False) -> Tensor:
-        """The first draws ``(chains, draws, *site_shape)``, read when they are touched; changes stay in memory.
-
-        :raises StoreError: if they aren't there, or aren't those of the checksum, which is looked at on demand.
-        """
-        path, size = self.file(folder), draws * self.size
-        named = f"the draw store {folder} is damaged: {path.relative_to(folder)}"
-        if not path.is_file() or path.stat().st_size < size:  # a pipe would be waited for
-            raise StoreError(f"{named} is missing or cut short")
-        kept = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if size:
-            kept = torch.from_file(str(path), size=size, dtype=torch.uint8)
-        if verify and zlib.crc32(kept.numpy().data) != self.crc:  # at some gigabytes a second
-            advice = "Restore it from a copy; Posterior.load(path, verify=False) reads it as it is"
-            raise StoreError(f"{named} differs from its checksum. {advice}")
-        return kept.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
-
-    def zarr(self, draws: int, room: int) -> dict[str, Any]:
-        """The array in Zarr's words: one chunk with room for all draws, of which there are so many now."""
-        chains, *own = self.shape
-        chunk = [chains, room, *(max(1, length) for length in own)]
-        return {
-            **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
-            "shape": [chains, draws, *own],
-            "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(own)))],
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "codecs": [
-                {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(own) + 2)]}},
-                {"name": "bytes", "configuration": {"endian": "little"}},
-            ],
-            "fill_value": False if self.dtype == "bool" else 0,
-        }
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ INSIDE = {
         [WHOLE],
     ],
     "alignment": [
-        ["assignment", "gaussian"],
+        ["assignment", "gaussian", "proximity"],
         ["activations", "barrier", "features"],
         ["descent", "scales"],
         ["matching"],

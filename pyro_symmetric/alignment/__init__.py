@@ -3,13 +3,15 @@
 ``matching`` (:func:`align`), ``many`` (:func:`align_many`) and ``relabel`` (:func:`relabel`) are what a user calls.
 They rest on ``features`` (what is compared, and what a cost is), ``descent`` (the search over permutations and signs),
 ``assignment``, ``scales``, ``activations`` and ``gaussian`` (what was given, as Gaussian moments). Beside them,
-``barrier`` (:func:`loss_barrier`): the path between two, and what is lost along it.
+``barrier`` (:func:`loss_barrier`): the path between two, and what is lost along it; ``proximity``
+(:func:`nearest_copy`): the closest of a network's own copies.
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier
 from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align
+from pyro_symmetric.alignment.proximity import nearest_copy
 from pyro_symmetric.alignment.relabel import relabel
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "align",
     "align_many",
     "loss_barrier",
+    "nearest_copy",
     "relabel",
     "to_gaussian",
 ]
