@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -423,6 +424,8 @@ def _sparse(vectors: list[Powers], buffers: Sequence[bool]) -> list[Powers]:
         return touched, sum(map(bool, vector)), sum(n < 0 for n in vector)
 
     for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
+        if not any(map(operator.mul, vectors[i], vectors[j])):
+            continue  # without a place in common their sum has more numbers than either
         for sign in (1, -1):
             other = [n + sign * m for n, m in zip(vectors[i], vectors[j], strict=True)]
             vectors[i] = other if cost(other) < cost(vectors[i]) else vectors[i]
@@ -513,10 +516,12 @@ def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
         return False
 
     kept = list(units)
-    while fails(kept):
-        wrong = {one.name for one in guilty(kept, fails)}
-        kept = [one for one in kept if one.name not in wrong]
-    return built(kept)
+    while True:
+        try:
+            return built(kept)
+        except ValueError:
+            wrong = {one.name for one in guilty(kept, fails)}
+            kept = [one for one in kept if one.name not in wrong]
 
 
 def _permuting(units: Units) -> Units:
