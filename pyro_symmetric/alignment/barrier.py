@@ -110,7 +110,8 @@ def loss_barrier(
     True
 
     :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` (the
-        moments of its draws), or a network: a module, or its weights by name, running statistics among them or not.
+        moments of its draws; if these lie in several copies, of ``align_many(...).posterior``), or a network: a module,
+        or its weights by name, running statistics among them or not.
     :param guide_1: likewise.
     :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose loss (untempered, whatever the
         temperature it was trained at) and error are measured on ``data``; or, without data, a function: weights of
@@ -127,6 +128,13 @@ def loss_barrier(
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     if model is not None:
+        if data is None:
+            raise ValueError("a model needs data: (x, y), or a name for each pair")
+        if lacking := [site for site in model.site_shapes if site not in first.loc or site not in second.loc]:
+            raise ValueError(
+                f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain networks take a likelihood "
+                "that infers nothing, such as GaussianLikelihood(scale=0.1)"
+            )
         named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
         for name, (x, y) in named.items():
             require_finite({"x": x, "y": y}, f"data[{name!r}]")

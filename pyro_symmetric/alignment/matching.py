@@ -106,7 +106,8 @@ def align(
     :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network, a
         ``Posterior`` of draws, ``GaussianWeights``, or a Gaussian guide (see
         :func:`~pyro_symmetric.alignment.to_gaussian`). Of correlated Gaussians the marginal moments are aligned, whose
-        distance is a lower bound of their own.
+        distance is a lower bound of their own; of draws in several copies, the moments of all mean nothing: give those
+        of one frame, ``align_many(posterior, group).posterior``.
     :param reference: likewise, but one set, on any device.
     :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance

@@ -246,7 +246,7 @@ def _objective(
         transforms = {site: biject_to(prior.support) for site, prior in own.priors().items()}
         start = functools.partial(fresh_starts, own)
         return Objective(own.net, map_loss(own, len(x)), x, y, dict(own.site_shapes), transforms, {}, start)
-    function = LOSSES[arguments.one_of("loss", loss, LOSSES, "or a function")] if isinstance(loss, str) else loss
+    function = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
     _require_alike(own, loss, x, y)
     own.train().requires_grad_(False)
     shapes = {name: p.shape for name, p in parameters.items()}
@@ -258,6 +258,11 @@ def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> No
     """Refuse targets that a loss of values would pair with outputs of another shape, and train on in silence."""
     with evaluating(net), torch.no_grad():
         outputs = net(x[:2])
+    if loss == "cross_entropy" and outputs.dim() == 2 and outputs.shape[1] == 1:
+        raise ValueError(
+            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; take 'mse', or "
+            "'binary_cross_entropy' for two classes"
+        )
     if loss not in ("mse", "binary_cross_entropy") or y.shape[1:] == outputs.shape[1:]:
         return
     if (*y.shape[1:], 1) != tuple(outputs.shape[1:]):

@@ -92,10 +92,12 @@ class Group(PlacedUnits):
         shapes, even = shapes_of(example_weights), arguments.listed("even", even, str, "sites")
         lying: dict[str, list[tuple[str, int]]] = {}
         for site, names in axes.items():
-            if not isinstance(names, list | tuple) or len(names) != len(shapes.get(site, ())) or not names:
+            if site not in shapes:
+                raise ValueError(f"axes tells of {site!r}; example_weights holds {list(shapes)}")
+            if not isinstance(names, list | tuple) or len(names) != len(shapes[site]) or not names:
                 raise ValueError(
                     f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape "
-                    f"is {shapes.get(site, 'unknown')}"
+                    f"is {shapes[site]}"
                 )
             for dim, name in enumerate(names):
                 if name is not None:

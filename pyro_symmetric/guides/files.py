@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
+from pyro_symmetric.calls import described
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, UnitBlocks
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide, layout_of
@@ -47,6 +48,11 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     :raises TypeError: for a guide that it doesn't know how to write.
     :raises OSError: if the file can't be written.
     """
+    if not isinstance(guide, AutoGuide):
+        raise TypeError(
+            f"guide is {described(guide)}, no AutoGuide; of a guide that was written by hand write the parameters, "
+            "which are in pyro.get_param_store() or in its module's state_dict()"
+        )
     header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
     moments = gaussian_copy(guide)
     if isinstance(guide, AutoSymmetrized):

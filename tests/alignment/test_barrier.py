@@ -179,3 +179,9 @@ def test_targets_that_broadcast_to_other_shapes_are_refused() -> None:
             loss_barrier(first, second, model, (x, wrong))
     with pytest.raises(ValueError, match="not summed"):
         loss_barrier(first, second, lambda w: model.log_likelihood(w, x, y).sum(-1))
+
+
+def test_networks_without_the_noise_that_a_model_infers_are_refused() -> None:
+    net, x = nn.Linear(1, 1), torch.randn(5, 1)
+    with pytest.raises(ValueError, match="noise_scale"):
+        loss_barrier(net, net, BayesianModel(net, likelihood="gaussian", num_data=5), (x, x))

@@ -328,3 +328,9 @@ def test_a_pass_visits_every_row_once_in_each_members_own_order(generator):
     order = torch.cat(seen, -1)
     assert all(len(set(own)) == 12 for own in order.tolist())  # the thirteenth fills no batch
     assert not torch.equal(order[0], order[1])
+
+
+def test_a_loss_that_is_zero_for_all_weights_is_refused():
+    x = torch.randn(6, 2)
+    with pytest.raises(ValueError, match="zero for a network of one output"):
+        ensemble(nn.Linear(2, 1), (x, x[:, :1]), 2, epochs=1, progress=False)
