@@ -102,22 +102,28 @@ class Verification:
     :param broken: the moves that change it.
     :param error: the largest change that was seen: of an output, relative to the largest output; of a log-density, in
         nats.
-    :param tolerance: the relative change that passes as rounding.
+    :param tolerance: the relative change that passes as rounding: of an output, or of each site's log-density.
+    :param unit: what the error is measured in, in words.
     """
 
     function: str
     broken: tuple[BrokenMove, ...]
     error: float
     tolerance: float
+    unit: str = ""
 
     def __bool__(self) -> bool:
         return not self.broken
 
     def __str__(self) -> str:
         if self:
-            return f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e}"
+            return (
+                f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e} {self.unit}"
+            )
         head = f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"
-        return "\n".join([head, *map(str, self.broken), f"up to {self.tolerance:.1g} would pass as rounding"])
+        return "\n".join(
+            [head, *map(str, self.broken), f"a relative change of up to {self.tolerance:.1g} would pass as rounding"]
+        )
 
     def require(self) -> None:
         """:raises ValueError: if the function isn't invariant, with all that is known about it."""
@@ -147,7 +153,7 @@ def verified(group: Group, function: FunctionOfWeights, trials: int | None = Non
     for part in guilty(parts_of(group), lambda parts: change(parts).broken) if whole.broken else ():
         found = change([part])
         broken.append(BrokenMove(*part, found.size, function.unit, found.sites))
-    return Verification(function.name, tuple(broken), whole.size, function.tolerance)
+    return Verification(function.name, tuple(broken), whole.size, function.tolerance, function.unit)
 
 
 def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
