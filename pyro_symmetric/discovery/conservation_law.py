@@ -15,12 +15,9 @@ Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -30,13 +27,14 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.integer_bases import bits, echelon, independent, reduced, sparse, whole_numbers
 from pyro_symmetric.discovery.invariance import guilty
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise
+from pyro_symmetric.discovery.multiplied import Place, add_multipliers, place_of
 from pyro_symmetric.discovery.outputs import difference
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.discovery.units import module_name, unused
-from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
@@ -48,9 +46,7 @@ SPREAD = 0.3  # of weights around the network's own, relative to their standard 
 MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
-LARGEST = 12  # larger exponents aren't looked for
 Powers = list[int]  # for each place of a cell, the power with which a multiplier enters
-Place = tuple[str, int, int]
 
 
 def with_multipliers(
@@ -94,7 +90,7 @@ def with_multipliers(
     except NotDifferentiable:  # then permutations alone are told
         return list(units)
     for cell, own in zip(cells, moves, strict=True):
-        _add(found, cell, own)
+        add_multipliers(found, cell.units, cell.places, own, cell.whole)
     lying = {axis.site for one in found.values() for axis in one.axes}
     for site, axis in rows.items():
         if law.shifts(site) and len(shapes[site]) == 1 < shapes[site][0] and site not in lying:
@@ -126,7 +122,7 @@ def _cell(
         if axis.site in held or (length == 1 and axis.site in whole):
             continue  # rows and columns of a site that are all of it are the same numbers
         whole |= {axis.site} if length == 1 else set()
-        inner = [row for one in inside for own in one.axes if _place(own) == _place(axis) for row in own.index]
+        inner = [row for one in inside for own in one.axes if place_of(own) == place_of(axis) for row in own.index]
         owner = torch.full((length,), -1, device="cpu")
         for number, row in enumerate(inner):
             owner[row] = number
@@ -182,7 +178,7 @@ class _Law:
         except NotDifferentiable:
             signs = [[] for _ in cells]
         signs = self._right(cells, signs, (-1.0,))
-        signs = _besides(cells, signs, self.shapes, lambda rows: len(_independent(map(_bits, rows))))
+        signs = _besides(cells, signs, self.shapes, lambda rows: len(independent(map(bits, rows))))
         found = []
         for own, odd in zip(scales, signs, strict=True):
             moves: dict[tuple[int, ...], frozenset[Move]] = {tuple(powers): frozenset({"scale"}) for powers in own}
@@ -218,14 +214,14 @@ class _Law:
             return []
         live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
         unseen = live & (loud <= self.silent)  # what only even functions read flips together
-        proposed = [_bits(unseen.long().tolist())] if bool(unseen.any()) else []
-        proposed += [_bits(own) for own in _null_vectors(rows, loud, live & ~unseen, cell, self.null)]
+        proposed = [bits(unseen.long().tolist())] if bool(unseen.any()) else []
+        proposed += [bits(own) for own in _null_vectors(rows, loud, live & ~unseen, cell, self.null)]
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
         sizes = [self.shapes[axis.site].numel() for axis in cell.places]
-        proposed = _echelon(proposed, sorted(range(len(sizes)), key=sizes.__getitem__))
-        span = _independent(proposed)
-        shared = [odd for odd in map(_bits, scales) if odd and len(_independent([*span, odd])) == len(span)]
-        return [[odd >> k & 1 for k in range(len(cell.places))] for odd in _independent([*shared, *proposed])]
+        proposed = echelon(proposed, sorted(range(len(sizes)), key=sizes.__getitem__))
+        span = independent(proposed)
+        shared = [odd for odd in map(bits, scales) if odd and len(independent([*span, odd])) == len(span)]
+        return [[odd >> k & 1 for k in range(len(cell.places))] for odd in independent([*shared, *proposed])]
 
     def _right(
         self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factors: Sequence[float]
@@ -258,7 +254,7 @@ class _Law:
 
     def _sums(self, cells: Sequence[_Cell], losses: int, twin: bool) -> dict[Place, Tensor]:
         """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
-        axes = {_place(axis): axis for cell in cells for axis in cell.places}
+        axes = {place_of(axis): axis for cell in cells for axis in cell.places}
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
         for k, (near, inputs) in enumerate(self.draws):
             weights = {site: value.clone().requires_grad_() for site, value in near.items()}
@@ -323,7 +319,7 @@ def _rows(cell: _Cell, sums: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
 
     Both are relative to the loudest place of the row.
     """
-    columns = [sums[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
+    columns = [sums[place_of(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
     signed, loud = torch.stack(columns, -1)
     signed, loud = (own[(loud.amax(1) > 0) & loud.isfinite().all(1)] for own in (signed, loud))
     if not len(loud):
@@ -376,161 +372,14 @@ def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: f
     rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 32), device="cpu").long()]
     values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
     basis = vectors[values <= null * math.sqrt(len(rows))] / loud
-    basis = _reduced(basis / basis.abs().amax(1, keepdim=True) if len(basis) else basis)
-    vectors = [whole for own in basis if (whole := _whole(own))]
-    vectors, found = _sparse(vectors, [cell.places[k].buffer for k in where]), []
+    basis = reduced(basis / basis.abs().amax(1, keepdim=True) if len(basis) else basis)
+    vectors = [whole for own in basis if (whole := whole_numbers(own))]
+    vectors, found = sparse(vectors, [cell.places[k].buffer for k in where]), []
     for vector in vectors:
         sign = 1 if next(e for e in vector if e) > 0 else -1  # what enters the units has a positive exponent
         full = dict(zip(where, vector, strict=True))
         found.append([sign * full.get(k, 0) for k in range(len(live))])
     return found
-
-
-def _reduced(basis: Tensor) -> Tensor:
-    """The reduced echelon form: each vector is one where all others are zero."""
-    basis, row = basis.clone(), 0
-    for column in range(basis.shape[1]):
-        if row == len(basis):
-            break
-        best = row + int(basis[row:, column].abs().argmax())
-        if float(basis[best, column].abs()) < 1e-3:
-            continue
-        basis[[row, best]] = basis[[best, row]]
-        basis[row] /= basis[row, column].clone()
-        others = torch.arange(len(basis), device="cpu") != row
-        basis[others] -= basis[others, column : column + 1] * basis[row]
-        row += 1
-    return basis
-
-
-def _whole(vector: Tensor) -> Powers:
-    """A multiple of a vector in whole numbers; none if there are no small ones."""
-    fractions = [Fraction(float(x)).limit_denominator(LARGEST) for x in vector]
-    if (
-        float((vector - torch.tensor([float(f) for f in fractions], dtype=vector.dtype, device="cpu")).abs().max())
-        > 1e-3
-    ):
-        return []
-    common = math.lcm(*(f.denominator for f in fractions))
-    numbers = [int(f * common) for f in fractions]
-    return numbers if max(map(abs, numbers)) <= LARGEST else []
-
-
-def _sparse(vectors: list[Powers], buffers: Sequence[bool]) -> list[Powers]:
-    """A basis of the same, in which fewer vectors touch buffers, and more numbers are zero."""
-
-    def cost(vector: Powers) -> tuple[bool, int, int]:
-        touched = any(n and late for n, late in zip(vector, buffers, strict=True))
-        return touched, sum(map(bool, vector)), sum(n < 0 for n in vector)
-
-    for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
-        if not any(map(operator.mul, vectors[i], vectors[j])):
-            continue  # without a place in common their sum has more numbers than either
-        for sign in (1, -1):
-            other = [n + sign * m for n, m in zip(vectors[i], vectors[j], strict=True)]
-            vectors[i] = other if cost(other) < cost(vectors[i]) else vectors[i]
-    return vectors
-
-
-def _bits(vector: Powers) -> int:
-    return sum((exponent & 1) << k for k, exponent in enumerate(vector))
-
-
-def _independent(rows: Iterable[int]) -> list[int]:
-    """The first of some rows of bits that those before them don't span, modulo two."""
-    pivots: dict[int, int] = {}
-    kept = []
-    for row in rows:
-        left = row
-        while left and left.bit_length() in pivots:
-            left ^= pivots[left.bit_length()]
-        if left:
-            pivots[left.bit_length()] = left
-            kept.append(row)
-    return kept
-
-
-def _echelon(rows: Iterable[int], columns: Iterable[int]) -> list[int]:
-    """The reduced echelon form of some rows of bits, modulo two, with pivots in the order of these columns."""
-    left, found = list(rows), list[int]()
-    for column in columns:
-        pivot = next((row for row in left if row >> column & 1), None)
-        if pivot is not None:
-            left.remove(pivot)
-            left, found = ([row ^ pivot if row >> column & 1 else row for row in own] for own in (left, found))
-            found.append(pivot)
-    return found
-
-
-def _add(found: dict[str, Units], cell: _Cell, moves: Mapping[tuple[int, ...], frozenset[Move]]) -> None:
-    """Record the exponents of a cell's places: the first on its units, if they permute; further ones ride along."""
-
-    def late(powers: Sequence[int]) -> tuple[bool, int]:
-        """Multipliers of running statistics, which others may leave alone, ride along."""
-        touched = [k for k, power in enumerate(powers) if power]
-        return any(cell.places[k].buffer for k in touched), touched[0]
-
-    for powers in sorted(moves, key=late):
-        host, pairs = found.get(cell.units.name), zip(cell.places, powers, strict=True)
-        axes = [replace(axis, exponent=power) for axis, power in pairs if power]
-        multiplied, site = _together(axes), axes[0].site
-        if cell.whole and any({a.site for a in one.axes if a.exponent} == {site} for one in found.values()):
-            continue  # each of its units has a scale of its own
-        name = cell.units.name if cell.whole else unused(module_name(site), found)
-        if host is None:
-            found[name] = Units(name, cell.units.count, multiplied, moves=moves[powers])
-            continue
-        rows = [replace(axis, index=row[None]) for axis in host.axes for row in axis.index]
-        own = {(*_place(axis), *row.tolist()): axis for axis in axes for row in axis.index}
-        lying = [own.get((*_place(axis), *axis.index[0].tolist())) for axis in rows]
-        if host.moves & {"scale", "flip"} or sum(axis is not None for axis in lying) < len(own):
-            found[name] = Units(name, 1, multiplied, host.name, host.count, moves[powers])
-        else:
-            rows = [
-                replace(row, exponent=one.exponent, epsilon=one.epsilon) if one else row
-                for row, one in zip(rows, lying, strict=True)
-            ]
-            found[host.name] = replace(host, axes=_together(rows), moves=host.moves | moves[powers])
-
-
-def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Axes that differ in their blocks alone as one each."""
-    alike: dict[tuple[Place, int], list[Axis]] = {}
-    for axis in axes:
-        alike.setdefault((_place(axis), axis.exponent), []).append(axis)
-    return tuple(replace(own[0], index=torch.cat([axis.index for axis in own])) for own in alike.values())
-
-
-def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
-    """The group of all units; multipliers that permutations don't carry onto one another are left out."""
-    base = {one.name: _permuting(one) for one in units if "permute" in one.moves}
-
-    def built(chosen: Sequence[Units]) -> Group:
-        return Group((base | {one.name: one for one in chosen}).values(), shapes, of_network=True)
-
-    def fails(chosen: Sequence[Units]) -> bool:
-        try:
-            built(chosen)
-        except ValueError:
-            return True
-        return False
-
-    kept = list(units)
-    while True:
-        try:
-            return built(kept)
-        except ValueError:
-            wrong = {one.name for one in guilty(kept, fails)}
-            kept = [one for one in kept if one.name not in wrong]
-
-
-def _permuting(units: Units) -> Units:
-    axes = tuple(replace(axis, exponent=0, epsilon=None) for axis in units.axes)
-    return replace(units, axes=axes, moves=frozenset({"permute"}))
-
-
-def _place(axis: Axis) -> Place:
-    return axis.site, axis.dim, axis.span
 
 
 def _run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:

@@ -27,10 +27,11 @@ from torch.nn.parameter import is_lazy
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.cells import solve
-from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
+from pyro_symmetric.discovery.conservation_law import with_multipliers
 from pyro_symmetric.discovery.explain import Explanation, explain
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.multiplied import grouped
 from pyro_symmetric.discovery.selection import Names, frozen_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
 from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
