@@ -23,8 +23,7 @@ import pyro
 import torch
 from torch.utils import _pytree as pytree
 
-# Held while any of it is changed, while a Pyro model runs, whose handlers belong to the process, and while a network
-# holds other weights than its own.
+# Held while any of it is changed, and while a Pyro model runs, whose handlers belong to the process.
 LOCK: Any = threading.RLock()
 
 # A process is forked when nothing is changed: other threads, which would put it back, don't exist in the child.
@@ -90,6 +89,22 @@ def drawn_seed() -> int:
     """A seed drawn from PyTorch's global generator, when no other thread has it forked."""
     with LOCK:
         return int(torch.randint(2**62, (), device="cpu"))
+
+
+class OwnLock:
+    """A lock that one object holds, which may be copied and pickled: each copy gets a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[OwnLock], tuple[()]]:
+        return OwnLock, ()
 
 
 @contextlib.contextmanager

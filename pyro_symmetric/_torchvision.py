@@ -28,9 +28,7 @@ def import_torchvision() -> ModuleType:
     with contextlib.suppress(RuntimeError):
         return _imported()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[
-            name
-        ]  # Python drops only the package whose import failed, not the submodules that it had loaded
+        del sys.modules[name]  # Python drops the package whose import failed, not the submodules that it had loaded
     for name in _OPERATORS:
         with contextlib.suppress(RuntimeError):  # of one that is registered
             torch.library.define(name, _SCHEMA)
@@ -43,7 +41,11 @@ def import_torchvision() -> ModuleType:
 def _imported() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
-    except (ImportError, OSError) as error:  # it is missing, or a library of another CUDA release
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"torchvision isn't installed; pip install 'pyro-symmetric[vision]' brings it, or {_advice()}"
+        ) from error
+    except (ImportError, OSError) as error:  # a library of another CUDA release
         raise ImportError(f"torchvision can't be imported ({error}); {_advice()}") from error
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import LOCK
+from pyro_symmetric._process import OwnLock
 from pyro_symmetric.calls import over_weights, with_weights
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood, likelihood_of
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
@@ -111,6 +111,7 @@ class BayesianModel(nn.Module):
         num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
+        self._lock = OwnLock()
         self.net = copy.deepcopy(net).eval()
         _hold_frozen(self.net)
         self.net.requires_grad_(False)
@@ -197,7 +198,7 @@ class BayesianModel(nn.Module):
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name].to(x.device) for name in shapes}
-        with LOCK:  # the network holds the weights meanwhile: one thread at a time
+        with self._lock:  # the network holds the weights meanwhile: one thread at a time
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
@@ -206,7 +207,7 @@ class BayesianModel(nn.Module):
 
     def twin(self) -> BayesianModel:
         """A copy of the modules that shares their tensors. Two threads may evaluate a model and its twin at once."""
-        with LOCK:
+        with self._lock:
             tensors = [*self.net.parameters(), *self.net.buffers()]
             return copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
 
