@@ -53,36 +53,29 @@ def find_symmetry(
     verify: bool = True,
     logits: bool = False,
 ) -> Symmetry:
-    """The symmetries of a network's weights: which permutations, scalings, signs and shifts leave its function alone.
+    """Find how a network's weights may be permuted, multiplied and shifted without a change of its function.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> symmetry = ps.find_symmetry(net, torch.randn(4, 3))
     >>> symmetry.permutations.factors, symmetry.scalings.factors
     ({'0': 8}, {'0': 8})
 
-    The function is that from the tensors among the inputs to the tensors among the outputs, inside whatever holds them
-    (caches of language models apart). If the network draws random numbers, they count as given: units that meet one
-    number each aren't interchangeable, even if they are in law. Masks of dropout, and noise that is added in train mode
-    alone, count as their means. Of numbers from NumPy or Python those of one pass are followed: draw with PyTorch.
+    The function is that from the tensors among the inputs to those among the outputs. Random numbers that the network
+    draws count as given; masks of dropout, and noise of train mode, as their means. :doc:`/explanation/orbits` tells
+    what isn't found, and of networks on the meta device.
 
     :param net: any module that ``torch.export`` can trace. It isn't changed.
-    :param example_inputs: what its ``forward`` takes, of the size that it is meant for, with a batch of two or more.
-        May be left out for an ``nn.Sequential`` that starts with a linear layer.
+    :param example_inputs: what its ``forward`` takes, with a batch of two or more. May be left out for an
+        ``nn.Sequential`` that starts with a linear layer.
     :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask": mask}``.
     :param only: names of the sites (parameters and buffers) that may move, or of modules, or patterns such as
-        ``"*.bias"``; all others stay. By default all may move but frozen parameters (``requires_grad=False``); in a
-        network of frozen parameters alone, all may.
-    :param freeze: names, as for ``only``, of what stays besides. What stays has the same values after every element,
-        whatever these are, so that units that lie there aren't exchanged.
-    :param buffers: whether running statistics move along with their units. If not, what is left of the symmetry leaves
-        them as they are in ``net``; see :meth:`~pyro_symmetric.Symmetry.holding`.
+        ``"*.bias"``. By default all may but frozen parameters; in a network of frozen parameters alone, all.
+    :param freeze: names, as for ``only``, of what keeps its values, whatever these are.
+    :param buffers: whether running statistics move along; see :meth:`~pyro_symmetric.Symmetry.holding`.
     :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
-    :param verify: try a random element of the group on a copy, in float64 if the network runs in it. Moves that fail
-        are dropped, with a warning that names them; if nothing can be told, a warning (``UnverifiedSymmetry``) says so,
-        and the group is what was proposed. That is the case of a network on the meta device, which holds no numbers:
-        networks of billions of parameters are traced there, and their permutations alone are found.
-    :param logits: whether the outputs go through a softmax over their last axis, so that one constant may be added to
-        the last bias.
+    :param verify: try random elements on a copy, in float64 if it can be. Moves that fail are dropped, with a warning;
+        if nothing can be told, a warning (``UnverifiedSymmetry``) says so.
+    :param logits: whether outputs go through a softmax, so that one constant may be added to the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass depends on the data that flows through it.
     :raises ValueError: if the network doesn't take the inputs, returns no tensor, or holds NaN or infinite weights; if

@@ -60,61 +60,29 @@ def sample(
     >>> posterior = ps.sample(model, y, num_samples=20, num_warmup=20, seed=0, progress=False)
     >>> abs(float(posterior.samples["mean"].mean() - y.mean())) < 0.1
     True
-
-    Without a kernel, one is chosen for the model, with its mass matrix and the number of chains, by rules of counts
-    (:mod:`~pyro_symmetric.mcmc.choice`); a line and ``metadata["chosen"]`` say which and why. To choose oneself:
-
     >>> posterior = ps.sample(ps.HMC(model), y, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
 
-    With ``store`` the draws go to disk as they are made. After Ctrl-C, ``kill -9`` or a power cut the same call
-    resumes, in warm-up too, and gives draw for draw what an unbroken run gives; with a larger ``num_samples`` it adds
-    draws. ``Posterior.load(store)`` reads what there is at any time. Without, Ctrl-C during sampling returns the draws
-    made so far, with a warning and ``metadata["interrupted"]`` set; during warm-up it ends the program as usual.
-
-    With ``executor`` or ``chains_per_task``, chains are cut into tasks that warm up by themselves, on one thread each,
-    with seeds of their own: the draws depend on ``chains_per_task`` but not on the workers. Kernel, model and data
-    travel by the executor's own means, usually pickle; on other machines ``store`` must be a folder that all of them
-    see. After an error, or if a worker died, the same call with a store does what is left.
+    Without a kernel one is chosen; a line and ``metadata["chosen"]`` say which and why. :doc:`/how-to/resume` tells of
+    ``store`` and ``resume``, :doc:`/how-to/cluster` of ``executor`` and tasks, :doc:`/explanation/chains` of warm-up.
 
     :param kernel_or_model: the sampler, which holds the model; or the model.
-    :param args: the model's positional arguments, data included: ``model(*args, **kwargs)``.
-    :param kwargs: the model's keyword arguments, in a mapping of their own: they may be named like the sampler's.
-    :param num_samples: draws to keep of each chain.
-    :param num_warmup: iterations of each chain before them, to adapt and to be forgotten. ``"auto"``: until each has
-        settled. The Hamiltonian samplers ask after 150, 200, 300, 500 and 900 iterations whether the halves of each
-        chain agree over the second half of them, and the energies and acceptances of all chains, by an R-hat below
-        1.05, and end at 1,700 in any case, with a warning if they don't; ``metadata["num_warmup"]`` says how many there
-        were. Networks, whose modes have many copies, and the other samplers take 500. Of a number under 150, the
-        Hamiltonian samplers learn their mass matrix from few draws, of chains that may not have arrived yet; under 20
-        only the step size is adapted; with 0 it stays what the starting points suggest.
+    :param args: the model's positional arguments, data included; ``kwargs`` is a mapping of its keyword arguments.
+    :param num_samples: draws to keep of each chain, one of every ``thinning`` iterations.
+    :param num_warmup: iterations before them, to adapt and to be forgotten. ``"auto"``: until each chain has settled.
     :param num_chains: how many run at once. ``None``: 4, or what is chosen with the kernel.
-    :param thinning: iterations for each draw that is kept.
-    :param initial: where chains start: ``"prior"``; ``"uniform"`` in (-2, 2) on the unconstrained scale, as Pyro's
-        ``MCMC``; weights of batch shape ``(num_chains,)``, or ``()`` for one start of all; a ``Posterior`` whose last
-        draws to start from; a guide (ours, or any ``AutoGuide``) or a function ``num_chains -> weights`` to draw from.
-        ``None``: ``"prior"`` for a ``BayesianModel``, ``"uniform"`` for any other model.
-    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in the
-        cache, about; on other devices all.
-    :param engine: what computes energies. ``"eager"``: the model itself, mapped over chains. ``"layers"``: a loop for
-        feed-forward networks that Numba compiles once, in a few seconds, and keeps. ``"compiled"``: PyTorch's compiler,
-        for any model; programs take some seconds, and are kept, too. ``"auto"``: ``"layers"`` for a ``BayesianModel``
-        of a feed-forward network; for other models ``"compiled"`` if the run is long enough for it to pay, else
-        ``"eager"``. A warning says so if a compiler is missing.
-    :param store: a folder for the draws, new or of this very run.
-    :param resume: ``"auto"``: resume from the store if there is one; ``False``: there must be none; ``True``: there
-        must be one, and it may come from another version of PyTorch or of this library, which changes rounding.
-    :param seed: of the run's own random generator. ``None``: one is drawn from PyTorch's global generator, which is
-        otherwise left alone; ``metadata["seed"]`` says which. A stored run that ``None`` resumes keeps its seed.
-    :param device: where to compute; draws are moved to the CPU as they are made.
-    :param dtype: of the chains, ``torch.float64`` for delicate posteriors.
-    :param executor: any :class:`concurrent.futures.Executor`, such as a process pool or dask's.
-    :param chains_per_task: chains of a task, which warm up together. By default about a quarter of ``num_chains``, but
-        at least 4 and at most 16.
-    :param hook: is called after every iteration with its number, counted from 0 and warm-up included, and the weights
-        of all chains, of batch shape ``(num_chains,)``. For chains of this process that aren't cut into tasks.
-    :return: draws, statistics of every draw, and metadata: the kernel's settings, ``seconds`` of warm-up and of
-        sampling (of tasks their sum, not what a clock on the wall showed). With ``store``, draws are mapped from its
-        files.
+    :param initial: where chains start: ``"prior"`` (default for a ``BayesianModel``); ``"uniform"`` in (-2, 2) on the
+        unconstrained scale (for others); weights of batch shape ``(num_chains,)`` or ``()``; a ``Posterior`` whose last
+        draws to take; a guide, or a function ``num_chains -> weights``, to draw from.
+    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as the cache holds; elsewhere all.
+    :param engine: what computes energies: ``"eager"`` (the model itself), ``"layers"`` (a loop for feed-forward
+        networks, by Numba), ``"compiled"`` (PyTorch's compiler), or ``"auto"``: the fastest that pays.
+    :param store: a folder for the draws, new or of this very run, which then resumes.
+    :param resume: ``"auto"``; ``False``: there must be no run; ``True``: there must be one, perhaps of other versions.
+    :param seed: of the run's own generator. ``None``: drawn from PyTorch's; ``metadata["seed"]`` says which.
+    :param device, dtype: where, and in what precision, to compute; draws are moved to the CPU.
+    :param executor: any :class:`concurrent.futures.Executor`; ``chains_per_task`` is how many warm up together.
+    :param hook: is called after every iteration with its number and the weights of all chains.
+    :return: draws, statistics of every draw, and metadata (settings, seconds). With ``store``, mapped from its files.
     :raises ValueError: naming the argument, or what differs if the store holds another run.
     :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     """
