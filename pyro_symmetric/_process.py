@@ -26,12 +26,15 @@ from torch.utils import _pytree as pytree
 # Held while any of it is changed, and while a Pyro model runs, whose handlers belong to the process.
 LOCK: Any = threading.RLock()
 
+# An entry for each who is within :func:`without_fast_attention`: what the first of them found. Its own lock is taken
+# last of all: networks enter there while they hold the locks of their models.
+_FAST: list[tuple[bool, bool]] = []
+_FAST_LOCK = threading.Lock()
+
 # A process is forked when nothing is changed: other threads, which would put it back, don't exist in the child.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
-
-# An entry for each who is within :func:`without_fast_attention`: what the first of them found.
-_FAST: list[tuple[bool, bool]] = []
+    for lock in (_FAST_LOCK, LOCK):  # what is registered last comes first before a fork
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 @contextlib.contextmanager
@@ -124,14 +127,14 @@ def without_fast_attention() -> Iterator[None]:
     Threads may overlap: the last to leave puts back what the first found.
     """
     mha, cuda = torch.backends.mha, torch.backends.cuda
-    with LOCK:
+    with _FAST_LOCK:
         _FAST.append(_FAST[0] if _FAST else (mha.get_fastpath_enabled(), cuda.flash_sdp_enabled()))
         mha.set_fastpath_enabled(False)
         cuda.enable_flash_sdp(False)
     try:
         yield
     finally:
-        with LOCK:
+        with _FAST_LOCK:
             layers, flash = _FAST.pop()
             if not _FAST:
                 mha.set_fastpath_enabled(layers)
