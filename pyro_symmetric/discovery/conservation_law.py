@@ -333,7 +333,7 @@ def _besides(
     shapes: Mapping[str, torch.Size],
     rank: Callable[[list[Powers]], int],
 ) -> list[list[Powers]]:
-    """Of each cell's vectors, sparse ones first, what isn't made of those of the units inside."""
+    """Keep of each cell's vectors, sparse ones first, what isn't made of those of units inside."""
     found = []
     for cell, basis in zip(cells, bases, strict=True):
         pairs = zip(cells, bases, strict=True)

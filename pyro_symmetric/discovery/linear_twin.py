@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pyro_symmetric.discovery.deterministic import Deterministic
 from pyro_symmetric.discovery.export import site_names
-from pyro_symmetric.discovery.rules.registry import operator_name
+from pyro_symmetric.discovery.rules.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.weights import Weights
@@ -60,7 +60,7 @@ class Pass:
         self.epsilons: dict[str, float] = {}
         self.casts = False
         for node in trace.program.graph.nodes:
-            given = _given(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
+            given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
             self.casts |= bool(given) and (not node.all_input_nodes or given.get("dtype") is not None)
             if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
                 self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
@@ -92,7 +92,7 @@ class _Run(fx.Interpreter):
         self.twin = twin
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        name, given = operator_name(target), _given(target, args, kwargs)
+        name, given = operator_name(target), bound(target, args, kwargs)
         if name in ("view", "_unsafe_view"):  # a twin's tensors may lie in another order
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
@@ -160,12 +160,6 @@ def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: boo
     """Normalisation over some axes, whose division is by constants."""
     y = x - x.mean([*dims], keepdim=True) if centre else x
     return y * (y.square().mean([*dims], keepdim=True) + (eps or 0.0)).rsqrt().detach()
-
-
-def _given(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    schema = getattr(target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return dict.fromkeys(names) | dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def precise(value: Any, dtype: torch.dtype) -> Any:

@@ -127,7 +127,7 @@ class PlacedUnits:
     @functools.cached_property
     @torch.inference_mode(False)  # what is kept outlives the mode that it is made in
     def nesting(self) -> Tensor:
-        """Of each unit: the number of the first in its copy, that of the unit which it lies in, its copy's size.
+        """Three numbers of each unit: of the first in its copy, of the unit which it lies in, and its copy's size.
 
         ``(3, size)``; units that lie in no others have themselves, and size 0.
         """

@@ -156,6 +156,6 @@ def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
 
 
 def _broken(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
-    """Which chains' energy or gradient isn't finite, ``(C,)``."""
+    """True for chains whose energy or gradient isn't finite, ``(C,)``."""
     energy, gradient = evaluated_once(density, z, independent_rows(density.row_counts, len(z), generator))
     return ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))
