@@ -3,6 +3,7 @@
     python -m benchmarks.performance.alignment planted  # 10 trials for each of nine architectures; five minutes
     python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md
     python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
+    python -m benchmarks.performance.alignment timing --widths --channels 4 16 64  # ResNet-20s instead
 
 *planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
 else (scales). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
@@ -16,6 +17,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -186,21 +188,23 @@ def error_of(found: Weights, weights: Weights) -> float:
 
 def timing(options: argparse.Namespace) -> None:
     print(f"{'seconds, and cost as a share of the initial':<44} {'networks':>17} {'Gaussians':>20}")
-    for depth in options.depths:
-        for width in options.widths:
-            widths = (784, *[width] * depth, 10)
-            group = find_symmetry(perceptron(*widths), torch.randn(2, 784), verify=False).permutations
-            torch.manual_seed(0)
-            pair = [parameters(perceptron(*widths)) for _ in range(2)]
-            spread = [{site: value.abs() for site, value in weights.items()} for weights in pair]
-            columns = []
-            for sources in (pair, [GaussianWeights(*moments) for moments in zip(pair, spread, strict=True)]):
-                start = time.perf_counter()
-                result = align(sources[0], sources[1], group)
-                columns.append((time.perf_counter() - start, result.cost / result.initial_cost))
-            (plain, ratio), (gaussian, gaussian_ratio) = columns
-            name = "-".join(map(str, widths))
-            print(f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} {gaussian_ratio:>8.5f}", flush=True)
+    cases: dict[str, Case] = {}
+    for sizes in ((784, *[width] * depth, 10) for depth in options.depths for width in options.widths):
+        cases["-".join(map(str, sizes))] = partial(perceptron, *sizes), torch.randn(2, 784)
+    for width in options.channels:
+        cases[f"resnet20, {width} channels"] = partial(resnet20, width=width), torch.randn(2, 3, 32, 32)
+    for name, (make, x) in cases.items():
+        group = find_symmetry(make(), x, verify=False).permutations
+        torch.manual_seed(0)
+        pair = [parameters(make()) for _ in range(2)]
+        spread = [{site: value.abs() for site, value in weights.items()} for weights in pair]
+        columns = []
+        for sources in (pair, [GaussianWeights(*moments) for moments in zip(pair, spread, strict=True)]):
+            start = time.perf_counter()
+            result = align(sources[0], sources[1], group)
+            columns.append((time.perf_counter() - start, result.cost / result.initial_cost))
+        (plain, ratio), (gaussian, gaussian_ratio) = columns
+        print(f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} {gaussian_ratio:>8.5f}", flush=True)
 
 
 def selected(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Case]:
@@ -216,8 +220,9 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10, help="planted: elements a network")
     parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
     parser.add_argument("--markdown", help="planted: write the table to this page")
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")
+    parser.add_argument("--channels", type=int, nargs="*", default=[], help="timing: of the first layers of ResNet-20s")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
