@@ -7,10 +7,12 @@ One hidden layer on a regression set, a normal prior, known noise. Four NUTS cha
 same posterior. The posterior is invariant under permutations of the hidden units; samples that aren't have missed
 copies. The tests look at as many draws as count as independent (half of the smallest effective sample size of a chain's
 weights, ``independent_draws``), so that autocorrelation isn't taken for asymmetry; where these are few the verdict says
-so. *Orders* counts the orders of units, sorted by their largest incoming weight, that the draws visit:
-more than the copies of a mode that they visit, since the order changes within a copy, too, where two units are nearly
-equal. A narrow network and little data let a chain cross between copies; the noisier the data are said to be, the
-easier.
+so. Beside them *all draws* counts as the paper does (figures 6 and 7): in how many of all draws each unit holds the
+largest weight, and the p-value that the counts would have if the draws were independent. ``--out`` draws the counts.
+
+*Orders* counts the orders of units, sorted by their largest incoming weight, that the draws visit: more than the copies
+of a mode that they visit, since the order changes within a copy, too, where two units are nearly equal. A narrow
+network and little data let a chain cross between copies; the noisier the data are said to be, the easier.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, parse, parser, print_table
+from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
 from pyro_symmetric.compare import independent_draws, invariance_tests
 from pyro_symmetric.ensembles import ensemble
 
@@ -33,12 +35,15 @@ def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
     weights, result = posterior.get_samples(), invariance_tests(posterior, group)
     units = next(iter(result.parts.values()))
     order = ps.canonical.sorting_permutation(weights, group, "max")["0"]
+    every = invariance_tests(posterior, group, thin=False).parts["0"]
     return {
         "samples": name,
         "draws": result.num_samples[0],
         "orders": len(order.unique(dim=0)),
         "index": units["index_adjusted"],
         "marginals": units["marginal_adjusted"],
+        "counts": every["index_counts"].flatten().tolist(),
+        "index_of_all": every["index_p_value"],
         "rejected": result.rejected,
         "verdict": result.verdict,
     }
@@ -114,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
             f"seed {seed}, noise {noise:g}, {options.rows} rows, {options.width} hidden units "
             f"({math.factorial(options.width)} orders), NUTS {found[0]['seconds']:.0f} s, "
             f"{found[0]['divergences']} divergences, {found[0]['independent']} independent draws of all chains",
-            ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?"),
+            ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?", "all draws", "index p"),
             [
                 (
                     row["samples"],
@@ -123,12 +128,26 @@ def main(argv: list[str] | None = None) -> None:
                     f"{row['index']:.2g}",
                     f"{row['marginals']:.2g}",
                     "rejected" if row["rejected"] else "-",
+                    " ".join(map(str, row["counts"])),
+                    f"{row['index_of_all']:.2g}",
                 )
                 for row in found
             ],
         )
         for row in found:
             print(f"  {row['samples']}: {row['verdict']}")
+        if options.out:
+            draw(found, options.out, f"largest_weight_{noise:g}_{seed}.png")
+
+
+def draw(rows: list[dict[str, Any]], folder: Path, name: str) -> None:
+    """Bars of how many of all draws have the largest weight at each unit, as figures 6 and 7 of the paper."""
+    figure, axes = new_figure(1, len(rows), size=(2.2 * len(rows), 2.4))
+    for axis, row in zip(axes[0], rows, strict=True):
+        axis.bar(range(len(row["counts"])), row["counts"])
+        axis.axhline(sum(row["counts"]) / len(row["counts"]), color="black", linestyle="--")
+        axis.set_title(row["samples"], fontsize=7)
+    save_figure(figure, folder, name)
 
 
 if __name__ == "__main__":
