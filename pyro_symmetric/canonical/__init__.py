@@ -2,6 +2,6 @@
 
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.sorting import sorting_permutation
+from pyro_symmetric.canonical.removal import sorting_permutation
 
 __all__ = ["canonicalize", "minimal_mass", "sorting_permutation"]

@@ -24,11 +24,10 @@ from torch import nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.multipliers import largest_sign, norm, removing_element
 from pyro_symmetric.canonical.order import entries_of
 from pyro_symmetric.canonical.overlap import RARE, uncertain_share
+from pyro_symmetric.canonical.removal import PermutationKey, largest_sign, removing_element, sorting_permutation
 from pyro_symmetric.canonical.scales import by_units, evened
-from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
@@ -38,6 +37,7 @@ from pyro_symmetric.weights import Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
+NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 
 def canonicalize(
@@ -91,7 +91,7 @@ def canonicalize(
     form: Weights = dict(weights)
     if scalings and group.names("scale"):
         unit_norm = scalings == "unit_norm"
-        form = removing_element(form, group, "scale", norm)(form) if unit_norm else _least(form, group, scalings)
+        form = removing_element(form, group, "scale", NORM)(form) if unit_norm else _least(form, group, scalings)
     if signs and group.names("flip"):
         rounding = 16 * max((torch.finfo(v.dtype).eps for v in form.values() if v.dtype.is_floating_point), default=0.0)
         form = removing_element(form, group, "flip", partial(largest_sign, tie=rounding))(form)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.sorting import PermutationKey, sorting_permutation
+from pyro_symmetric.canonical.removal import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.symmetry import Symmetry, plain_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of

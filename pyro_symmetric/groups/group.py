@@ -61,6 +61,7 @@ class Group(PlacedUnits):
         self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
         self.factors = {name: one.size for name, one in self.units.items() if one.moves}
         self.moves = frozenset(move for move, names in self._by_move.items() if names)
+        self._hash = hash((tuple(self.factors.items()), tuple(sorted(self._members))))
         return self
 
     @classmethod
@@ -333,7 +334,7 @@ class Group(PlacedUnits):
         return {**self.to_dict(), "of_network": None} == {**other.to_dict(), "of_network": None}
 
     def __hash__(self) -> int:
-        return hash((tuple(self.factors.items()), tuple(sorted(self._members))))
+        return self._hash
 
     def __repr__(self) -> str:
         return "\n".join([f"Group of log-order {self.log_order():.1f}", *table(self.units)])

@@ -1,0 +1,222 @@
+"""Elements that sort units, or give them a measure of one, by the weights that enter and leave them.
+
+Samples lie in one batch dimension, sites in the group's view.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pyro_symmetric import arguments
+from pyro_symmetric.canonical.order import Axes, Step, entries_of, of_least_power, plan, sides
+from pyro_symmetric.canonical.scales import evened
+from pyro_symmetric.discovery.symmetry import plain_weights
+from pyro_symmetric.groups.element import Element
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.places import along_axis
+from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.weights import Weights
+
+# Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
+TIE = 16
+
+PermutationKey = Literal["first", "max", "norm"]
+Measure = Callable[[Tensor], Tensor]  # of each unit's entries, ``(samples, n, entries)`` -> ``(samples, n)``
+
+
+def sorting_permutation(
+    weights: Mapping[str, Tensor] | nn.Module, symmetry: Any, key: PermutationKey = "max"
+) -> Element:
+    """The permutation, one per set of weights, that sorts all units; see
+    :func:`~pyro_symmetric.canonical.forms.canonicalize`.
+
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> weights = {"w": torch.tensor([[5.0, 0.0], [1.0, 0.0], [3.0, 0.0]])}
+    >>> ps.canonical.sorting_permutation(weights, group)(weights)["w"][:, 0]
+    tensor([1., 3., 5.])
+
+    :param weights: site -> tensor ``batch_shape + site_shape``, or a network.
+    :param symmetry: a symmetry or a group; its permutations count.
+    :param key: ``"first"``, ``"max"`` or ``"norm"``.
+    """
+    arguments.one_of("key", key, get_args(PermutationKey))
+    whole = group_of(symmetry, "symmetry")
+    group = whole.permutations
+    weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
+    group.require_own(weights)
+    shape, images = group.batch_shape(weights), dict[str, Tensor]()
+    flat = _viewed(group, weights)
+    # Other keys than the first entry don't depend on the order of neighbours, so that units can be sorted in any order.
+    for step in plan(group, "permute") if key == "first" else [Step(group.names("permute"))]:
+        for name in filter(group.axes, step.names):
+            first = None
+            for axis in step.axes[:1]:
+                placed = Element(group, images, batch_shape=[shape.numel()])
+                seen = placed.on_site(axis.site, flat[axis.site], len(group.view_shapes[axis.site]))
+                first = entries_of(group, {axis.site: seen}, [axis])[..., 0]
+            images[name] = _sorted(group, name, {axis.site: flat[axis.site] for axis in group.axes(name)}, key, first)
+    device = next(iter(weights.values())).device
+    named = {name: own.reshape(*shape, *group[name].shape) for name, own in images.items()}
+    return Element(group, named, batch_shape=shape, device=device)
+
+
+def removing_element(
+    weights: Mapping[str, Tensor], group: Group, move: Literal["scale", "flip"], measure: Measure
+) -> Element:
+    """The element after which the measure of every unit's incoming weights is one.
+
+    Units that can only be measured by one another get the scales of :func:`~pyro_symmetric.canonical.scales.evened`;
+    their signs stay. Behind dead units, which nothing enters, weights count without them; what leaves them measures
+    one, once all else is known.
+
+    :param measure: what an element multiplies by its ``exponent``-th power; zero if it can't say.
+    """
+    group = group.restricted(move)
+    shape, now = group.batch_shape(weights), _viewed(group, weights)
+    numbers, dead = dict[str, Tensor](), dict[str, Tensor]()
+
+    def inverse(size: Tensor, axis: Axis) -> Tensor:
+        size = torch.where(size == 0, 1.0, size.double())
+        return size if move == "flip" else size.log() / -axis.exponent
+
+    def give(name: str, number: Tensor) -> None:
+        numbers[name] = number
+        for axis in (own for own in group.axes(name) if own.site in now and own.exponent):
+            _multiply(group, now, axis, number**axis.exponent if move == "flip" else (axis.exponent * number).exp())
+
+    def element() -> Element:
+        named = {name: number.reshape(*shape, *group[name].shape) for name, number in numbers.items()}
+        return Element(group, signs=named, log_scales=named, batch_shape=shape)  # of which the group has one
+
+    for step in plan(group, move):
+        if step.axes or step.biases:
+            name, size = step.names[0], _size(group, now, step, measure)
+            give(name, inverse(size, (step.axes or step.biases)[0]))
+            incoming, outgoing = sides(group, name, move)
+            if bool((size == 0).any()):
+                dead[name] = (size == 0) & (entries_of(group, now, incoming) == 0).all(-1)
+                for axis in outgoing:
+                    _multiply(group, now, axis, (~dead[name]).double())
+        elif move == "scale":
+            for name, number in _in_circle(group, now, step.names).items():
+                give(name, number)
+    for name in reversed(dead):
+        if axes := of_least_power(sides(group, name, move)[1], move):
+            moved = _viewed(group, element().on_sites({axis.site: weights[axis.site].double() for axis in axes}))
+            number = inverse(measure(entries_of(group, moved, axes)), axes[0])
+            numbers[name] = torch.where(dead[name], number, numbers[name])
+    return element()
+
+
+def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
+    """The sign of each unit's entry of largest magnitude, in whatever order the entries come; 0 if that is a tie.
+
+    :param tie: magnitudes tie if they differ by no more than this part of them.
+    """
+    high, low = entries.amax(-1), entries.amin(-1)
+    both = high + low
+    return torch.where(both.abs() > tie * torch.maximum(high.abs(), low.abs()), both.sign(), 0.0)
+
+
+def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
+    """What is sorted or multiplied, of a running variance its sum with epsilon: ``(samples, *view_shape)``."""
+    flat = {s: weights[s].reshape(-1, *group.view_shapes[s]) for s in group.sites if s in weights}
+    return {site: value + epsilon if (epsilon := group.epsilon(site)) else value for site, value in flat.items()}
+
+
+# sorting --------------------------------------------------------------------------------------------------------------
+
+
+def _sorted(group: Group, name: str, weights: Weights, key: PermutationKey, first: Tensor | None) -> Tensor:
+    """Units in order of their key; samples in which it ties, up to rounding, are sorted by all that tells units apart.
+
+    :param first: the key, if that depends on the order of neighbours.
+    """
+    first = first if first is not None else next(_keys(group, name, weights, key))
+    order, close = _refined(group, name, first)
+    tied = close.flatten(1).any(-1)
+    if not bool(tied.any()):
+        return order
+    rank = torch.zeros_like(order[tied])
+    some = {site: value[tied] for site, value in weights.items()}
+    for value in itertools.chain([first[tied]], _keys(group, name, some, key)):
+        suborder, close = _refined(group, name, value, rank)
+        rank = torch.zeros_like(rank).scatter(-1, suborder[..., 1:], (~close).cumsum(-1))
+        if not bool(close.any()):
+            break
+    order[tied] = rank.argsort(dim=-1, stable=True)
+    return order
+
+
+def _keys(group: Group, name: str, weights: Weights, key: PermutationKey) -> Iterator[Tensor]:
+    """The key, unless that depends on an order, then tie-breakers, ``(samples, count)`` each; none depends on the order
+    of neighbours."""
+    incoming, outgoing = sides(group, name, "permute")
+    matrices, others = (_matrices(group, side) for side in (incoming, outgoing))
+    if key == "norm":
+        yield sum(_squared(entries_of(group, weights, [axis])) for axis in matrices + others or incoming[:1])  # type: ignore[misc]
+    elif key == "max":
+        yield entries_of(group, weights, matrices or others or incoming[:1]).amax(-1)
+    for axis in incoming + outgoing:
+        entries = entries_of(group, weights, [axis])
+        yield entries.amax(-1)
+        yield entries.amin(-1)
+        yield _squared(entries)
+
+
+def _matrices(group: Group, axes: Axes) -> Axes:
+    return tuple(axis for axis in axes if len(group.site_shapes[axis.site]) > 1)
+
+
+def _squared(entries: Tensor) -> Tensor:
+    return entries.double().square().sum(-1)
+
+
+def _refined(group: Group, name: str, key: Tensor, rank: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sort units within their copies by rank, then by key: the order, and where neighbours in that order still tie."""
+    key = key.unflatten(-1, group[name].shape)
+    order = key.argsort(dim=-1, stable=True)
+    eps = torch.finfo(key.dtype).eps if key.dtype.is_floating_point else 0.0
+    if rank is not None:
+        order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
+    key = key.gather(-1, order)
+    close = key.diff(dim=-1) <= TIE * eps * key.abs().amax(-1, keepdim=True)
+    return order, close if rank is None else close & (rank.gather(-1, order).diff(dim=-1) == 0)
+
+
+# measuring ------------------------------------------------------------------------------------------------------------
+
+
+def _size(group: Group, weights: Weights, step: Step, measure: Measure) -> Tensor:
+    """The measure of some units; where it is zero (ties) along all axes, along one after the other, then of biases."""
+    size = measure(entries_of(group, weights, step.axes or step.biases[:1]))
+    for axis in (*(step.axes if len(step.axes) > 1 else ()), *step.biases):
+        if not bool((size == 0).any()):
+            break
+        size = torch.where(size == 0, measure(entries_of(group, weights, [axis])), size)
+    return size
+
+
+def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The scales of units that can only be measured by one another, ``(samples, count)``."""
+    values = {a.site: weights[a.site] for name in names for side in sides(group, name, "scale") for a in side}
+    first = next(iter(values.values()))
+    free = torch.zeros(len(first), group.size, dtype=torch.bool, device=first.device)
+    for name in names:
+        free[:, group.slots[name]] = True
+    u = evened(group, values, free)
+    return {name: u[:, group.slots[name]] for name in names}
+
+
+def _multiply(group: Group, weights: Weights, axis: Axis, factor: Tensor) -> None:
+    """Multiply all entries of units along one axis, in place of what weights hold."""
+    shape, value = group.view_shapes[axis.site], weights[axis.site]
+    if not axis.fills(shape[axis.dim]):
+        own, factor = factor, factor.new_ones(len(factor), shape[axis.dim])
+        factor[:, axis.index.to(factor.device)] = own.unsqueeze(-2)
+    weights[axis.site] = value * along_axis(factor, axis.dim, len(shape)).to(value.dtype)
