@@ -26,12 +26,19 @@ from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.order import entries_of
 from pyro_symmetric.canonical.overlap import RARE, uncertain_share
-from pyro_symmetric.canonical.removal import PermutationKey, largest_sign, removing_element, sorting_permutation
+from pyro_symmetric.canonical.removal import (
+    PermutationKey,
+    as_it_came,
+    largest_sign,
+    removing_element,
+    sorting_permutation,
+    weights_of,
+)
 from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.discovery.model_check import require_of_posterior
-from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Move
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -52,9 +59,8 @@ def canonicalize(
     """One representative of the orbit of each set of weights; the function that they compute stays the same.
 
     It serves to compare orbits, not for means and R-hat of many draws: where two units' keys overlap, a label stands
-    for one of them in some draws and for the other in others. Of 100 draws or more this is warned of; take
-    :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead. Weights must hold
-    the running statistics that the symmetry moves; if these stay in the network, take ``symmetry.holding(net)``.
+    for one of them in some draws and for the other in others (of 100 draws or more this is warned of). Take
+    :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead.
     :doc:`/explanation/canonical-forms` tells of dead units, circles and ties.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
@@ -64,28 +70,22 @@ def canonicalize(
     >>> torch.allclose(form[0].weight, same[0].weight, atol=1e-5)
     True
 
-    :param weights: site -> tensor ``batch_shape + site_shape``; every element of the batch gets its own canonical form.
-        Or a network, or a ``Posterior``, of which a new one comes back.
+    :param weights: site -> tensor ``batch_shape + site_shape``, each of the batch by itself, with the running
+        statistics that the symmetry moves (see ``symmetry.holding(net)``); a network, or a ``Posterior``.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
     :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
         (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
     :param scalings: ``"unit_norm"`` of each unit's incoming weights, ``"minimal_mass"``, ``"minimal_norm"``, the same
         with biases counted (the others leave nearly dead units biases without bound); ``None`` leaves the scales.
-    :param signs: whether to remove the signs of odd units.
-    :param shifts: whether to remove the shift of a softmax.
+    :param signs: whether to remove the signs of odd units; ``shifts``: the shift of a softmax.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
     :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite, or another network's.
     """
     arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
     group = group_of(symmetry)
-    if isinstance(weights, nn.Module):
-        own = canonicalize(plain_weights(weights, group), group, permutations, scalings, signs, shifts, warn)
-        return with_weights(weights, own)  # type: ignore[return-value]
-    if isinstance(weights, Posterior):
-        require_of_posterior(symmetry, weights)
-        moved = weights.map(canonicalize, group, permutations, scalings, signs, shifts, warn)
-        return moved  # type: ignore[return-value]
+    require_of_posterior(symmetry, weights)
+    given, weights = weights, weights_of(weights, group)
     require_finite(weights)
     acted_shape(group, weights)
     form: Weights = dict(weights)
@@ -99,16 +99,15 @@ def canonicalize(
         form = sorting_permutation(form, group, permutations)(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts)(form)
-    moves: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
-    removed = [move for move, asked in moves.items() if asked]
-    if warn and (share := uncertain_share(form, group, 1, removed)) > RARE:
+    asked: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}
+    if warn and (share := uncertain_share(form, group, 1, [move for move in asked if asked[move]])) > RARE:
         warnings.warn(
             f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
             "orbits (tests, distances), use align_many or summary for means and deviations",
             UserWarning,
             stacklevel=2,
         )
-    return form
+    return as_it_came(given, form)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric.canonical.removal import as_it_came, weights_of
 from pyro_symmetric.canonical.scales import Mass, by_units
-from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import as_given
 from pyro_symmetric.weights import require_finite, require_sites
 
 CHUNK_ENTRIES = 2**26
@@ -75,7 +74,7 @@ def minimal_mass(
 
     :param weights: site -> tensor ``batch_shape + site_shape``; each sample has a minimum of its own, found in float64.
         Or a ``Posterior``, whose draws count chain after chain; or a network.
-    :param symmetry: a symmetry or a group; its scalings count.
+    :param symmetry: a symmetry or a group; its scalings count. Without any (tanh, say) the weights stay.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.groups.group.Group.weight_sites`.
     :raises ValueError: if weights (running statistics that scales move, too) are missing, misshaped, NaN or infinite,
@@ -83,12 +82,7 @@ def minimal_mass(
     """
     whole = group_of(symmetry)
     group = whole.scalings
-    if isinstance(weights, nn.Module):
-        found = minimal_mass(plain_weights(weights, whole), whole, sites)
-        return found._replace(weights=with_weights(weights, found.weights))
-    if isinstance(weights, Posterior):
-        found = minimal_mass(weights.get_samples(), whole, sites)
-        return found._replace(weights=as_given(weights, found.weights))
+    given, weights = weights, weights_of(weights, whole)
     require_finite(weights)
     shape = acted_shape(group, weights)
     counted = [site for site in whole.weight_sites if site in weights]
@@ -101,16 +95,17 @@ def minimal_mass(
         _minimum({site: value[i : i + size] for site, value in flat.items()}, group)
         for i in range(0, max(shape.numel(), 1), size)
     ]
-    mass, given, u, pinned, imbalance = (torch.cat(part) for part in zip(*parts, strict=True))
+    mass, before, u, pinned, imbalance = (torch.cat(part) for part in zip(*parts, strict=True))
     if bool((imbalance > 1e-8).any()):
         warnings.warn(
             f"minimal_mass stopped with a relative imbalance of {float(imbalance.max()):.1e}; the mass is close to its "
             "minimum, the scales of weakly connected units may be off",
-            stacklevel=2,
+            stacklevel=3,  # past no_grad
         )
     log_scales, held = (by_units(value, group, shape) for value in (u, pinned))
     scaled = group.element(log_scales=log_scales).expand(shape)(weights)
-    return MinimalMass(mass.reshape(shape), given.reshape(shape), log_scales, scaled, held, imbalance.reshape(shape))
+    mass, before, imbalance = (value.reshape(shape) for value in (mass, before, imbalance))
+    return MinimalMass(mass, before, log_scales, as_it_came(given, scaled), held, imbalance)
 
 
 def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.order import Axes, Step, entries_of, of_least_power, plan, sides
 from pyro_symmetric.canonical.scales import evened
-from pyro_symmetric.discovery.symmetry import plain_weights
+from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import along_axis
 from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.samples import as_given
 from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
@@ -30,7 +32,7 @@ Measure = Callable[[Tensor], Tensor]  # of each unit's entries, ``(samples, n, e
 
 
 def sorting_permutation(
-    weights: Mapping[str, Tensor] | nn.Module, symmetry: Any, key: PermutationKey = "max"
+    weights: Mapping[str, Tensor] | nn.Module | Posterior, symmetry: Any, key: PermutationKey = "max"
 ) -> Element:
     """The permutation, one per set of weights, that sorts all units; see
     :func:`~pyro_symmetric.canonical.forms.canonicalize`.
@@ -40,14 +42,13 @@ def sorting_permutation(
     >>> ps.canonical.sorting_permutation(weights, group)(weights)["w"][:, 0]
     tensor([1., 3., 5.])
 
-    :param weights: site -> tensor ``batch_shape + site_shape``, or a network.
+    :param weights: site -> tensor ``batch_shape + site_shape``, or a network, or a posterior, chain after chain.
     :param symmetry: a symmetry or a group; its permutations count.
     :param key: ``"first"``, ``"max"`` or ``"norm"``.
     """
     arguments.one_of("key", key, get_args(PermutationKey))
     whole = group_of(symmetry, "symmetry")
-    group = whole.permutations
-    weights = plain_weights(weights, whole) if isinstance(weights, nn.Module) else weights
+    weights, group = weights_of(weights, whole), whole.permutations
     group.require_own(weights)
     shape, images = group.batch_shape(weights), dict[str, Tensor]()
     flat = _viewed(group, weights)
@@ -121,6 +122,18 @@ def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
     high, low = entries.amax(-1), entries.amin(-1)
     both = high + low
     return torch.where(both.abs() > tie * torch.maximum(high.abs(), low.abs()), both.sign(), 0.0)
+
+
+def weights_of(given: Any, group: Group) -> Weights:
+    """The weights of a network; the draws of a posterior, chain after chain; weights as they are."""
+    if isinstance(given, nn.Module):
+        return plain_weights(given, group)
+    return given.get_samples() if isinstance(given, Posterior) else given
+
+
+def as_it_came(given: Any, weights: Weights) -> Any:
+    """Weights that were changed, in the form in which :func:`weights_of` was given them."""
+    return with_weights(given, weights) if isinstance(given, nn.Module) else as_given(given, weights)
 
 
 def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:

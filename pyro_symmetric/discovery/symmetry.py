@@ -128,7 +128,7 @@ class Symmetry:
 
         :raises ValueError: if the element is a batch, or belongs to another network.
         """
-        arguments.instance("element", element, Element, "an element, such as symmetry.sample()")
+        arguments.instance("element", element, Element, "an element: symmetry.sample(), align(...).element")
         if element.batch_shape.numel() != 1:
             raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
         return with_weights(net, element(self.weights_of(net)))

@@ -31,9 +31,11 @@ def scattered(centre, *batch, spread=0.4):
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_mixed_labels_are_warned_of_under_every_key(key):
     draws = scattered(SQUARE, 8, 100)
-    with pytest.warns(UserWarning, match=r"the units' keys overlap: labels are mixed in \d+% of draws"):
-        canonicalize(draws, GROUP, key)
-    with pytest.warns(UserWarning, match="align_many or summary"):
+    for given in (draws, Posterior(draws, kind="chains")):
+        with pytest.warns(UserWarning, match=r"labels are mixed in \d+% of draws.* align_many or summary") as told:
+            canonicalize(given, GROUP, key)
+        assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="labels are mixed"):
         Posterior(draws, kind="chains").map(canonicalize, GROUP, permutations=key)
 
 
