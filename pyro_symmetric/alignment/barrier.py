@@ -109,19 +109,15 @@ def loss_barrier(
     >>> abs(ps.loss_barrier(net, aligned, model, (x, net(x).detach())).barrier) < 1e-3 < before
     True
 
-    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` (the
-        moments of its draws; if these lie in several copies, of ``align_many(...).posterior``), or a network: a module,
-        or its weights by name, running statistics among them or not.
+    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` of
+        draws in one frame, or a network: a module, or its weights by name. Of a network with batch normalisation take
+        the module: without running statistics of their own, ends are warned of.
     :param guide_1: likewise.
-    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose loss (untempered, whatever the
-        temperature it was trained at) and error are measured on ``data``; or, without data, a function: weights of
-        batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``.
+    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose untempered loss and error are measured
+        on ``data``; or a function: weights of batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``.
     :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
     :param num_points: how many points, ends included; at least 3.
     :param num_samples: draws at each point; plain networks need, and take, one.
-
-    Warns if the model has batch normalisation for which an end brings no running statistics, as no guide does: the
-    model's belong to one network.
     """
     arguments.whole("num_points", num_points, 3)
     first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")

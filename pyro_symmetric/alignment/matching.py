@@ -100,14 +100,11 @@ def align(
     >>> result.cost, result.element["hidden"].tolist()
     (0.0, [1, 2, 0])
 
-    *Scales* are evened before the match, and fitted to the reference after it. Where nothing but running
-    statistics makes up for a scale (in front of batch normalisation) rows shrink to their projections on the others.
+    *Scales* are evened before the match, and fitted to the reference after it.
 
     :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network, a
-        ``Posterior`` of draws, ``GaussianWeights``, or a Gaussian guide (see
-        :func:`~pyro_symmetric.alignment.to_gaussian`). Of correlated Gaussians the marginal moments are aligned, whose
-        distance is a lower bound of their own; of draws in several copies, the moments of all mean nothing: give those
-        of one frame, ``align_many(posterior, group).posterior``.
+        ``Posterior`` of draws in one frame, ``GaussianWeights``, or a Gaussian guide, of which the marginal moments
+        count (see :func:`~pyro_symmetric.alignment.to_gaussian`).
     :param reference: likewise, but one set, on any device.
     :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know are not looked at.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
@@ -115,12 +112,10 @@ def align(
     :param activations: ``(net, *inputs)``, to match by what units do instead: the cost is minus the sum of correlations
         of hidden activations; signs and scales that they don't show are fitted to the weights.
     :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator; none where units share no site, which is solved exactly. ``None``: three, or none if
-        there are more than 256 units of a kind.
+        from PyTorch's generator, where units share a site. ``None``: three, or none for more than 256 units of a kind.
     :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
     :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
     :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
-    :raises TypeError: if there are no Gaussian moments to read.
     """
     arguments.one_of("cost", cost, COSTS)
     group = group_of(group)

@@ -207,11 +207,10 @@ def _refined(group: Group, name: str, key: Tensor, rank: Tensor | None = None) -
 
 def _size(group: Group, weights: Weights, step: Step, measure: Measure) -> Tensor:
     """The measure of some units; where it is zero (ties) along all axes, along one after the other, then of biases."""
-    size = measure(entries_of(group, weights, step.axes or step.biases[:1]))
-    for axis in (*(step.axes if len(step.axes) > 1 else ()), *step.biases):
-        if not bool((size == 0).any()):
-            break
-        size = torch.where(size == 0, measure(entries_of(group, weights, [axis])), size)
+    size = torch.zeros((), device=next(iter(weights.values())).device)
+    for axes in filter(None, (step.axes, *((axis,) for axis in step.axes + step.biases))):
+        if bool((size == 0).any()):
+            size = torch.where(size == 0, measure(entries_of(group, weights, axes)), size)
     return size
 
 

@@ -124,28 +124,12 @@ class Mass:
                 if worst > FAR:
                     u = u + (up.log() - down.log()) / cautious
                 else:
-                    u = u + self._newton_step(hessian, up - down, torch.where(free, own[0] + own[1], 1.0), free)
+                    p = _newton_step(hessian, up - down, torch.where(free, own[0] + own[1], 1.0), free)
+                    longest = cautious / 2 * p.abs().amax(-1, keepdim=True)
+                    u = u + p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
         return u, imbalance
 
     # small steps ----------------------------------------------------------------------------------------------------
-
-    def _newton_step(
-        self, hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor
-    ) -> Tensor:
-        """Newton's step, damped so that it never raises the sum."""
-        # Solving ever more exactly as the gradient falls makes the outer iteration converge faster than linearly.
-        size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
-        goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
-
-        def product(p: Tensor) -> Tensor:
-            both = hessian(torch.stack([p, -p], 1))
-            return free * (both[:, 0] - both[:, 1])
-
-        p = conjugate_gradients(product, downhill, 2 * diagonal, goal)
-        both = torch.stack([p, -p], 1)
-        steepest = [torch.stack([axis(both).abs().amax(-1) for axis in axes]).sum(0) for _, axes in self._terms if axes]
-        longest = 2 * torch.stack(steepest, -1).amax(-1, keepdim=True)
-        return p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
 
     def _slope(self, logs: Tensor, twice: bool = True) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Half the gradient by log-multipliers, and half the Hessian's product with directions."""
@@ -193,6 +177,18 @@ def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
 def by_units(values: Tensor, group: Group, shape: torch.Size) -> dict[str, Tensor]:
     """Numbers of all units that scale, ``(samples, units)``, by name."""
     return {name: values[:, at].reshape(*shape, *group[name].shape) for name, at in group.slots.items()}
+
+
+def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
+    """Newton's step, the more exact the smaller the gradient: so iterations converge faster than linearly."""
+    size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
+    goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
+
+    def product(p: Tensor) -> Tensor:
+        both = hessian(torch.stack([p, -p], 1))
+        return free * (both[:, 0] - both[:, 1])
+
+    return conjugate_gradients(product, downhill, 2 * diagonal, goal)
 
 
 def conjugate_gradients(

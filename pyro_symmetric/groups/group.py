@@ -25,7 +25,7 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.groups.checks import check_axes, check_group
 from pyro_symmetric.groups.element import Element, checked
 from pyro_symmetric.groups.placed import PlacedUnits
-from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, table, with_moves
+from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, pruned, table
 from pyro_symmetric.weights import shapes_of
 
 ENUMERATION_LIMIT = 1_000_000
@@ -172,7 +172,7 @@ class Group(PlacedUnits):
         left = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
         units = [replace(u, moves=u.moves - taken) if u.name in left else u for u in self.units.values()]
-        return self._part(with_moves(units), self.site_shapes)
+        return self._checked(pruned(units), self.site_shapes, self._runs)
 
     def without_buffers(self, buffers: Collection[str] | None = None) -> Group:
         """The same units acting on parameters alone; buffers (running statistics) stay as they are.
@@ -181,13 +181,10 @@ class Group(PlacedUnits):
 
         :param buffers: of which the group then knows nothing; by default all that it acts on.
         """
-        left, kept, held = self.buffers if buffers is None else buffers, [], set[str | None]()
-        for name, one in reversed(self.units.items()):
-            axes = tuple(axis for axis in one.axes if axis.site not in left)
-            if axes or name in held:
-                held.add(one.parent)
-                kept.append(replace(one, axes=axes))
-        return self._part(kept[::-1], {site: shape for site, shape in self.site_shapes.items() if site not in left})
+        left = self.buffers if buffers is None else buffers
+        units = [replace(u, axes=tuple(a for a in u.axes if a.site not in left)) for u in self.units.values()]
+        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in left}
+        return self._checked(pruned(units), shapes, {site: run for site, run in self._runs.items() if site in shapes})
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """The same group for weights whose sites have other names."""
@@ -195,12 +192,10 @@ class Group(PlacedUnits):
         if len(shapes) < len(self.site_shapes):
             raise ValueError("rename gives two sites the same name")
         units = [replace(u, axes=tuple(replace(a, site=rename(a.site)) for a in u.axes)) for u in self.units.values()]
-        runs = {rename(site): run for site, run in self._runs.items()}
-        return Group.__new__(Group)._begin(units, shapes, self.of_network, runs)
+        return self._checked(units, shapes, {rename(site): run for site, run in self._runs.items()})
 
-    def _part(self, units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
-        """A group of parts of this one, which has been checked, in the same view."""
-        runs = {site: run for site, run in self._runs.items() if site in shapes}
+    def _checked(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs) -> Group:
+        """A group of units that need no more checks, in the same view."""
         return Group.__new__(Group)._begin(units, shapes, self.of_network, runs)
 
     # its elements ---------------------------------------------------------------------------------------------------

@@ -159,11 +159,10 @@ def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     return ordered
 
 
-def with_moves(units: Sequence[Units]) -> list[Units]:
-    """Units that have a move, with the axes that it touches; outer ones come first, as they were given.
+def pruned(units: Sequence[Units]) -> list[Units]:
+    """Units that do something, with the axes that it touches, and those that others lie inside, in the given order.
 
-    Units without a move of their own stay, with all axes, if they carry others. Inside what nothing permutes there is
-    no parent.
+    Inside what nothing permutes there is no parent.
     """
     carried: set[str | None] = set()
     for one in units:
@@ -171,11 +170,10 @@ def with_moves(units: Sequence[Units]) -> list[Units]:
     kept: list[Units] = []
     carriers: set[str | None] = set()
     for one in reversed(units):
-        if not one.moves and one.name not in carriers:
-            continue
         axes = one.axes if one.name in carriers else tuple(axis for axis in one.axes if axis.touched(one.moves))
-        kept.append(replace(one, axes=axes, parent=one.parent if one.parent in carried else None))
-        carriers.add(kept[-1].parent)
+        if axes or one.name in carriers:
+            kept.append(replace(one, axes=axes, parent=one.parent if one.parent in carried else None))
+            carriers.add(kept[-1].parent)
     return kept[::-1]
 
 
@@ -185,10 +183,7 @@ def table(units: Mapping[str, Units]) -> list[str]:
 
     def add(parent: str | None, indent: str) -> None:
         for one in (own for own in units.values() if own.parent == parent):
-            axes = [
-                *map(str, one.axes[:LISTED]),
-                *([f"... {len(one.axes) - LISTED} more"] if one.axes[LISTED:] else []),
-            ]
+            axes = list(map(str, one.axes[:LISTED])) + [f"... {len(one.axes) - LISTED} more"] * bool(one.axes[LISTED:])
             rows.append((indent + one.name, one.number, ", ".join(m for m in MOVES if m in one.moves), ", ".join(axes)))
             add(one.name, indent + "  ")
 
