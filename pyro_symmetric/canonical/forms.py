@@ -38,7 +38,6 @@ from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Move
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -85,10 +84,10 @@ def canonicalize(
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
     group = group_of(symmetry)
     require_of_posterior(symmetry, weights)
-    given, weights = weights, weights_of(weights, group)
-    require_finite(weights)
-    acted_shape(group, weights)
-    form: Weights = dict(weights)
+    form = weights_of(weights, group)
+    require_finite(form)
+    acted_shape(group, form)
+    form = dict(form)
     if scalings and group.names("scale"):
         unit_norm = scalings == "unit_norm"
         form = removing_element(form, group, "scale", NORM)(form) if unit_norm else _least(form, group, scalings)
@@ -99,7 +98,7 @@ def canonicalize(
         form = sorting_permutation(form, group, permutations)(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts)(form)
-    asked: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}
+    asked: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
     if warn and (share := uncertain_share(form, group, 1, [move for move in asked if asked[move]])) > RARE:
         warnings.warn(
             f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
@@ -107,7 +106,7 @@ def canonicalize(
             UserWarning,
             stacklevel=2,
         )
-    return as_it_came(given, form)
+    return as_it_came(weights, form)
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def as_it_came(given: Any, weights: Weights) -> Any:
 
 
 def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
-    """What is sorted or multiplied, of a running variance its sum with epsilon: ``(samples, *view_shape)``."""
+    """All that is sorted or multiplied, of a running variance its sum with epsilon: ``(samples, *view_shape)``."""
     flat = {s: weights[s].reshape(-1, *group.view_shapes[s]) for s in group.sites if s in weights}
     return {site: value + epsilon if (epsilon := group.epsilon(site)) else value for site, value in flat.items()}
 
