@@ -24,7 +24,7 @@ from torch.distributions import (
     constraints,
     identity_transform,
 )
-from torch.distributions.transforms import ComposeTransform, IndependentTransform
+from torch.distributions.transforms import AffineTransform, ComposeTransform, IndependentTransform
 
 from pyro_symmetric import weights as by_site
 from pyro_symmetric.placement import as_tensor
@@ -124,7 +124,7 @@ def transform_of(site: str, fn: Distribution) -> Transform:
         if not support.is_discrete:
             # A mixture's support is that of its components, wrapped in a constraint without a transform.
             mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)
-            return biject_to(_half_line(support.base_constraint if mixed else support))
+            return _without_shifts(biject_to(_half_line(support.base_constraint if mixed else support)))
     except NotImplementedError as error:
         raise ValueError(
             f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
@@ -141,3 +141,15 @@ def _half_line(support: Any) -> Any:
     upper = getattr(support, "upper_bound", None)
     endless = upper is not None and bool((as_tensor(upper) == torch.inf).all())
     return constraints.greater_than_eq(support.lower_bound) if endless else support
+
+
+def _without_shifts(transform: Transform) -> Transform:
+    """A transform without the parts that shift by 0, as that to a half-line has."""
+    if isinstance(transform, IndependentTransform):
+        return IndependentTransform(_without_shifts(transform.base_transform), transform.reinterpreted_batch_ndims)
+    if not isinstance(transform, ComposeTransform):
+        return transform
+    idle = [
+        isinstance(p, AffineTransform) and type(p.loc) is float and (p.loc, p.scale) == (0, 1) for p in transform.parts
+    ]
+    return ComposeTransform([part for part, is_idle in zip(transform.parts, idle, strict=True) if not is_idle])

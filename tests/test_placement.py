@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.mcmc import HMC, SGHMC, Density, sample
+from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.placement import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)
@@ -52,26 +52,11 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
     assert ps.diagnose(posterior)["temperature"]
 
 
-def test_data_in_containers_are_placed_and_cut_into_mini_batches():
+def test_data_in_containers_are_placed():
     data = {"xy": (X, Y)}
     flat = sample(HMC(model), X, Y, dtype=torch.float64, **QUICK)
     deep = sample(HMC(nested), data, dtype=torch.float64, **QUICK)
     assert torch.equal(deep.samples["w"], flat.samples["w"])
-
-    def scaled(data):
-        x, y = data["xy"]
-        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-        with pyro.plate("data", 20, subsample=x):
-            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
-
-    kernel = SGHMC(scaled, batch_size=5)
-    density = Density(scaled, args=(data,), batch_size=5, subsampled=True)
-    z, rows = torch.ones(1, 3), {"rows": torch.tensor([[0, 3, 7, 9]])}
-    x, y = X[rows["rows"][0]], Y[rows["rows"][0]]
-    prior = dist.Normal(0.0, 1.0).log_prob(z).sum()
-    expected = -(prior + 5 * dist.Normal(x @ z[0], 1.0).log_prob(y).sum())  # 20 / 4 rows
-    assert density.energy(z, rows).item() == pytest.approx(expected.item(), rel=1e-5)
-    assert sample(kernel, data, **QUICK).samples["w"].shape == (2, 8, 3)
 
 
 def test_a_networks_convergence_is_told_on_data_of_another_precision():

@@ -18,7 +18,6 @@ as they should be, or always; Langevin steps that are too long.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from unittest import mock
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from scipy import stats
 from torch import Tensor
 
@@ -42,13 +42,13 @@ NUM_ROWS, NUM_FEATURES, BATCH, BINS = 12, 3, 4, 16
 PRIOR = torch.distributions.LogNormal(0.0, 0.5)
 
 
-def model(x: Tensor, y: Tensor) -> None:
-    """A regression with a scale to infer; ``y`` may hold fewer rows than there are."""
+def model(x: Tensor, y: Tensor, size: int) -> None:
+    """A regression with a scale to infer, of the rows of all replications: each takes ``size`` of its own."""
     scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
     with pyro.plate("features", NUM_FEATURES):
         b = pyro.sample("b", dist.Normal(0.0, scale))
-    with pyro.plate("rows", NUM_ROWS, subsample=y):
-        pyro.sample("y", dist.Logistic(x @ b, 1.0), obs=y)
+    with pyro.plate(ROWS, len(y), subsample_size=size) as rows, poutine.scale(scale=NUM_ROWS / len(y)):
+        pyro.sample("y", dist.Logistic(x[rows] @ b, 1.0), obs=y[rows])
 
 
 @dataclass
@@ -61,6 +61,7 @@ class Replications:
 
     truth: Tensor
     density: Density
+    parts: Density
     batch: int | None = None
 
     @classmethod
@@ -69,19 +70,19 @@ class Replications:
         b = scale[:, None] * torch.randn(count, NUM_FEATURES)
         x = torch.randn(NUM_ROWS, NUM_FEATURES)
         y = dist.Logistic((b @ x.T), 1.0).sample()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the rows of one replication are no mini-batch of all
-            density = Density(
-                model, (x.repeat(count, 1), y.flatten()), batch_size=NUM_ROWS, subsampled=True, engine="eager"
-            )
-        return cls(density.layout.unconstrain({"scale": scale, "b": b}), density, batch)
+        whole, parts = (
+            Density(model, (x.repeat(count, 1), y.flatten(), size), subsampled=True, engine="eager")
+            for size in (NUM_ROWS, batch or NUM_ROWS)
+        )
+        return cls(whole.layout.unconstrain({"scale": scale, "b": b}), whole, parts, batch)
 
     @property
     def row_counts(self) -> dict[str, tuple[int, int]]:
         return {} if self.batch is None else {ROWS: (NUM_ROWS, self.batch)}
 
     def energy_and_gradient(self, z: Tensor, rows: Any = None) -> tuple[Tensor, Tensor]:
-        return self.density.energy_and_gradient(z, self._own(z, rows))
+        density = self.density if rows is None else self.parts
+        return density.energy_and_gradient(z, self._own(z, rows))
 
     def energy(self, z: Tensor, rows: Any = None) -> Tensor:
         return self.energy_and_gradient(z, rows)[0]

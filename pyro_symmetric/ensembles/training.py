@@ -38,7 +38,7 @@ from pyro_symmetric.ensembles.members import (
     map_loss,
     network_loss,
 )
-from pyro_symmetric.mcmc.density.data import require_data
+from pyro_symmetric.mcmc.density.targets import require_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights

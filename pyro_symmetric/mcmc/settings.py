@@ -12,7 +12,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 
-EVALUATIONS = 4  # of an iteration, about: what engine "auto" reckons with
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
 OPEN = {"num_warmup": "auto", "seed": None}  # what stands for a number
 
@@ -67,7 +66,7 @@ class Settings:
         :param chain_chunk: if the settings leave it open.
         :param engine: another than theirs.
         """
-        num_warmup = Kernel.warmups[-1] if isinstance(self.num_warmup, str) else self.num_warmup  # or about so many
+        num_warmup = self.kernel.warmups[0] if isinstance(self.num_warmup, str) else self.num_warmup  # at least
         return Density(
             self.kernel.model,
             self.args,
@@ -78,5 +77,5 @@ class Settings:
             engine=engine or self.engine,
             batch_size=self.kernel.batch_size,
             subsampled=self.kernel.subsampled,
-            evaluations=EVALUATIONS * (num_warmup + self.num_samples * self.thinning),
+            iterations=num_warmup + self.num_samples * self.thinning,
         )

@@ -140,10 +140,10 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
 
 def test_auto_compiles_if_the_run_is_long_enough(monkeypatch):
     args = (X, Y)
-    assert Density(hierarchical, args=args, evaluations=1000).engine == "eager"
+    assert Density(hierarchical, args=args, iterations=500).engine == "eager"
     monkeypatch.setenv("CXX", "g++")
-    assert Density(hierarchical, args=args, evaluations=100_000).engine == "compiled"
-    assert Density(hierarchical, args=args, evaluations=100_000, engine="eager").engine == "eager"
+    assert Density(hierarchical, args=args, iterations=20_000).engine == "compiled"
+    assert Density(hierarchical, args=args, iterations=20_000, engine="eager").engine == "eager"
 
 
 @pytest.mark.cpu
@@ -151,4 +151,4 @@ def test_without_a_compiler_auto_says_what_serves(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.warns(RuntimeWarning, match=r"'eager' serves, not 'compiled'"):
-        assert Density(hierarchical, args=(X, Y), evaluations=100_000).engine == "eager"
+        assert Density(hierarchical, args=(X, Y), iterations=20_000).engine == "eager"

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.mcmc.density.data import require_data
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.density.targets import require_data
 from pyro_symmetric.models import BayesianModel
 
 X, LABELS = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])

@@ -22,7 +22,7 @@ from pyro_symmetric._process import LOCK, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.targets import Rows
 
-LEAST_EVALUATIONS = 4000  # for which compiling, about 10 seconds, pays: one of the model itself takes 2.5 ms or more
+LEAST_EVALUATIONS = 3500  # for which compiling, about 9 seconds, pays: one of the model itself takes 2.5 ms or more
 # One thread starts no workers. PyTorch compiles and loads trial programs to see which vector instructions there are,
 # which takes as long as all else; where its own kernels use the widest, that is known.
 OPTIONS: dict[str, Any] = {

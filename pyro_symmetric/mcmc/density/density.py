@@ -37,6 +37,7 @@ ENGINES = ("auto", "eager", "layers", "compiled")
 """The engines that compute energies and gradients. ``"eager"``: the model itself, mapped over chains. ``"layers"``: for
 feed-forward networks, without the model. ``"compiled"``: programs by PyTorch's compiler, for any model and kernel; they
 take some seconds, more for long models, and are kept."""
+STEPS = 2  # of a trajectory in one dimension; in D there are about the fourth root of D times as many
 CACHE_BYTES = 2**22  # that an intermediate result of a chunk of chains should fit into, on a CPU
 
 
@@ -86,11 +87,10 @@ class Density:
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
         the cache, about; on other devices, and where a network's loop goes chain by chain, all.
     :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"layers"`` for a ``BayesianModel`` of a
-        feed-forward network; of other models ``"compiled"`` if so many ``evaluations`` are expected, of all chains at
-        once, that it pays. If one can't serve ``"eager"`` does, with a warning if it was asked for by name or if a
-        compiler is missing.
-    :param batch_size: rows of each mini-batch, for stochastic-gradient samplers. Every tensor argument as long as the
-        first one is data. ``None``: all data, or what the model's plates with ``subsample_size`` draw.
+        feed-forward network; of other models ``"compiled"`` if so many ``iterations`` are planned that it pays. If one
+        can't serve ``"eager"`` does, with a warning if it was asked for by name or if a compiler is missing.
+    :param batch_size: rows of each mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
+        Other models' mini-batches are what their plates with ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
     :ivar dim: number of unconstrained coordinates ``D``.
     :ivar row_counts: the rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used.
@@ -110,13 +110,18 @@ class Density:
         engine: str = "auto",
         batch_size: int | None = None,
         subsampled: bool = False,
-        evaluations: int = 0,
+        iterations: int = 0,
     ):
         require_model(model)
         arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
         self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
         arguments.dtype("dtype", dtype, CHAIN_DTYPES)
         arguments.one_of("engine", engine, ENGINES)
+        if batch_size is not None and not isinstance(model, BayesianModel):
+            raise ValueError(
+                "batch_size is of a BayesianModel's rows; in another model pass subsample_size to the data's plate, "
+                "as in `with pyro.plate('data', len(x), subsample_size=32) as rows`"
+            )
         refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, tuple(args), dict(kwargs or {}), device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
@@ -124,7 +129,7 @@ class Density:
             if isinstance(model, BayesianModel):
                 self.target = NetworkTarget(model, args, kwargs, batch_size)
             else:
-                self.target = TracedTarget(model, args, kwargs, batch_size, device, dtype)
+                self.target = TracedTarget(model, args, kwargs, device, dtype)
             self.row_counts = self.target.row_counts
             if self.row_counts and not subsampled:
                 sizes = ", ".join(f"{name!r}: {size} of {all_} rows" for name, (all_, size) in self.row_counts.items())
@@ -145,7 +150,7 @@ class Density:
             self._eager = Eager(self.target, self.layout)
             self.fast: Layers | Compiled | None = None
             self.engine_reason = ""
-            self._settle_engine(engine, self.unconstrain(drawn), evaluations)
+            self._settle_engine(engine, self.unconstrain(drawn), iterations)
 
     @property
     def is_network(self) -> bool:
@@ -202,12 +207,13 @@ class Density:
         better, self.fast, self.engine_reason = self.engine, None, str(reason)
         warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
 
-    def _settle_engine(self, asked: str, z: Tensor, evaluations: int) -> None:
+    def _settle_engine(self, asked: str, z: Tensor, iterations: int) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, named = self._probed(z, rows), asked != "auto"
         if not named:
+            evaluations = STEPS * self.dim**0.25 * iterations
             asked = "layers" if self.is_network else "compiled" if evaluations >= LEAST_EVALUATIONS else "eager"
         one_by_one = self.target.one_by_one  # which was warned of
         try:

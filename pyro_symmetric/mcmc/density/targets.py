@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Normal
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.calls import described_call, over_weights, unmappable
+from pyro_symmetric.calls import described, described_call, input_problem, over_weights, unmappable
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.mcmc.density.data import ROWS, require_batch_size, require_data
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.traced import unchecked
 from pyro_symmetric.weights import Weights
 
-Rows = Mapping[str, Tensor]
+Rows = Mapping[str, Tensor]  # mini-batches: name -> (C, B)
+ROWS = "rows"  # the name of a network's mini-batches
+FEW_ROWS = 2
 
 
 class NetworkTarget:
@@ -40,8 +41,8 @@ class NetworkTarget:
             )
         model, x, y = model.twin(), data["x"], data["y"]  # a network holds the weights while it is evaluated
         require_data(model, x, y)
-        if batch_size is not None:
-            require_batch_size(batch_size, len(x))
+        if batch_size is not None and not 1 <= batch_size <= len(x):
+            raise ValueError(f"batch_size is {batch_size}; it must lie between 1 and the {len(x)} rows of the data")
         if model.num_data not in (None, len(x)):
             raise ValueError(f"x has {len(x)} rows, but the model was told num_data={model.num_data}")
         labels = type(model.likelihood) is CategoricalLikelihood
@@ -96,3 +97,39 @@ class NetworkTarget:
 
     def __repr__(self) -> str:
         return repr(self.model)
+
+
+def require_data(model: BayesianModel, x: Any, y: Any) -> None:
+    """Check a few rows, before all chains meet them. Labels out of range would be left out (-100), or stop a GPU.
+
+    :raises TypeError: if ``x`` or ``y`` is no tensor of rows.
+    :raises ValueError: if the network can't take ``x``, or the likelihood can't score ``y``.
+    """
+    for name, value in {"x": x, "y": y}.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise TypeError(f"{name} is {described(value)}; it must be a tensor whose first axis are the rows")
+    if y.is_complex():
+        raise ValueError("y holds complex numbers, of which the imaginary part would be lost; pass real targets")
+    if len(x) != len(y) or not len(x):
+        raise ValueError(f"x has {len(x)} rows but y has {len(y)}; they must be equally many, and some")
+    rows = x[:FEW_ROWS]
+    if input_problem(model.net, rows):
+        rows = x  # a network may be made for so many rows and no others
+        if problem := input_problem(model.net, rows):
+            raise ValueError(f"x doesn't fit: {problem}")
+    categorical = type(model.likelihood) is CategoricalLikelihood
+    if not categorical and type(model.likelihood) is not GaussianLikelihood:
+        return  # which may have targets of any shape
+    with torch.no_grad():
+        found = model.call({name: value.detach() for name, value in model.net.named_parameters()}, rows)
+    size = found.shape[-1]
+    if categorical and size < 2:
+        raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
+    shape = (len(x), *(found.shape[1:-1] if categorical or size == 1 else found.shape[1:]))
+    if model.likelihood.targets(y).shape != shape:
+        outputs = (len(x), *found.shape[1:])
+        raise ValueError(f"y has shape {tuple(y.shape)}; of outputs {outputs} it must have shape {shape}")
+    if categorical and y.is_floating_point():
+        raise ValueError(f"y is {described(y)}; class labels are whole numbers: pass y.long()")
+    if categorical and not 0 <= int(y.min()) <= int(y.max()) < size:
+        raise ValueError(f"y holds labels from {int(y.min())} to {int(y.max())}, but the network has {size} outputs")

@@ -14,7 +14,6 @@ from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.calls import (
@@ -27,7 +26,6 @@ from pyro_symmetric.calls import (
 )
 from pyro_symmetric.enumeration import Enumeration
 from pyro_symmetric.layout import transform_of
-from pyro_symmetric.mcmc.density.data import ROWS, require_batch_size, warn_of_batch_scale
 from pyro_symmetric.mcmc.density.targets import Rows
 from pyro_symmetric.placement import Placement, as_tensor
 from pyro_symmetric.traced import Traced
@@ -38,28 +36,21 @@ RUNS = 10  # of a model, to see whether its sites and supports are always the sa
 
 class TracedTarget(Traced):
     """Any Pyro model with its data; attributes and methods as of
-    :class:`~pyro_symmetric.mcmc.density.targets.NetworkTarget`. It runs alone, since Pyro's handlers belong to the
-    process."""
+    :class:`~pyro_symmetric.mcmc.density.targets.NetworkTarget`. Mini-batches are what its plates with
+    ``subsample_size`` draw. It runs alone, since Pyro's handlers belong to the process."""
 
     def __init__(
         self,
         model: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        batch_size: int | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(model, args, kwargs)
         self._placement, self._programs = Placement(device, dtype), dict[Any, Callable[[Weights], Weights]]()
-        rows = None
-        if batch_size is not None:  # mini-batches are cut from the arguments: how many rows their tensors have
-            data = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.dim() > 0]
-            self._data_rows = len(data[0]) if data else 0
-            require_batch_size(batch_size, self._data_rows)
-            rows = {ROWS: torch.arange(batch_size, device="cpu")}
         with LOCK, explaining(model, args, kwargs):
-            trace = self._prior_run(rows)
+            trace = self._prior_run()
         latent = _latent(trace)
         # Those that samplers move: discrete ones that can be summed out aren't.
         self.sites: Mapping[str, Any] = {site["name"]: site["fn"] for site in latent if not is_enumerated(site)}
@@ -68,31 +59,25 @@ class TracedTarget(Traced):
             why = f"discrete latent sites only, {names}, which are summed out" if names else "no latent site"
             hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, torch.nn.Module) else ""
             raise ValueError(f"{name_of(model)} has {why}, so there is nothing to sample{hint}")
-        given = {site: _value(trace, site) for site in self.sites}
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
-        observed = [site for site in observed if not site_is_subsample(site) and not is_deterministic(site)]
-        refuse_complex_observations(observed)
-        self.row_counts = _subsampled_plates(trace, given_changes=batch_size is not None)
-        if batch_size is not None and batch_size < self._data_rows:
-            self._require_same_priors(trace, given)
-            warn_of_batch_scale(observed, batch_size, self._data_rows)
-            self.row_counts = {**self.row_counts, ROWS: (self._data_rows, batch_size)}
+        refuse_complex_observations(site for site in observed if not is_deterministic(site))
+        self.row_counts = _subsampled_plates(trace)
+        given = {site["name"]: site["value"] for site in latent if site["name"] in self.sites}
         self._probes = {site: _probe(site, self.sites[site], self._placement, value) for site, value in given.items()}
         for _ in range(RUNS):
             self._require_same_layout(self._prior_run())
         with running_pyro():
             if len(self.sites) < len(latent):
-                self.enumeration = Enumeration(self.model, trace, given, *self._cut(rows))
-                self._require_same_layout(self.run(given, *self._cut(rows)))
-            self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace, given)
+                self.enumeration = Enumeration(model, trace, given, args, kwargs)
+                self._require_same_layout(self.run(given))
+            self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace)
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
-        return self.mapped(self._log_joint, *((weights,) if rows is None else (weights, dict(rows))))
+        return self.mapped(self._log_joint, weights, dict(rows or {}))
 
-    def _log_joint(self, weights: Weights, rows: Rows | None = None) -> Tensor:
-        trace = self._checked_run(weights, rows)
-        log_prob = trace.log_prob_sum() if self.enumeration is None else self.enumeration.log_prob(trace)
-        return as_tensor(log_prob)
+    def _log_joint(self, weights: Weights, rows: Rows) -> Tensor:
+        trace = self._checked_run({**weights, **rows})
+        return as_tensor(trace.log_prob_sum() if self.enumeration is None else self.enumeration.log_prob(trace))
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed` for weights of batch shape ``(C,)``, by a program without Pyro and without what
@@ -111,14 +96,15 @@ class TracedTarget(Traced):
         return self._programs[key](weights)
 
     def _compute(self, weights: Weights) -> Weights:
-        trace, like = self._checked_run(weights), next(iter(weights.values()))
-        return {site: _value(trace, site).to(like.dtype) for site in self.computed}
+        nodes: dict[str, Any] = self._checked_run(weights).nodes
+        like = next(iter(weights.values()))
+        return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
 
     def prior_weights(self, num_chains: int) -> Weights:
         # A model draws as it runs, one prior draw a run, and drawing inside vmap fails for many distributions. Starting
         # points are drawn once a sampling run, so this loop costs milliseconds.
-        traces = [self._prior_run() for _ in range(num_chains)]
-        return {site: torch.stack([_value(trace, site) for trace in traces]) for site in self.sites}
+        runs: list[dict[str, Any]] = [self._prior_run().nodes for _ in range(num_chains)]
+        return {site: torch.stack([nodes[site]["value"] for nodes in runs]) for site in self.sites}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_programs": {}}
@@ -128,37 +114,39 @@ class TracedTarget(Traced):
 
     # runs -----------------------------------------------------------------------------------------------------------
 
-    def _cut(self, rows: Rows | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, or the mini-batch's rows of those that hold data."""
-        if rows is None or ROWS not in rows:
-            return self.args, self.kwargs
-
-        def cut(value: Any) -> Any:
-            holds_data = isinstance(value, Tensor) and value.dim() > 0 and len(value) == self._data_rows
-            return value[rows[ROWS].to(value.device)] if holds_data else value
-
-        return tree_map(cut, self.args), tree_map(cut, self.kwargs)
-
-    def _prior_run(self, rows: Rows | None = None) -> poutine.Trace:
-        args, kwargs = self._cut(rows)
+    def _prior_run(self) -> poutine.Trace:
         with LOCK, torch.no_grad():
-            return poutine.trace(_Drawn()(self._placement(self.model))).get_trace(*args, **kwargs)
+            return poutine.trace(_Drawn()(self._placement(self.model))).get_trace(*self.args, **self.kwargs)
 
-    def _checked_run(self, weights: Weights, rows: Rows | None = None) -> poutine.Trace:
-        plates = {name: index for name, index in (rows or {}).items() if name != ROWS}
-        trace = self.run({**weights, **plates}, *self._cut(rows))
+    def _checked_run(self, given: Weights) -> poutine.Trace:
+        trace = self.run(given)
         # Only of a run by itself, which may branch on values, can the numbers be looked at.
         self._require_same_layout(trace, supports=bool(self.one_by_one))
         return trace
 
-    def _deterministic_sites(self, trace: poutine.Trace, given: Weights) -> dict[str, torch.Size]:
+    def _require_same_layout(self, trace: poutine.Trace, supports: bool = True) -> None:
+        """:raises ValueError: if a run has other sites, shapes or supports than the first."""
+        drawn, nodes = {site["name"] for site in _latent(trace) if not is_enumerated(site)}, dict[str, Any](trace.nodes)
+        if changed := sorted(set(self._probes) ^ (drawn | (set(self._probes) & set(nodes)))):
+            raise ValueError(
+                f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
+            )
+        for name, (probe, expected) in self._probes.items() if supports else ():
+            # Of a support for each value of a discrete site all are compared.
+            same_shape = nodes[name]["value"].shape == expected.shape
+            if not (same_shape and bool((transform_of(name, nodes[name]["fn"])(probe) == expected).all())):
+                raise ValueError(
+                    f"the support or shape of site {name!r} depends on other sites; a sampler needs a fixed one. "
+                    "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) times the bound"
+                )
+
+    def _deterministic_sites(self, trace: poutine.Trace) -> dict[str, torch.Size]:
         """Deterministic sites and their shapes. Those of complex numbers are left out, and those that depend on
         discrete sites, which have no value if these are summed out."""
-        found = {name: _value(trace, name) for name, site in trace.nodes.items() if is_deterministic(site)}
+        found: dict[str, Any] = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
         shapes = {name: value.shape for name, value in found.items() if not value.is_complex()}
-        if self.enumeration is None or not shapes:
-            return shapes
-        if unclear := self.enumeration.depending(list(shapes)):
+        unclear = self.enumeration.depending(list(shapes)) if self.enumeration is not None and shapes else []
+        if unclear:
             warnings.warn(
                 f"the deterministic sites {unclear} depend on discrete sites, which are summed out, so the posterior "
                 "doesn't hold them",
@@ -166,46 +154,6 @@ class TracedTarget(Traced):
                 stacklevel=4,
             )
         return {name: shape for name, shape in shapes.items() if name not in unclear}
-
-    # what is refused ------------------------------------------------------------------------------------------------
-
-    def _require_same_priors(self, trace: poutine.Trace, given: Weights) -> None:
-        """:raises ValueError: if a latent site's prior on a mini-batch isn't the one on all data."""
-        with LOCK, torch.no_grad():
-            try:
-                whole = poutine.trace(poutine.condition(self.model, given)).get_trace(*self.args, **self.kwargs)
-            except Exception:  # a model that is made for mini-batches alone, or a prior as wide as they are
-                whole = self._prior_run()
-
-        def changes(name: str, value: Tensor) -> bool:
-            fns: list[Any] = [run.nodes[name]["fn"] for run in (whole, trace)]
-            one, other = fns
-            same = one.shape() == other.shape()
-            return not (same and torch.allclose(one.log_prob(value), other.log_prob(value), equal_nan=True))
-
-        if changed := sorted(name for name, value in given.items() if changes(name, value)):
-            raise ValueError(
-                f"the priors of the sites {changed} change with the mini-batch: an argument that they depend on is as "
-                f"long as the data, {self._data_rows} rows, and is cut with them. Hold it outside of the arguments"
-            )
-
-    def _require_same_layout(self, trace: poutine.Trace, supports: bool = True) -> None:
-        """:raises ValueError: if a run has other sites, shapes or supports than the first."""
-        drawn = {site["name"] for site in _latent(trace) if not is_enumerated(site)}
-        if changed := sorted(set(self._probes) ^ (drawn | (set(self._probes) & set(trace.nodes)))):
-            raise ValueError(
-                f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
-            )
-        for name, (probe, expected) in self._probes.items() if supports else ():
-            site: Any = trace.nodes[name]
-            found = transform_of(name, site["fn"])(probe) if site["value"].shape == expected.shape else probe[:0]
-            # A support for each value of a discrete site has them along dimensions on the left.
-            shape = found.shape[max(found.dim() - expected.dim(), 0) :]
-            if shape != expected.shape or not bool((found == expected).all()):
-                raise ValueError(
-                    f"the support or shape of site {name!r} depends on other sites; a sampler needs a fixed one. "
-                    "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) times the bound"
-                )
 
 
 class _Drawn(Messenger):
@@ -224,12 +172,6 @@ class _Drawn(Messenger):
         msg["done"] = True
 
 
-def _value(trace: poutine.Trace, site: str) -> Tensor:
-    value = trace.nodes[site]["value"]
-    assert value is not None  # a finished trace holds a value at every sample site
-    return value
-
-
 def _probe(site: str, fn: Any, placement: Placement, like: Tensor) -> tuple[Tensor, Tensor]:
     """Unconstrained values of a site, and what its first support makes of them."""
     transform = transform_of(site, fn)
@@ -243,33 +185,33 @@ def _latent(trace: poutine.Trace) -> list[Any]:
     return [site for _, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)]
 
 
-def _subsampled_plates(trace: poutine.Trace, given_changes: bool) -> dict[str, tuple[int, int]]:
+def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
     """Plates that draw their own subsample: name -> (full size, subsample size).
 
-    :param given_changes: whether a subsample that the model itself gives (``subsample=``) is another one each time,
-        because mini-batches are cut from the arguments. Otherwise a warning says that it never changes.
+    A warning tells of those whose subsample the model gives (``subsample=``): it never changes.
+
     :raises ValueError: naming a subsampled plate that holds a latent site.
     """
-    plates, given = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    plates = dict[str, tuple[int, int]]()
     for site in trace.nodes.values():
         for frame in site.get("cond_indep_stack", ()):
-            if frame.full_size is None or not 0 <= frame.size < frame.full_size:
+            total, size = frame.full_size, frame.size
+            if total is None or not 0 <= size < total:
                 continue
-            drawn = getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is not None
-            (plates if drawn else given)[frame.name] = int(frame.full_size), int(frame.size)
-            latent = site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site)
-            if latent and (drawn or given_changes):
+            if getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is None:
+                warnings.warn(
+                    f"the plate {frame.name!r} holds {size} of {total} rows, always the same ones, and each counts "
+                    f"{total / size:.3g} times. The posterior is narrower than these rows can make it; pass the whole "
+                    "data, and subsample_size= to the plate for a stochastic-gradient sampler",
+                    stacklevel=2,
+                )
+                continue
+            plates[frame.name] = int(total), int(size)
+            if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
                 raise ValueError(
                     f"the latent site {site['name']!r} lies in the subsampled plate {frame.name!r}, so a mini-batch "
                     "would move some of its values only; samplers here need global latent sites"
                 )
-    for name, (total, size) in {} if given_changes else given.items():
-        warnings.warn(
-            f"the plate {name!r} holds {size} of {total} rows, always the same ones, and each counts "
-            f"{total / size:.3g} times. The posterior is narrower than these rows can make it; pass the whole data, "
-            "and batch_size= to a stochastic-gradient sampler",
-            stacklevel=2,
-        )
     return plates
 
 

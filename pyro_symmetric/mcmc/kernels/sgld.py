@@ -37,10 +37,8 @@ class SGLD(StochasticGradientKernel):
     :param step_size: Welling & Teh's ``ε``. ``None``: ``4 tolerance / (λ + mean V)``, where ``λ`` is the largest
         curvature of the potential energy (eigenvalue of its Hessian) and ``V`` the variance of the mini-batches'
         gradients, coordinate by coordinate; warm-up measures both.
-    :param batch_size: rows of a mini-batch, cut from the model's tensor arguments; each chain draws its own,
-        independently. ``None``: all data, or what the model's plates with ``subsample_size`` draw. The model's
-        likelihood must count a mini-batch ``N / B`` times, as a plate with its full ``size`` does; a warning says if it
-        doesn't.
+    :param batch_size: rows of a mini-batch of a ``BayesianModel``; each chain draws its own, independently. ``None``:
+        all. Another model's mini-batches are what its plates with ``subsample_size`` draw.
     :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
         discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
     :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
