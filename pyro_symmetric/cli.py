@@ -7,17 +7,34 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric._version import __version__
+from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.networks import net_from_callable
+from pyro_symmetric.study import StudySettings, run_study
+from pyro_symmetric.study.methods import list_methods
+from pyro_symmetric.study.tables import summary_table
 
-if TYPE_CHECKING:
-    import torch
 
-    from pyro_symmetric.study import StudySettings
+def widths(text: str) -> tuple[int, ...]:
+    """``32,32`` -> (32, 32)."""
+    return tuple(int(part) for part in text.split(","))
 
+
+def names(text: str) -> tuple[str, ...]:
+    """``a,b`` -> ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+# argparse answers a ValueError of these by the option's name and what was given
+KINDS = {"str": str, "int": int, "float": float, "tuple[int, ...]": widths, "tuple[str, ...]": names}
 EXAMPLES = """\
 examples:
   pyro-symmetric compare                                   scikit-learn's digits, all methods, in runs/digits
@@ -60,8 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """``compare``: the study, an option for each of its settings."""
-    from pyro_symmetric.study.settings import StudySettings
-
     parser = commands.add_parser(
         "compare",
         help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
@@ -70,20 +85,14 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    many: dict[str, Any] = {"type": assignment, "action": "append", "default": []}
-    kinds: dict[str, Callable[[str], Any]] = {"hidden": widths, "methods": names}
     for one in fields(StudySettings):
         said: dict[str, Any] = {"default": one.default, **one.metadata}
         if one.type == "bool":
             said["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
             del said["metavar"]
         else:
-            said["type"] = {"int": int, "float": float}.get(one.type.split(" |")[0], kinds.get(one.name, str))
-        if one.metadata:
-            said |= many if one.name == "prior_scale" else {}
-            parser.add_argument(f"--{one.name.replace('_', '-')}", **said)
-    help_ = "change a part of a method's budget, e.g. ensemble.modes=1000 or hmc.chains=64; may be repeated"
-    parser.add_argument("--budget", metavar="METHOD.PART=N", help=help_, **many)
+            said["type"] = KINDS[one.type.split(" |")[0]]
+        parser.add_argument(f"--{one.name.replace('_', '-')}", **said)
     parser.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -92,10 +101,6 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def compare(options: argparse.Namespace) -> int:
     """Run the study and say where the report is."""
-    from pyro_symmetric.study import run_study
-    from pyro_symmetric.study.methods import list_methods
-    from pyro_symmetric.study.tables import summary_table
-
     if options.methods == ("help",):
         print(list_methods(options.quick))
         return 0
@@ -108,15 +113,7 @@ def compare(options: argparse.Namespace) -> int:
 
 def settings_of(options: argparse.Namespace) -> StudySettings:
     """The settings that the options of ``compare`` describe."""
-    from pyro_symmetric.study import StudySettings
-
-    given: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(StudySettings)}
-    scales, budgets = dict(options.prior_scale), dict[str, dict[str, int | float]]()
-    for name, number in options.budget:
-        method, _, part = name.partition(".")
-        budgets.setdefault(method, {})[part] = int(number) if number.is_integer() else number
-    given |= {"prior_scale": scales.pop("", StudySettings.prior_scale), "prior_scales": scales, "budgets": budgets}
-    return StudySettings(**given)
+    return StudySettings(**{one.name: getattr(options, one.name) for one in fields(StudySettings)})
 
 
 def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -135,15 +132,10 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         help="name of a torchvision model, or package.module:callable, called as callable(input_shape, num_outputs) or "
         "without arguments; or package.module:network",
     )
-    parser.add_argument(
-        "--input",
-        type=widths,
-        metavar="N,N,...",
-        help="shape of the network's input, batch first (default: 2,3,224,224)",
-    )
-    parser.add_argument(
-        "--outputs", type=int, default=10, metavar="N", help="num_outputs of a callable that takes it (default: 10)"
-    )
+    about = "shape of the network's input, batch first (default: 2,3,224,224)"
+    parser.add_argument("--input", type=widths, metavar="N,N,...", help=about)
+    about = "num_outputs of a callable that takes it (default: 10)"
+    parser.add_argument("--outputs", type=int, default=10, metavar="N", help=about)
     parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--strict", action="store_true", help="fail if an operator isn't understood")
@@ -153,10 +145,6 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def symmetries(options: argparse.Namespace) -> int:
     """Print the symmetries of a network."""
-    import torch
-
-    from pyro_symmetric.discovery.find import find_symmetry
-
     rows, *shape = options.input or (2, 3, 224, 224)
     net = load_net(options.net, tuple(shape), options.outputs)
     x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch of one can't be told from an axis that is broadcast
@@ -166,23 +154,16 @@ def symmetries(options: argparse.Namespace) -> int:
         if options.input is not None:
             raise
         raise ValueError(f"{error}\n\nIf the network takes another input, say its shape: --input 2,10") from error
+    order = symmetry.log_order()
     if options.json:
         explanation = symmetry.explanation.to_dict()
-        print(json.dumps({"log_order": symmetry.log_order(), **symmetry.to_dict(), "explanation": explanation}))
+        print(json.dumps({"log_order": order, **symmetry.to_dict(), "explanation": explanation}))
         return 0
-    print(symmetry)
-    print(f"\nlog |G| = {symmetry.log_order():.1f}: {copies(symmetry.log_order())}.")
+    count = f"{round(math.exp(order)):,}" if order < math.log(1e6) else f"exp({order:.1f})"
+    print(f"{symmetry}\n\nlog |G| = {order:.1f}: permutations and signs give {count} equivalent copies of every mode.")
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0
-
-
-def copies(log_order: float) -> str:
-    """The meaning of a finite group's order for a mode, in words."""
-    if log_order == 0:
-        return "no permutation or sign gives a mode an equivalent copy"
-    count = f"{round(math.exp(log_order)):,}" if log_order < math.log(1e6) else f"exp({log_order:.1f})"
-    return f"every mode has {count} equivalent copies by permutations and signs"
 
 
 def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch.nn.Module:
@@ -190,10 +171,6 @@ def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch
 
     :raises ValueError: if there is none of that name.
     """
-    from pyro_symmetric._torchvision import import_torchvision
-    from pyro_symmetric.calls import did_you_mean
-    from pyro_symmetric.networks import net_from_callable
-
     if ":" in name:
         return net_from_callable(name, input_shape, num_outputs).eval()
     models = import_torchvision().models
@@ -203,22 +180,3 @@ def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch
             f"{did_you_mean(name, models.list_models())}"
         )
     return models.get_model(name, weights=None).eval()
-
-
-# argparse answers a ValueError of these by the option's name and what was given
-
-
-def widths(text: str) -> tuple[int, ...]:
-    """``32,32`` -> (32, 32)."""
-    return tuple(int(part) for part in text.split(","))
-
-
-def names(text: str) -> tuple[str, ...]:
-    """``a,b`` -> ("a", "b")."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def assignment(text: str) -> tuple[str, float]:
-    """``0.5`` or ``name=0.5`` -> (name or "", 0.5)."""
-    name, _, number = text.rpartition("=")
-    return name, float(number)

@@ -31,7 +31,7 @@ def test_the_table_the_order_and_the_explanation_are_printed(nets: str, capsys: 
     printed = capsys.readouterr().out
     assert "permutation" in printed
     # 5! 4! 2^4, the last of which are the signs of the tanh units
-    assert "log |G| = 10.7: every mode has 46,080 equivalent copies" in printed
+    assert "log |G| = 10.7: permutations and signs give 46,080 equivalent copies" in printed
     assert "0.weight[1]" in printed
 
 
@@ -62,8 +62,8 @@ def test_unknown_nets_end_in_one_sentence(
     "line",
     [
         "",
-        "--data 'csv:a b.csv' --target price --hidden 8,4 --prior-scale 2 --prior-scale '1.*=.5' --no-prior-fan-in",
-        "--quick --methods mean-field,hmc --budget hmc.chains=4 --budget mean-field.learning_rate=.5 --draws 50",
+        "--data 'csv:a b.csv' --target price --hidden 8,4 --prior-scale '2,1.*=.5' --no-prior-fan-in",
+        "--quick --methods mean-field:learning_rate=.5,hmc:chains=4 --draws 50",
         "--data mnist --download --max-train 50 --max-test 9 --ood svhn --net optunet --seed 3 --device cpu",
     ],
 )
@@ -80,9 +80,8 @@ def test_the_command_in_a_report_asks_for_the_study_that_it_is_of(line: str) -> 
     ("given", "meant"),
     [
         (["--methods", "hmcc"], "hmc"),
-        (["--methods", "hmc", "--budget", "hmc.chain=4"], "chains"),
+        (["--methods", "hmc:chain=4"], "chains"),
         (["--activation", "rellu"], "relu"),
-        (["--data", "digit"], "digits"),
     ],
 )
 def test_a_misspelt_name_is_answered_by_the_nearest(
@@ -116,7 +115,7 @@ def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
-        (("sklearn", "laplace"), ["compare", "--quick", "--methods", "laplace-diagonal,hmc"], "study"),
+        (("sklearn", "laplace"), ["compare", "--quick"], "study"),
         (("torchvision",), ["compare", "--quick", "--data", "mnist"], "vision"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple | list) else value,
@@ -137,10 +136,9 @@ def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_wo
 def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["compare", "--quick", "--data", "wine", "--methods", "mean-field,multi-ensemble"]
-    assert cli.main([*arguments, "--reference", "multi-ensemble", "--out", str(tmp_path / "out")]) == 2
+    arguments = ["compare", "--quick", "--data", "wine", "--methods", "mean-field,ensemble:modes=2"]
+    assert cli.main([*arguments, "--reference", "ensemble", "--out", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
-    assert "multi-ensemble gives 2 draws" in printed.err
-    assert "--budget multi-ensemble.modes=4" in printed.err
+    assert "ensemble:modes=2 gives 2 draws" in printed.err
     assert "Fitting" not in printed.out
     assert not (tmp_path / "out").exists()

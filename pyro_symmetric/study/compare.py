@@ -16,7 +16,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,18 @@ from pyro_symmetric.fingerprint import differences, digest
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_whole
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
-from pyro_symmetric.study.methods import Fit, Method, make_method
+from pyro_symmetric.study.methods import Fit, Method, TooLarge, make_method
 from pyro_symmetric.study.problem import Problem, build_problem
 from pyro_symmetric.study.settings import StudySettings
 
 Say = Callable[[str], None]
 
-# Module -> the package that brings it: what a report is made with.
-PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+# Module -> the package that brings it: what a study is made with.
+PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn", "laplace": "laplace-torch"}
 VERSIONS = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
 SMALL_PROBLEM = 10_000_000  # weights times rows below which one thread computes as fast as several
 FORMAT = "pyro-symmetric study"
 NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
-CURVE_POINTS = 1000  # of a curve that are kept: more than a plot can show
-KEPT = [one.name for one in fields(Fit) if one.name != "posterior"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,11 @@ def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True
     :raises ImportError: if a package is missing that the methods or the report need.
     :raises OSError: if the folder can't be written, or holds files of these names that no study wrote.
     """
-    methods = [make_method(name, settings.quick, settings.budgets.get(name)) for name in settings.methods]
-    make_method(settings.reference)
-    require_packages(methods)
-    require_reference(methods, settings)
+    if missing := [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]:
+        names = " and ".join(missing)
+        raise ImportError(f"the study needs {names}, not installed here; pip install 'pyro-symmetric[study]' brings it")
+    methods = [make_method(title, settings.quick) for title in settings.methods]
+    settings = replace(settings, reference=named_reference(methods, settings))
     with own_randomness(settings.seed, settings.torch_device):
         problem = build_problem(settings)
     with threads_for(problem):
@@ -95,85 +94,70 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
     settings, mark = problem.settings, claim(out, problem)
     for line in problem.describe():
         say(line)
-    methods = suited(methods, problem, say)
-    titles = [method.title for method in methods]
-    if settings.reference not in titles:
-        say(
-            f"No distances will be measured: the reference {settings.reference!r} is not among the methods "
-            f"{', '.join(titles)}."
-        )
-    fits: dict[str, Fit] = {}
+    basis, fits, doubts = settings.reference, dict[str, Fit](), list[str]()
+    if basis not in settings.methods:
+        say(f"No distances will be measured: the reference {basis} is not among {', '.join(settings.methods)}.")
     for method in methods:
-        fits |= load(method, out, mark, say) or fitted(method, problem, out, mark, progress, say)
+        if found := load(method, out, mark, say):
+            say(f"Reusing {method.title} from {out / SAMPLES}.")
+        else:
+            say(f"Fitting {method.title} ...")
+            try:
+                fit_and_save(method, problem, out, mark, progress, say)
+            except TooLarge as error:
+                doubts.append(f"{method.title} is left out: {error}.")
+                say(doubts[-1])
+                continue
+            found = load(method, out, mark, say)
+        fits |= found
+    if not fits:
+        raise ValueError("the problem is too large for every method")
     draws = {label: draws_of(fit.posterior, problem) for label, fit in fits.items()}
-    basis = settings.reference
     reference = reference_of(basis, fits[basis].posterior, draws[basis], problem) if basis in fits else None
     rows = {}
     for label, fit in fits.items():
         say(f"Measuring {label} ...")
         with own_randomness(settings.seed, problem.x.device):  # some tests simulate their null distribution
             rows[label] = measure(label, fit, draws[label], reference, problem)
-    from pyro_symmetric.study.report import write_report  # with matplotlib
-
+    doubts += concerns(rows, basis)
+    for line in doubts:
+        say(line)
     results = {
         "settings": settings.to_dict(),
         "problem": problem.describe(),
         "environment": environment(settings),
         "methods": rows,
-        "concerns": concerns(rows, settings.reference),
+        "concerns": doubts,
     }
-    for line in results["concerns"]:
-        say(line)
     study = Study(problem, fits, draws, plain(results), out)
     write_whole(out / RESULTS, json.dumps(study.results, indent=1, allow_nan=False).encode(), "table of results")
+    from pyro_symmetric.study.report import write_report  # with matplotlib
+
     write_report(study)
     return study
 
 
-# what is needed -----------------------------------------------------------------------------------------------------
+def named_reference(methods: Sequence[Method], settings: StudySettings) -> str:
+    """The title of the method that the reference names, with or without its budget.
 
-
-def require_packages(methods: Sequence[Method]) -> None:
-    """:raises ImportError: naming what isn't installed of all that the study will need."""
-    needed = PACKAGES | {module: package for method in methods for module, package in method.packages.items()}
-    if missing := [package for module, package in needed.items() if importlib.util.find_spec(module) is None]:
-        raise ImportError(
-            f"the study needs {' and '.join(missing)}, not installed here; pip install 'pyro-symmetric[study]' brings "
-            "what is missing"
-        )
-
-
-def require_reference(methods: Sequence[Method], settings: StudySettings) -> None:
-    """:raises ValueError: if the reference will have too few draws to be split."""
-    for method in methods:
-        draws = method.most_draws(method.parts) if method.most_draws else settings.draws
-        if method.title == settings.reference and draws < MIN_REFERENCE:
-            raise ValueError(
-                f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed, so that one "
-                f"half can be compared with the other: --budget {method.title}.{method.counted}={MIN_REFERENCE}, say"
-            )
-
-
-def suited(methods: Sequence[Method], problem: Problem, say: Say) -> list[Method]:
-    """The methods for which the problem isn't too large; the others are told.
-
-    :raises ValueError: if it is too large for all.
+    :raises ValueError: if it will have too few draws to be split.
     """
-    reasons = {method.title: method.too_large(problem, method.parts) for method in methods}
-    told = [f"{title} is left out: {reason}." for title, reason in reasons.items() if reason]
-    if len(told) == len(methods):
-        raise ValueError(f"the problem is too large for every method: {' '.join(told)}")
-    for line in told:
-        say(line)
-    return [method for method in methods if not reasons[method.title]]
+    make_method(settings.reference)
+    named = [method for method in methods if settings.reference in (method.title, method.name)]
+    if not named:
+        return settings.reference
+    method = min(named, key=lambda method: method.title != settings.reference)
+    draws = method.most_draws(method.parts) if method.most_draws else settings.draws
+    if draws < MIN_REFERENCE:
+        raise ValueError(f"--reference {method.title} gives {draws} draws; at least {MIN_REFERENCE} are needed")
+    return method.title
 
 
 # fitting ------------------------------------------------------------------------------------------------------------
 
 
-def fitted(method: Method, problem: Problem, out: Path, mark: Any, progress: bool, say: Say) -> dict[str, Fit]:
+def fit_and_save(method: Method, problem: Problem, out: Path, mark: Any, progress: bool, say: Say) -> None:
     """Fit a method, or resume where it was stopped, and write each of its fits."""
-    say(f"Fitting {method.title} ...")
     # Its own seed, so that a method gives the same draws whichever others run before it.
     seed = int(digest([problem.settings.seed, method.title])[:8], 16)
     scratch, start = scratch_of(out, method), time.perf_counter()
@@ -195,15 +179,11 @@ def fitted(method: Method, problem: Problem, out: Path, mark: Any, progress: boo
         torch.cuda.synchronize()
     # Of a method that was stopped, the earlier parts count as well.
     seconds = max(time.perf_counter() - start, sum(map(_noted_seconds, found)))
-    fits = {label: replace(fit, seconds=seconds) for label, fit in zip(method.rows, found, strict=True)}
-    for label, fit in fits.items():
-        save(fit, label, method, out, mark)
+    for label, fit in zip(method.rows, found, strict=True):
+        noted = {"study": marked(method, label, mark), "found": {**fit.found, "seconds": seconds}}
+        shutil.rmtree(store_of(out, label), ignore_errors=True)  # another study's, or damaged
+        replace(fit.posterior, metadata={**fit.posterior.metadata, **noted}).save(store_of(out, label))
     say(f"  {method.title} took {seconds:.1f} s.")
-    if not scratch.exists():
-        return fits
-    # Draws may be mapped from files in there: from here on, from those that were written last.
-    shutil.rmtree(scratch, ignore_errors=True)
-    return {label: replace(fit, posterior=Posterior.load(store_of(out, label))) for label, fit in fits.items()}
 
 
 def _noted_seconds(fit: Fit) -> float:
@@ -257,34 +237,22 @@ def claim(path: Path, problem: Problem) -> dict[str, Any]:
     :raises ValueError: if the folder is another study's.
     :raises OSError: if it holds files of these names that no study wrote, or can't be made.
     """
-    mark, noted = problem.fingerprint(), None
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError):
+    mark, noted = problem.fingerprint(), dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError, TypeError):
         noted = dict(json.loads((path / NOTED).read_text()))
     held = [name for name in (NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED) if os.path.lexists(path / name)]
-    if held and (noted is None or noted.get("format") != FORMAT):
+    if held and noted.get("format") != FORMAT:
         raise FileExistsError(
             f"{path} is no study's folder, but holds {', '.join(held)}, where a study would write; choose another "
             "--out. It was left as it is"
         )
-    if noted is not None and (differing := differences(noted.get("fingerprint"), mark)):
+    if held and (differing := differences(noted.get("fingerprint"), mark)):
         raise ValueError(f"{path} holds another study ({'; '.join(differing)}); choose another --out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": mark}
-        write_whole(path / NOTED, json.dumps(note, indent=1).encode(), "settings")  # first: whose the rest is
-        (path / SAMPLES).mkdir(exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise OSError(f"{path} can't be made a folder: {error}") from error
+    path.mkdir(parents=True, exist_ok=True)
+    note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": mark}
+    write_whole(path / NOTED, json.dumps(note, indent=1).encode(), "settings")  # first: whose the rest is
+    (path / SAMPLES).mkdir(exist_ok=True)
     return mark
-
-
-def save(fit: Fit, label: str, method: Method, out: Path, mark: Any) -> None:
-    """Write the posterior with all that belongs to the fit in its metadata."""
-    stride = max(1, len(fit.losses) // CURVE_POINTS)
-    own = {name: getattr(fit, name) for name in KEPT} | {"losses": fit.losses[::stride], "loss_stride": stride}
-    made = {"study": mark, "method": method.title, "label": label, "budget": dict(method.budget)}
-    shutil.rmtree(store_of(out, label), ignore_errors=True)  # another study's, or damaged
-    replace(fit.posterior, metadata={**fit.posterior.metadata, **own, **made}).save(store_of(out, label))
 
 
 def load(method: Method, out: Path, mark: Any, say: Say) -> dict[str, Fit]:
@@ -296,26 +264,27 @@ def load(method: Method, out: Path, mark: Any, say: Say) -> dict[str, Fit]:
             return {}
         try:
             posterior = Posterior.load(path)
-            about = posterior.metadata
-            fits[label] = Fit(posterior, **{name: about[name] for name in KEPT})
+            fits[label] = Fit(posterior, posterior.metadata["found"])
         except (StoreError, KeyError, FileNotFoundError) as error:
             say(f"{path} is damaged and will be made anew: {error}")
             return {}
-        if [about.get(name) for name in ("study", "method", "label")] != [mark, method.title, label] or (
-            about.get("budget") != dict(method.budget)
-        ):
+        if posterior.metadata.get("study") != marked(method, label, mark):
             say(f"{path} is of another study, method or budget and will be made anew.")
             return {}
-    shutil.rmtree(scratch_of(out, method), ignore_errors=True)  # of a stop just before it was removed
-    say(f"Reusing {method.title} from {out / SAMPLES} (it took {fits[method.rows[0]].seconds:.1f} s).")
+    shutil.rmtree(scratch_of(out, method), ignore_errors=True)
     return fits
+
+
+def marked(method: Method, label: str, mark: Any) -> dict[str, Any]:
+    """All by which a written fit is known."""
+    return {"study": mark, "method": method.title, "label": label, "budget": dict(method.budget)}
 
 
 def store_of(out: Path, label: str) -> Path:
     """The folder of the draws of a fit."""
-    return out / SAMPLES / label.replace(" ", "-")
+    return out / SAMPLES / label.replace(" ", "-").replace(":", ",")
 
 
 def scratch_of(out: Path, method: Method) -> Path:
     """The folder in which a method keeps what it has before it is finished, on this budget."""
-    return out / UNFINISHED / f"{method.title}-{digest(dict(method.budget))[:8]}"
+    return out / UNFINISHED / f"{method.name}-{digest([method.title, dict(method.budget)])[:8]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from pyro_symmetric.compare import independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
 from pyro_symmetric.compare import total_variation as total_variation_of
-from pyro_symmetric.compare.frames import pooled_frame
+from pyro_symmetric.compare.frames import canonical_frame, pooled_frame
 from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import DistanceResult, plain
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced
+from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.study.tables import OWN_HALF, nll
@@ -72,16 +71,11 @@ def draws_of(posterior: Posterior, problem: Problem) -> Draws:
     keep = evenly_spaced(posterior.num_chains * posterior.num_samples, problem.settings.draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in posterior.get_samples().items()}
     law = predictive(raw, problem, problem.dataset.test_x)
-    return Draws(raw, problem.canonical(raw), law, nll(_scores(law, problem, problem.dataset.test_y)))
+    return Draws(raw, canonical_frame(raw, problem.symmetry), law, nll(_scores(law, problem, problem.dataset.test_y)))
 
 
 def reference_of(label: str, posterior: Posterior, draws: Draws, problem: Problem) -> Reference:
-    """Make a fit the reference.
-
-    :raises ValueError: if it has too few draws to be split.
-    """
-    if draws.count < MIN_REFERENCE:
-        raise ValueError(f"the reference {label!r} has {draws.count} draws; at least {MIN_REFERENCE} are needed")
+    """Make a fit the reference."""
     by_chain = "chains" if posterior.num_chains > 1 else "draws"
     half = (posterior.num_chains if by_chain == "chains" else posterior.num_samples) // 2
     cuts = (posterior.select(**{by_chain: part}) for part in (slice(0, half), slice(half, None)))
@@ -105,22 +99,18 @@ def between(first: Draws, second: Draws, symmetry: Symmetry, like: Distances | N
 
 def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem) -> dict[str, Any]:
     """One row of the report, as JSON."""
-    data, posterior, is_chain = problem.dataset, fit.posterior, fit.posterior.kind == "chains"
-    chains = {site: chain_statistics(value) for site, value in posterior.samples.items()} if is_chain else {}
-    independent = max(2, independent_draws(posterior)) if is_chain else draws.count
+    data, posterior = problem.dataset, fit.posterior
+    is_chain, is_sample = posterior.kind == "chains", draws.count > 1  # a single network is no sample
+    independent = min(draws.count, max(2, independent_draws(posterior))) if is_chain else draws.count
     outside = None if data.ood_x is None else predictions(draws.raw, problem, data.ood_x)
     return {
+        **fit.found,
         "draws": draws.count,
-        "seconds": fit.seconds,
         "prediction": _scores(draws.law, problem, data.test_y, outside),
         "training": _training_scores(draws.raw, problem),
-        "invariance": _invariance(draws, problem, min(independent, draws.count)) if draws.count > 1 else None,
-        "evidence": fit.evidence,
-        "barrier": fit.barrier,
-        "details": fit.details,
-        "chains": _chains(posterior, chains, problem) if is_chain else None,
-        # A single network is no sample.
-        "distance": _distance(label, draws, reference, problem) if reference and draws.count > 1 else None,
+        "invariance": _invariance(draws, problem, independent) if is_sample else None,
+        "chains": _chains(posterior, problem) if is_chain else None,
+        "distance": _distance(label, draws, reference, problem) if reference and is_sample else None,
     }
 
 
@@ -165,7 +155,7 @@ def _distance(label: str, draws: Draws, reference: Reference, problem: Problem) 
 
 
 def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
-    """Scores of (at most a thousand) training rows, by some of the draws."""
+    """Scores of some training rows, by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
     law = predictive({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows])
@@ -189,20 +179,20 @@ def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, A
 
 
 @torch.no_grad()
-def _chains(posterior: Posterior, chains: Mapping[str, ChainStatistics], problem: Problem) -> dict[str, Any]:
+def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
     """R-hat and ESS of weights and of predictions, divergences, acceptance."""
     weights = {site: value.to(problem.x.device) for site, value in posterior.samples.items()}
     followed = chain_statistics(predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()).summary()
-    sites, statistics = [found.summary() for found in chains.values()], posterior.statistics
-    mean = {name: float(value.double().mean()) for name, value in statistics.items()}
+    sites = [chain_statistics(value).summary() for value in posterior.samples.values()]
+    mean = {name: float(value.double().mean()) for name, value in posterior.statistics.items()}
     return {
         "num_chains": posterior.num_chains,
         "num_draws": posterior.num_samples,
-        "r_hat_weights": max((site["r_hat"] for site in sites), default=math.nan),
-        "ess_weights": min((site["ess_bulk"] for site in sites), default=math.nan),
+        "r_hat_weights": max(site["r_hat"] for site in sites),
+        "ess_weights": min(site["ess_bulk"] for site in sites),
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],
-        "divergences": int(posterior.divergences.sum()) if "diverging" in statistics else None,
+        "divergences": int(posterior.divergences.sum()) if "diverging" in mean else None,
         "acceptance": mean.get("acceptance_rate"),
         "kinetic_temperature": mean.get("kinetic_temperature"),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,18 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import datasets
-from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.fingerprint import as_json, digest
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.networks import NETWORKS, net_from_callable
-from pyro_symmetric.study.settings import ACTIVATIONS, StudySettings
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.study.settings import ACTIVATIONS, DTYPES, StudySettings
 
-NO_OOD = "No out-of-distribution inputs: classes are held out where there are at least 5; --ood names another data set."
 STATISTICS_ROWS = 256  # at a time
 
 
@@ -68,11 +64,6 @@ class Problem:
         """The number of weights, and of a learnt noise."""
         return sum(shape.numel() for shape in self.model.site_shapes.values())
 
-    def canonical(self, weights: Weights) -> Weights:
-        """One representative of each draw's orbit: units ordered by their largest incoming weight, at the scales of the
-        least norm of all parameters."""
-        return canonical_frame(weights, self.symmetry)
-
     def describe(self) -> list[str]:
         """The problem in a few lines."""
         data, symmetry = self.dataset, self.symmetry
@@ -83,7 +74,6 @@ class Problem:
             f"Network: {self.num_weights} weights; symmetries permute {permuted or 'nothing'}"
             + (f" and flip the signs of {flips}" if flips else "")
             + (f": every mode has exp({order:.1f}) copies (log |G| = {order:.1f})" if order else ""),
-            *([] if data.ood_name or not self.is_classification else [NO_OOD]),
         ]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -105,11 +95,11 @@ def build_problem(settings: StudySettings) -> Problem:
     :raises ValueError: if the data, the network or their combination can't be used.
     :raises FileNotFoundError: if the data aren't there.
     """
-    device, dtype = settings.torch_device, settings.torch_dtype
+    place: Any = {"dtype": DTYPES[settings.dtype], "device": settings.torch_device}
     there: Any = {"root": settings.data_root, "download": settings.download, "seed": settings.seed}
     asked = {name: getattr(settings, name) for name in ("target", "split", "max_train", "max_test")}
     held = None if settings.ood else "auto"  # some classes are the inputs from out of the distribution
-    dataset = datasets.load(settings.data, hold_out=held, dtype=dtype, device=device, **asked, **there)
+    dataset = datasets.load(settings.data, hold_out=held, **place, **asked, **there)
     if settings.ood:
         dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **there)
     is_classification = dataset.task == "classification"
@@ -117,17 +107,17 @@ def build_problem(settings: StudySettings) -> Problem:
         raise ValueError(f"--noise {settings.noise} is for regressions; {dataset.name} is a classification data set")
     net = build_net(settings, dataset)
     settle_statistics(net, dataset.train_x)
-    symmetry = find_symmetry(net.eval(), dataset.train_x[:2], logits=is_classification).holding(net)
-    prior = GaussianPrior(settings.prior_scale, settings.prior_fan_in, settings.prior_scales)
+    symmetry = find_symmetry(net, dataset.train_x[:2], logits=is_classification).holding(net)
     noise = {"temperature": settings.temperature}
     likelihood = CategoricalLikelihood(**noise) if is_classification else GaussianLikelihood(settings.noise, **noise)
-    return Problem(settings, dataset, BayesianModel(net, prior, likelihood, len(dataset.train_x)), symmetry)
+    model = BayesianModel(net, settings.prior(), likelihood, len(dataset.train_x))
+    return Problem(settings, dataset, model, symmetry)
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
     """The network by name, by widths (an MLP), or by the user's own callable, where the data are and in their dtype.
 
-    :raises ValueError: if it doesn't fit the data, or a pattern of the prior matches none of its parameters.
+    :raises ValueError: if it doesn't fit the data.
     """
     shape, outputs = tuple(dataset.input_shape), dataset.num_outputs
     if settings.net in NETWORKS:
@@ -142,16 +132,12 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
         net = nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
     try:
         with torch.no_grad():
-            net = net.to(dataset.train_x)
-            found = tuple(net.eval()(dataset.train_x[:2]).shape)
+            net = net.to(dataset.train_x).eval()
+            found = tuple(net(dataset.train_x[:2]).shape)
     except Exception as error:
         raise ValueError(f"the network fails on two rows of {dataset.name}, of shape {shape} each: {error}") from error
     if found != (2, outputs) and not (found == (2,) and outputs == 1):
         raise ValueError(f"the network's output for two rows has shape {found}; {dataset.name} needs {(2, outputs)}")
-    names = [name for name, _ in net.named_parameters()]
-    for pattern in settings.prior_scales:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(f"--prior-scale {pattern}=... matches no parameter; the network's are {', '.join(names)}")
     return net
 
 

@@ -44,23 +44,19 @@ def tables(methods: Mapping[str, Row], is_classification: bool) -> list[Table]:
 
 def table_of(name: str, methods: Mapping[str, Row]) -> Table:
     """One of the tables that ``tables.toml`` lists, filled."""
-    about = TABLES[name]
-    columns = about["columns"]
-    values = {method: [value_at(row, path) for _, path, *_ in columns] for method, row in methods.items()}
-    shown = {method: own for method, own in values.items() if any(value is not None for value in own)}
-    # In a table of distances the reference, compared with its own half, doesn't compete.
-    rivals = [
-        m for m in shown if about.get("rivals", True) or value_at(methods[m], "distance/to") not in (None, OWN_HALF)
-    ]
-    best = [_best([shown[m][k] for m in rivals], column[3]) for k, column in enumerate(columns)]
-    rows = {
-        method: [
-            (_text(value, column[2]), method in rivals and top is not None and value == top)
-            for value, column, top in zip(own, columns, best, strict=True)
-        ]
-        for method, own in shown.items()
-    }
-    return Table(about["title"], about["lead"], [(title, meaning) for title, *_, meaning in columns], rows)
+    about, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
+    for _, path, form, best, _ in about["columns"]:
+        values = {method: value_at(row, path) for method, row in methods.items()}
+        # In a table of distances the reference, compared with its own half, doesn't compete.
+        rivals = [m for m in values if about.get("rivals", True) or value_at(methods[m], "distance/to") != OWN_HALF]
+        known = [values[m] for m in rivals if values[m] is not None]
+        top = BEST[best](known) if best and len(known) > 1 else None
+        for method, value in values.items():
+            rows.setdefault(method, []).append(
+                (_text(value, form), method in rivals and top is not None and value == top)
+            )
+    shown = {method: cells for method, cells in rows.items() if any(text != MISSING for text, _ in cells)}
+    return Table(about["title"], about["lead"], [(title, meaning) for title, *_, meaning in about["columns"]], shown)
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
@@ -116,8 +112,3 @@ def _text(value: Any, form: str) -> str:
         return value or MISSING
     # Smaller p-values say nothing more, and their digits are those of an approximation.
     return "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
-
-
-def _best(values: list[Any], which: str) -> Any:
-    known = [value for value in values if isinstance(value, int | float)]
-    return BEST[which](known) if which and len(known) > 1 else None

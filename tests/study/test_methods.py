@@ -10,56 +10,43 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.cli import main
 from pyro_symmetric.guides.base import layout_of
 from pyro_symmetric.study import StudySettings
 from pyro_symmetric.study.methods import Fit, make_method, variational
-from pyro_symmetric.study.methods.base import pooled
-from pyro_symmetric.study.methods.networks import dropped, swag
+from pyro_symmetric.study.methods.networks import dropped, leaving, swag
 from pyro_symmetric.study.problem import build_problem
 
 
 def fitted(name: str, problem: Any, **budget: Any) -> list[Fit]:
-    method = make_method(name, budget=budget)
+    method = make_method(":".join([name, *(f"{part}={value}" for part, value in budget.items())]))
     return list(method.fit(problem, method.parts, False))
 
 
 def test_dropped_weights_compute_what_dropped_units_compute() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 2))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(6, 5))
+    net.extend([nn.Tanh(), nn.Linear(5, 2)])
     x = torch.randn(3, 1, 4, 4)
-    group = ps.find_symmetry(net.eval(), x).permutations
+    group = leaving(ps.find_symmetry(net.eval(), x).permutations)
     torch.manual_seed(1)
     weights = dropped(
         {name: value.detach().expand(7, *value.shape) for name, value in net.named_parameters()}, group, 0.4
     )
     outputs = torch.func.vmap(lambda w: torch.func.functional_call(net, w, (x,)))(weights)
     for member in range(7):
-        # Which units were kept is read off the columns of the weights.
-        channels = (weights["3.weight"][member].reshape(5, 4, 4).abs().amax((0, 2)) > 0).float() / 0.6
-        units = (weights["5.weight"][member].abs().amax(0) > 0).float() / 0.6
-        hidden = net[1](net[0](x)) * channels[:, None, None]
-        expected = net[5](net[4](net[3](net[2](hidden))) * units)
-        torch.testing.assert_close(outputs[member], expected)
-    assert 0 < float((weights["5.weight"] == 0).float().mean()) < 1
-
-
-def test_dropping_inputs_of_a_grouped_convolution_drops_its_channels() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(6, 2))
-    x = torch.randn(3, 1, 4, 4)
-    group = ps.find_symmetry(net.eval(), x).permutations
-    torch.manual_seed(0)
-    weights = dropped(dict(net.named_parameters()), group, 0.5)
-    kernel = weights["2.weight"].detach()
-    kept = (kernel.reshape(2, 3, 2, -1).abs().amax((1, 3)).flatten() > 0).float() / 0.5
-    assert 0 < float((kept == 0).float().mean()) < 1
-    expected = torch.nn.functional.conv2d(net[1](net[0](x)) * kept[:, None, None], net[2].weight, net[2].bias, groups=2)
-    torch.testing.assert_close(torch.nn.functional.conv2d(net[1](net[0](x)), kernel, net[2].bias, groups=2), expected)
+        # Which units were kept is read off the columns of the weights: of the grouped kernel group by group.
+        first = (weights["2.weight"][member].reshape(2, 3, 2, 4).abs().amax((1, 3)).flatten() > 0).float() / 0.6
+        second = (weights["4.weight"][member].abs().amax(0) > 0).float() / 0.6
+        units = (weights["6.weight"][member].abs().amax(0) > 0).float() / 0.6
+        hidden = net[2](net[1](net[0](x)) * first[:, None, None]) * second[:, None, None]
+        torch.testing.assert_close(outputs[member], net[6](net[5](net[4](net[3](hidden))) * units))
+    for name in ("2.weight", "4.weight", "6.weight"):
+        assert 0 < float((weights[name] == 0).float().mean()) < 1
 
 
 @pytest.mark.stochastic
 def test_the_mean_of_dropped_weights_is_the_weights() -> None:
     net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
-    group = ps.find_symmetry(net, torch.randn(2, 2)).permutations
+    group = leaving(ps.find_symmetry(net, torch.randn(2, 2)).permutations)
     many = dropped(
         {name: value.detach().expand(20000, *value.shape) for name, value in net.named_parameters()}, group, 0.3
     )
@@ -92,7 +79,7 @@ def linear_problem() -> tuple[Any, torch.Tensor, torch.Tensor]:
     likelihood = ps.GaussianLikelihood(scale=0.5)
     model = ps.BayesianModel(nn.Linear(2, 1), ps.GaussianPrior(0.7), likelihood, num_data=40)
     problem = SimpleNamespace(
-        model=model, x=x, y=y, is_classification=False, settings=SimpleNamespace(draws=20000), seed=0
+        model=model, x=x, y=y, num_weights=3, is_classification=False, settings=SimpleNamespace(draws=20000), seed=0
     )
     features = torch.cat([x, torch.ones(40, 1)], 1).double()
     covariance = torch.linalg.inv(features.T @ features / 0.25 + torch.eye(3).double() / 0.49)
@@ -112,36 +99,16 @@ def test_full_laplace_of_a_linear_model_is_its_posterior() -> None:
     assert bool(((torch.cov(draws.double().T) - covariance).abs() < 5 * scale * (2 / 20000) ** 0.5).all())
 
 
-def test_a_part_of_a_budget_can_be_changed_and_a_wrong_one_is_refused() -> None:
-    assert make_method("multi-swag", budget={"modes": 3, "learning_rate": 1}).budget["modes"] == 3
+def test_a_method_is_asked_for_with_parts_of_its_budget() -> None:
+    method = make_method("swag:modes=3:learning_rate=1", quick=True)
+    assert method.budget == {**make_method("swag", quick=True).budget, "modes": 3, "learning_rate": 1.0}
+    assert method.rows == ["swag:modes=3:learning_rate=1"]
+    assert make_method("aligned:modes=5").rows[1] == "aligned midpoint:modes=5"
     with pytest.raises(ValueError, match="budget of hmc has no 'member'; it has chains, warmup"):
-        make_method("hmc", budget={"member": 3})
-    for value in (0, -1, 2.5, "many", True):
+        make_method("hmc:member=3")
+    for value in (0, -1, 2.5, "nan", ""):
         with pytest.raises(ValueError, match=r"draws of hmc is .*; it must be a positive number like 200"):
-            make_method("hmc", budget={"draws": value})
-    assert main(["compare", "--methods", "hmc", "--budget", "sgld.modes=3"]) == 2
-    assert main(["compare", "--budget", "hmc=3"]) == 2
-
-
-def test_modes_are_pooled_with_equal_shares() -> None:
-    fits = [
-        Fit(ps.Posterior({"w": torch.full((1, 5, 2), float(k))}, kind="chains"), [1.0], "loss", evidence={"elbo": 1.0})
-        for k in range(3)
-    ]
-    together = pooled(fits)
-    assert together.posterior.samples["w"].shape == (3, 5, 2)
-    assert together.posterior.samples["w"][:, 0, 0].tolist() == [0.0, 1.0, 2.0]
-    assert together.evidence is None  # a mixture's isn't one of its parts'
-    assert pooled(fits[:1]) is fits[0]
-
-
-def test_single_and_multi_forms_differ_in_their_modes_only() -> None:
-    forms = [make_method(f"{prefix}swag") for prefix in ("single-", "", "multi-")]
-    assert [method.budget["modes"] for method in forms] == [1, 1, 10]
-    assert [method.rows for method in forms] == [["single-swag"], ["swag"], ["multi-swag"]]
-    assert [make_method(name).budget["chains"] for name in ("single-hmc", "hmc")] == [1, 16]
-    assert "10 independent runs" in forms[2].description
-    assert [make_method(name).budget["modes"] for name in ("single-ensemble", "ensemble")] == [1, 100]
+            make_method(f"hmc:draws={value}")
 
 
 def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
@@ -149,8 +116,7 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
     problem = build_problem(settings)
     assert len(problem.dataset.test_x) == 40
     budget = {"modes": 3, "steps": 5, "path_points": 3, "path_draws": 2}
-    together, midpoint, unaligned = fitted("multi-aligned", problem, **budget)
-    assert make_method("multi-aligned").rows[1:] == ["multi-aligned midpoint", "multi-unaligned midpoint"]
+    together, midpoint, unaligned = fitted("aligned", problem, **budget)
     samples = together.posterior.samples["1.weight"]
     assert samples.shape == (3, 400, 5, 64)
     # Means of 400 draws are within a twentieth of a deviation of the guides': aligning them again moves nothing.
@@ -158,7 +124,10 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
     for other in means[1:]:
         again = ps.align(other, means[0], problem.symmetry.permutations, "l2", progress=False).element
         assert torch.equal(again(other)["1.weight"], other["1.weight"])
-    assert together.details["squared_wasserstein_after"] < together.details["squared_wasserstein_before"]
+    assert (
+        together.found["details"]["squared_wasserstein_after"] < together.found["details"]["squared_wasserstein_before"]
+    )
+    assert together.found["evidence"] is None  # a mixture's isn't one of its parts'
     for fit in (midpoint, unaligned):
         assert fit.posterior.samples["1.weight"].shape == (1, 400, 5, 64)
 
@@ -174,9 +143,8 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
         return estimate(guide, *args)
 
     monkeypatch.setattr(variational, "evidence_of", seeded)
-    (fit,) = fitted("mean-field", problem, steps=20)
-    assert fit.evidence is not None
-    assert fit.evidence["log_order"] == pytest.approx(math.log(8))
+    evidence = fitted("mean-field", problem, steps=20)[0].found["evidence"]
+    assert evidence["log_order"] == pytest.approx(math.log(8))
     assert problem.symmetry.log_order() == pytest.approx(math.log(8))
     torch.manual_seed(0)
     base, layout = guides[0].get_posterior(), layout_of(guides[0])
@@ -199,6 +167,6 @@ def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monk
                 )
         density = torch.stack(copies).logsumexp(0) - math.log(8)
         expected.append(problem.model.log_joint(weights, problem.x, problem.y).double() - density)
-    error = 2**0.5 * fit.evidence["symmetrized_error"]  # of the difference of two means; six of them: 1 in 10^9 runs
-    assert fit.evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), abs=6 * error)
-    assert fit.evidence["symmetrized_elbo"] - fit.evidence["elbo"] <= math.log(8) + 1e-4  # densities are in float32
+    error = 2**0.5 * evidence["symmetrized_error"]  # of the difference of two means; six of them: 1 in 10^9 runs
+    assert evidence["symmetrized_elbo"] == pytest.approx(float(torch.cat(expected).detach().mean()), abs=6 * error)
+    assert evidence["symmetrized_elbo"] - evidence["elbo"] <= math.log(8) + 1e-4  # densities are in float32

@@ -5,10 +5,10 @@ r"""The first block of Table 1 of Laurent, Aldea & Franchi 2024 (arXiv 2310.0828
 
 Every seed is a study of its own (``pyro-symmetric compare`` with the same settings), so that a broken run goes on
 where it stopped. The reference is an ensemble of independent networks, as in the paper; its own row compares one half
-of it with the other, and ``multi-ensemble`` is a deep ensemble apart from it, ``single-ensemble`` one network. The
-paper trains on all of MNIST; here rows, steps and members are reduced to what a CPU does (see ``BUDGETS`` and the
-options), which is printed with the table. The squared MMD is unbiased, so that seeds after the first do with a smaller
-reference; it is noisier there.
+of it with the other. Every method comes with one run and with several; the ensembles among them are networks apart from
+the reference. The paper trains on all of MNIST; here rows, steps and members are reduced to what a CPU does (see
+``BUDGETS`` and the options), which is printed with the table. The squared MMD is unbiased, so that seeds after the
+first do with a smaller reference; it is noisier there.
 
 Two tables: squared MMD to the reference as weights are and with symmetries removed (medians over kernels), accuracy and
 proper scores on test and training rows; and calibration errors, entropy and mutual information in and out of
@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.harness import parser, print_table, spread
 from pyro_symmetric.study import StudySettings, run_study
-from pyro_symmetric.study.methods import make_method
 
 VARIATIONAL = ("mean-field", "symmetrized", "aligned")
 AROUND_MODES = ("mc-dropout", "swag", "laplace-full", "laplace-diagonal", "laplace-last-layer")
@@ -74,26 +73,34 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
 COLUMNS = {name: path for table in TABLES.values() for name, path in table.items()}
 
 
-def methods_of(options: argparse.Namespace) -> tuple[str, ...]:
+def asked(name: str, **budget: Any) -> str:
+    """A method on a budget, as a study asks for it."""
+    return ":".join([name, *(f"{part}={value}" for part, value in budget.items())])
+
+
+def short(label: str) -> str:
+    """A row of a study by the last part of its budget."""
+    name, *parts = label.split(":")
+    return ", ".join([name, *parts[-1:]])
+
+
+def methods_of(seed: int, options: argparse.Namespace) -> tuple[str, ...]:
+    """The reference, then each method with one run and with several."""
+
+    def on_budget(name: str, runs: int) -> str:
+        counted = {"chains" if name in CHAINS else "modes": runs}
+        return asked(name, **({} if options.quick else BUDGETS[KIND[name]]), **counted)
+
     wanted = options.methods or (REFERENCE, *VARIATIONAL, *AROUND_MODES, *CHAINS)
-    return (REFERENCE, *(f"{prefix}{name}" for name in wanted for prefix in ("single-", "multi-")))
-
-
-def budgets_of(methods: tuple[str, ...], seed: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    if options.quick:
-        return {}
-    budgets: dict[str, dict[str, Any]] = {}
-    for method in methods:
-        kind = KIND[method.removeprefix("single-").removeprefix("multi-")]
-        budgets[method] = dict(BUDGETS[kind])
-        if method.startswith("multi-"):
-            budgets[method][make_method(method).counted] = options.modes
-    budgets[REFERENCE]["modes"] = options.members[min(seed, len(options.members) - 1)]
-    return budgets
+    members = 40 if options.quick else options.members[min(seed, len(options.members) - 1)]
+    return (
+        on_budget(REFERENCE, members),
+        *(on_budget(name, runs) for name in wanted for runs in (1, options.modes)),
+    )
 
 
 def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
-    methods = methods_of(options)
+    methods = methods_of(seed, options)
     settings = StudySettings(
         data="mnist",
         data_root=str(options.data_root),
@@ -103,14 +110,14 @@ def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
         ood="fashion-mnist",
         net="optunet",
         methods=methods,
-        reference=REFERENCE,
-        budgets=budgets_of(methods, seed, options),
+        reference=methods[0],
         draws=options.draws,
         quick=options.quick,
         seed=seed,
         device=options.device,
     )
-    return run_study(settings, options.out / f"seed-{seed}", progress=options.progress).results["methods"]
+    rows = run_study(settings, options.out / f"seed-{seed}", progress=options.progress).results["methods"]
+    return {"reference" if label == methods[0] else short(label): row for label, row in rows.items()}
 
 
 def entry(row: Mapping[str, Any], path: tuple[str, ...]) -> float:
@@ -126,17 +133,17 @@ def cell(values: list[float], seeds: int) -> str:
     return spread(values, 4) + ("" if len(values) == seeds else f" (n={len(values)})")
 
 
-def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
+def findings(found: list[Mapping[str, Any]], labels: list[str], modes: int) -> list[str]:
     """The paper's statements, and how often each holds here."""
-    ones = [label for label in labels if label.startswith("single-") and "midpoint" not in label]
-    pairs = [(label, f"multi-{label.removeprefix('single-')}") for label in ones]
+    ones = [label for label in labels if label.endswith("=1") and "midpoint" not in label]
+    pairs = [(label, f"{label[:-1]}{modes}") for label in ones]
 
     def count(path: tuple[str, ...]) -> str:
         both = [(rows[one], rows[many]) for rows in found for one, many in pairs if one in rows and many in rows]
         wins = [entry(many, path) < entry(one, path) for one, many in both if not math.isnan(entry(one, path))]
         return f"{sum(wins)} of {len(wins)}"
 
-    ensembles = (REFERENCE, f"multi-{REFERENCE}")
+    ensembles = ("reference", f"{REFERENCE}, modes={modes}")
     order = [sorted(rows, key=lambda row: entry(rows[row], COLUMNS["NLL"])) for rows in found]
     next_best = [next((row for row in rows if row not in ensembles), "none") for rows in order]
     ahead = [rows[0] in ensembles for rows in order]
@@ -146,9 +153,9 @@ def findings(found: list[Mapping[str, Any]], labels: list[str]) -> list[str]:
         f"a deep ensemble predicts best (NLL): {sum(ahead)} of {len(ahead)} seeds (first: "
         f"{', '.join(rows[0] for rows in order)}); best of the other methods: {', '.join(next_best)}",
     ]
-    if {"single-mean-field", "single-ensemble"} <= set(labels):
+    if {"mean-field, modes=1", "ensemble, modes=1"} <= set(labels):
         behind = [
-            entry(rows["single-mean-field"], COLUMNS[column]) > entry(rows["single-ensemble"], COLUMNS[column])
+            entry(rows["mean-field, modes=1"], COLUMNS[column]) > entry(rows["ensemble, modes=1"], COLUMNS[column])
             for rows in found
             for column in ("NLL train", "NLL")
         ]
@@ -173,7 +180,7 @@ def main() -> None:
         default=[1000, 250],
         help="networks of the reference, for each seed; the last number stands for all further ones (default 1000 250)",
     )
-    arguments.add_argument("--modes", type=int, default=8, help="runs of the multi-mode methods (default 8)")
+    arguments.add_argument("--modes", type=int, default=8, help="runs of each method, beside one alone (default 8)")
     arguments.add_argument("--draws", type=int, default=1000, help="draws of each method that are compared")
     arguments.add_argument("--methods", nargs="*", metavar="NAME", help="families to compare (default: all)")
     arguments.add_argument("--device", default="cpu")
@@ -181,7 +188,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     found = [study(seed, options) for seed in range(options.seeds)]
     labels = list(max(found, key=len))  # a study that was measured before may hold more methods than the others
-    sizes = ", ".join(str(row[REFERENCE]["draws"]) for row in found)
+    sizes = ", ".join(str(row["reference"]["draws"]) for row in found)
     for name, columns in TABLES.items():
         rows = []
         for label in labels:
@@ -189,9 +196,8 @@ def main() -> None:
             rows.append([label, *(cell([entry(row, path) for row in own], len(found)) for path in columns.values())])
         title = f"{name}: {options.seeds} seeds, {options.max_train} training rows, references of {sizes} networks"
         print_table(title, ["method", *columns], rows)
-    budgets = budgets_of(methods_of(options), 0, options)
-    print("\nbudgets: " + "; ".join(f"{name} {budget}" for name, budget in budgets.items()))
-    for line in findings(found, labels):
+    print("\nbudgets: " + " ".join(methods_of(0, options)))
+    for line in findings(found, labels, options.modes):
         print(line)
 
 

@@ -18,24 +18,12 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.experiments.laurent_2024.approximations import entry
+from benchmarks.experiments.laurent_2024.approximations import asked, entry, short
 from benchmarks.harness import parse, parser, print_table
 from pyro_symmetric.networks import FilterResponse, FilterResponseBlock
 from pyro_symmetric.study import StudySettings, run_study
 
-REFERENCE = "hmc"
-METHODS = (
-    REFERENCE,
-    "single-ensemble",
-    "multi-ensemble",
-    "single-mean-field",
-    "multi-mean-field",
-    "single-symmetrized",
-    "single-swag",
-    "multi-swag",
-    "single-laplace-diagonal",
-    "multi-laplace-diagonal",
-)
+ONE_AND_SEVERAL = ("ensemble", "mean-field", "swag", "laplace-diagonal")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "MMD2": ("distance", "raw", "mmd", "median"),
     "MMD2 removed": ("distance", "removed", "mmd", "median"),
@@ -62,16 +50,14 @@ def net(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
 
 def settings_of(options: Any) -> StudySettings:
     chains = {"chains": options.chains, "warmup": options.warmup, "draws": options.samples}
-    networks = {"modes": options.modes}
-    budgets: dict[str, dict[str, Any]] = {REFERENCE: {**chains, "num_steps": options.num_steps}}
-    budgets |= {method: networks for method in METHODS if method.startswith("multi-")}
+    reference = asked("hmc", **({} if options.quick else {**chains, "num_steps": options.num_steps}))
+    runs = (asked(name, modes=modes) for name in ONE_AND_SEVERAL for modes in (1, options.modes))
     return StudySettings(
         data="digits",
         max_train=options.rows,
         net=f"{__spec__.name}:net",
-        methods=METHODS,
-        reference=REFERENCE,
-        budgets={} if options.quick else budgets,
+        methods=(reference, *runs, "symmetrized"),
+        reference=reference,
         draws=options.draws,
         quick=options.quick,
         device="cpu",
@@ -86,17 +72,18 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--samples", type=int, default=2000, help="draws of each chain of the reference")
     arguments.add_argument("--num-steps", type=int, default=100, help="leapfrogs for each draw of the reference")
     arguments.add_argument("--draws", type=int, default=400, help="draws of each method that are compared")
-    arguments.add_argument("--modes", type=int, default=16, help="runs of the multi-mode methods")
+    arguments.add_argument("--modes", type=int, default=16, help="runs of each method, beside one alone")
     options = parse(arguments, argv)
     folder = Path(options.out or "runs/residual_reference")
-    found = run_study(settings_of(options), folder, progress=options.progress).results["methods"]
-    chains = found[REFERENCE]["chains"]
+    settings = settings_of(options)
+    found = run_study(settings, folder, progress=options.progress).results["methods"]
+    chains = found[settings.reference]["chains"]
     title = (
         f"{options.rows} training digits; the reference: {chains['num_chains']} chains of {chains['num_draws']} draws, "
         f"worst R-hat of predictions {chains['r_hat_predictions']:.3f} ({chains['ess_predictions']:.0f} effective "
         f"draws), of weights {chains['r_hat_weights']:.3f}"
     )
-    rows = [[label, *(f"{entry(row, path):.4f}" for path in COLUMNS.values())] for label, row in found.items()]
+    rows = [[short(label), *(f"{entry(row, path):.4f}" for path in COLUMNS.values())] for label, row in found.items()]
     print_table(title, ["method", *COLUMNS], rows)
 
 

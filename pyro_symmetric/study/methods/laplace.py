@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pyro_symmetric._process import without_fast_attention
 from pyro_symmetric._torchvision import prepare_torchvision
-from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.study.methods.base import Fit, register
-from pyro_symmetric.study.methods.networks import LOSS, MANY, NETWORKS, QUICK, draws_each, losses_of, train, weights_of
+from pyro_symmetric.study.methods.base import Fit, TooLarge, register
+from pyro_symmetric.study.methods.networks import NETWORKS, QUICK, draws_each, losses_of, train, weights_of
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Weights, unflatten
 
@@ -22,28 +21,24 @@ MOST_WEIGHTS = 10_000  # a full covariance of more takes longer to invert than a
 # Numbers in the inputs of one batch. Curvature is a sum over rows, but of convolutions it takes per-row, per-class
 # patches: 512 images of 28 x 28 filled 20 GB.
 MOST_INPUTS = 32_768
-OPTIONS: dict[str, Any] = {"quick": QUICK, "packages": {"laplace": "laplace-torch"}, **MANY}
 
 
-def _too_large(problem: Problem, budget: Any) -> str:
-    count = problem.num_weights
-    return f"it needs a covariance of {count} x {count} numbers" if count > MOST_WEIGHTS else ""
-
-
-@register("laplace-full", NETWORKS, too_large=_too_large, **OPTIONS)
+@register("laplace-full", NETWORKS, quick=QUICK)
 def full(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature of all
     weights together (laplace-torch)."""
+    if (count := problem.num_weights) > MOST_WEIGHTS:
+        raise TooLarge(f"it needs a covariance of {count} x {count} numbers")
     return _laplace(problem, budget, progress, "full")
 
 
-@register("laplace-diagonal", NETWORKS, **OPTIONS)
+@register("laplace-diagonal", NETWORKS, quick=QUICK)
 def diagonal(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """A Laplace approximation with the curvature of each weight by itself (laplace-torch)."""
     return _laplace(problem, budget, progress, "diag")
 
 
-@register("laplace-last-layer", NETWORKS, **OPTIONS)
+@register("laplace-last-layer", NETWORKS, quick=QUICK)
 def last_layer(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """A Laplace approximation with the curvature of the last layer as a Kronecker product (laplace-torch)."""
     return _laplace(problem, budget, progress, "kron", "last_layer")
@@ -55,7 +50,7 @@ def _laplace(problem: Problem, budget: Any, progress: bool, structure: str, subs
     each = [{site: value[mode] for site, value in weights.items()} for mode in range(budget.modes)]
     drawn = [_around(problem, mode, draws, structure, subset) for mode in each]
     samples = {site: torch.stack([mode[site] for mode in drawn]).cpu() for site in problem.model.site_shapes}
-    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem), LOSS)
+    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
 
 
 def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset: str) -> Weights:
@@ -71,12 +66,17 @@ def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset:
     if subset == "last_layer":
         more["last_layer_name"] = last = _last_layer(net)
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"{last}.")}
+    prior: Any = model.prior
+    precisions = [problem.x.new_tensor(prior.scale_of(name, shape) ** -2) for name, shape in shapes.items()]
+    if structure != "kron":  # which takes one for each parameter, the others one for each weight
+        pairs = zip(precisions, shapes.values(), strict=True)
+        precisions = [value for one, shape in pairs for value in one.expand(shape.numel())]
     fitted = Laplace(
         net,
         "classification" if problem.is_classification else "regression",
         subset_of_weights=subset,
         hessian_structure=structure,
-        prior_precision=_prior_precision(model, shapes, by_layer=structure == "kron"),
+        prior_precision=torch.stack(precisions),
         temperature=model.likelihood.temperature,
         **more,
     )
@@ -88,17 +88,6 @@ def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset:
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
         moved = unflatten(fitted.sample(draws).detach(), shapes)
     return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **moved}
-
-
-def _prior_precision(model: BayesianModel, shapes: dict[str, torch.Size], by_layer: bool) -> Tensor:
-    """The prior's precision, for each weight or (``by_layer``) for each parameter."""
-    if not isinstance(model.prior, GaussianPrior):
-        raise ValueError("the Laplace methods need a Gaussian prior (GaussianPrior, or a standard deviation)")
-    like = next(model.net.parameters())
-    precisions = [like.new_tensor(model.prior.scale_of(name, shape) ** -2) for name, shape in shapes.items()]
-    if by_layer:
-        return torch.stack(precisions)
-    return torch.cat([value.expand(shape.numel()) for value, shape in zip(precisions, shapes.values(), strict=True)])
 
 
 def _last_layer(net: nn.Module) -> str:

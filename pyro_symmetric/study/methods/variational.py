@@ -1,11 +1,11 @@
-"""Variational methods: guides that are fitted by stock SVI, in the loop that ensembles are trained by."""
+"""Variational methods: guides, of which each maximises the ELBO of a mean-field or a unit-block Gaussian."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pyro
@@ -14,20 +14,17 @@ from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 from pyro.optim.clipped_adam import ClippedAdam
-from torch import Tensor
-from tqdm import tqdm
+from tqdm import trange
 
-from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment import align, loss_barrier
 from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.ensembles import fresh_members
-from pyro_symmetric.ensembles.descent import descend
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
 from pyro_symmetric.guides.evidence import evidence_of
 from pyro_symmetric.guides.gaussian import gaussian_copy, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.study.methods.base import Fit, pooled, register
+from pyro_symmetric.study.methods.base import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem
 
 SVI = {"modes": 1, "steps": 3000, "learning_rate": 0.02, "batch_size": 512, "init_scale": 0.03}
@@ -35,13 +32,13 @@ QUICK = {"steps": 400, "learning_rate": 0.03}
 PARTICLES = 4
 
 
-@register("mean-field", SVI, quick=QUICK, many=(5, 2))
+@register("mean-field", SVI, quick=QUICK)
 def mean_field(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."""
     yield pooled([_fit(problem, *_mean_field(problem, budget, progress)) for _ in range(budget.modes)])
 
 
-@register("symmetrized", {**SVI, "proposals": 4}, quick=QUICK, many=(5, 2))
+@register("symmetrized", {**SVI, "proposals": 4}, quick=QUICK)
 def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of their
     signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches units. Its
@@ -49,28 +46,22 @@ def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     yield pooled([_symmetrized(problem, budget, AutoDiagonalNormal, progress) for _ in range(budget.modes)])
 
 
-def _too_large(problem: Problem, budget: Any) -> str:
-    shapes = problem.model.site_shapes
-    positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
-    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions)
-    if entries <= budget.largest:
-        return ""
-    return (
-        f"the covariances of its units have {entries:,} entries, more than {budget.largest:,}; --budget "
-        f"symmetrized-blocks.largest={entries} fits it all the same"
-    )
-
-
 @register(
     "symmetrized-blocks",
     {**SVI, "proposals": 4, "largest": 500_000},  # a step costs the cube of a unit's weights
     quick=QUICK,
-    many=(5, 2),
-    too_large=_too_large,
 )
 def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent;
     averaged over the same group, and trained likewise. Left out of networks with too many weights a unit."""
+    shapes = problem.model.site_shapes
+    positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
+    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions)
+    if entries > budget.largest:
+        raise TooLarge(
+            f"the covariances of its units have {entries:,} entries, more than {budget.largest:,}; "
+            f"symmetrized-blocks:largest={entries} fits it all the same"
+        )
     yield pooled([_symmetrized(problem, budget, AutoUnitBlocks, progress) for _ in range(budget.modes)])
 
 
@@ -79,7 +70,6 @@ def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterato
     {**SVI, "path_points": 21, "path_draws": 32},
     labels=("aligned", "aligned midpoint", "unaligned midpoint"),
     quick={**QUICK, "path_points": 11, "path_draws": 16},
-    many=(5, 2),
 )
 def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the flips
@@ -90,20 +80,31 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     first, *others = (guide for guide, _ in fits)
     found = [align(other, first, problem.symmetry.finite, cost="wasserstein", progress=progress) for other in others]
     moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
+    drawn = moved if budget.modes == 1 else [first, *moved]
+    both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
+    data = problem.dataset
+    rows = {"train": (data.train_x, data.train_y), "test": (data.test_x, data.test_y)}
+    path = {"num_points": budget.path_points, "num_samples": budget.path_draws, "progress": progress}
     ends = {"aligned": moved[0], "unaligned": others[0]}
-    curves = {name: _barrier(problem, budget, first, end, progress) for name, end in ends.items()}
+    curves = {name: loss_barrier(first, end, problem.model, rows, **path).to_dict() for name, end in ends.items()}
     details = {
         "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in found),
         "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in found),
     }
-    drawn = moved if budget.modes == 1 else [first, *moved]
-    both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
-    yield replace(both, barrier=curves, details=both.details | details)
+    yield Fit(both.posterior, {**both.found, "barrier": curves, "details": details})
     yield _fit(problem, barycentre([first, *moved]), [])
     yield _fit(problem, barycentre([first, *others]), [])
 
 
 # small steps --------------------------------------------------------------------------------------------------------
+
+
+def pooled(fits: list[Fit]) -> Fit:
+    """One fit whose draws are those of several independent ones, with equal shares. No bound is known of a mixture."""
+    if len(fits) == 1:
+        return fits[0]
+    draws = Posterior.concat([Posterior(fit.posterior.samples, kind=fit.posterior.kind) for fit in fits])
+    return Fit(draws, {**fits[0].found, "evidence": None})
 
 
 def _mean_field(problem: Problem, budget: Any, progress: bool) -> tuple[WeightsGuide, list[float]]:
@@ -132,40 +133,26 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
     draws = guide.sample_posterior((problem.settings.draws,), **orbit)
     worth = evidence_of(guide, lambda w: problem.model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")
-    return Fit(posterior, losses, "negative ELBO (nats)", evidence=asdict(worth))
-
-
-def _barrier(problem: Problem, budget: Any, start: WeightsGuide, end: WeightsGuide, progress: bool) -> dict[str, Any]:
-    data = problem.dataset
-    rows = {"train": (data.train_x, data.train_y), "test": (data.test_x, data.test_y)}
-    options = {"num_points": budget.path_points, "num_samples": budget.path_draws, "progress": progress}
-    return loss_barrier(start, end, problem.model, rows, **options).to_dict()
+    return Fit(posterior, {"losses": {"negative ELBO (nats)": losses}, "evidence": asdict(worth)})
 
 
 def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> list[float]:
-    """Maximise the guide's ELBO with Adam, its step size falling a hundredfold; the mean loss of each pass.
+    """Maximise the guide's ELBO on random mini-batches with Adam, its step size falling a hundredfold; the losses.
 
     :raises ValueError: if the loss stops being finite.
     """
-    x, y, steps = problem.x, problem.y, budget.steps
+    x, y, losses = problem.x, problem.y, list[float]()
     guide(x[:2], y[:2])  # creates a stock guide's parameters
     elbo = Trace_ELBO(num_particles=PARTICLES, vectorize_particles=True, max_plate_nesting=1)
-    optimizer = ClippedAdam(guide.parameters(), lr=budget.learning_rate, lrd=0.01 ** (1 / steps), clip_norm=1e3)
-    generator = torch.Generator(x.device).manual_seed(drawn_seed())
-    batch_size = min(budget.batch_size, len(x))
-    steps_a_pass = len(x) // batch_size
-
-    def losses(rows: Tensor | None) -> Tensor:
-        batch = (x, y) if rows is None else (x[rows[0]], y[rows[0]])
-        return elbo.differentiable_loss(problem.model, guide, *batch).reshape(1)
-
-    curve: list[float] = []
-    with tqdm(total=steps, desc=type(guide).__name__, unit="step", disable=not progress) as bar:
-        for start in range(0, steps, steps_a_pass):
-            most = min(steps_a_pass, steps - start)
-            curve.append(float(descend(losses, optimizer, len(x), batch_size, generator, most=most)))
-            if not math.isfinite(curve[-1]):
-                raise ValueError(f"SVI: the loss is {curve[-1]} at step {start}; are the data and the prior sensible?")
-            bar.update(most)
-            bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
-    return curve
+    rates = {"lr": budget.learning_rate, "lrd": 0.01 ** (1 / budget.steps), "clip_norm": 1e3}
+    optimizer = ClippedAdam(guide.parameters(), **rates)
+    for step in trange(budget.steps, desc=type(guide).__name__, unit="step", disable=not progress):
+        rows = torch.randperm(len(x), device=x.device)[: budget.batch_size]
+        optimizer.zero_grad()
+        loss = elbo.differentiable_loss(problem.model, guide, x[rows], y[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"SVI: the loss is {losses[-1]} at step {step}; are the data and the prior sensible?")
+    return losses
