@@ -40,7 +40,7 @@ from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistic
 from pyro_symmetric.posterior.tables import HEAD, site_row, table
 
 MOST_ROWS = 256
-MOST_NUMBERS, LEAST_ENTRIES = 2**28, 256  # of a site
+MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: some seconds
 LEAST_DRAWS = 8  # of a chain: halves of four
 STANDS_OUT = 1.1  # the R-hat of a single entry that isn't left out as one of the few that exceed a limit by chance
 CHUNK = 32  # chains whose energy is evaluated at once
@@ -59,12 +59,12 @@ class Diagnosis:
     :param checks: everything that was looked at; ``diagnosis[name]`` is one of them.
     :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log density"``, as far as they are
         known -> site -> R-hat and effective sample sizes of every entry.
+    :param draws: how many there are, such as ``4 chains of 100 draws``.
     """
 
     checks: tuple[Check, ...]
     statistics: Statistics
-    num_chains: int
-    num_samples: int
+    draws: str
 
     @property
     def ok(self) -> bool:
@@ -98,8 +98,7 @@ class Diagnosis:
         return self._shown(self.failed)
 
     def _shown(self, checks: Any) -> str:
-        chains = "1 chain" if self.num_chains == 1 else f"{self.num_chains} chains"
-        head = f"{chains} of {self.num_samples} draws: {'ok' if self.ok else 'not ok'}"
+        head = f"{self.draws}: {'ok' if self.ok else 'not ok'}"
         rows = [(check.status, check.name, check.words) for check in checks]
         return "\n".join([head, *([table(rows, left=(0, 1, 2))] if rows else [])])
 
@@ -156,10 +155,10 @@ def diagnose(
     elif checks[0].status == "pass":
         checks += diagnostics.copies(posterior.samples)
     if posterior.kind == "independent" or any(check.status == "fail" for check in checks):
-        return Diagnosis(tuple(checks), {}, *shape)
+        return Diagnosis(tuple(checks), {}, posterior.counted())
     spaces = _spaces(posterior, symmetry, model, x, given)
     if (sound := _finite(spaces)).status == "fail":
-        return Diagnosis((sound,), {}, *shape)
+        return Diagnosis((sound,), {}, posterior.counted())
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
         statistics = {k: {s: chain_statistics(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
@@ -175,7 +174,7 @@ def diagnose(
         *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
         *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
     ]
-    return Diagnosis(tuple(checks), statistics, *shape)
+    return Diagnosis(tuple(checks), statistics, posterior.counted())
 
 
 def _finite(spaces: dict[str, Any]) -> Check:

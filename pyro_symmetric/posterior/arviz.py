@@ -17,7 +17,6 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.posterior.tables import array
 from pyro_symmetric.weights import Shapes
 
 if TYPE_CHECKING:
@@ -78,6 +77,12 @@ def axis_names(site_shapes: Shapes) -> dict[str, list[str]]:
             axes = ["out", "in", *(f"kernel_{k}" for k in range(len(shape) - 2))]
             names[site] = [f"{layer}.{axis}" for axis in axes[: len(shape)]]
     return names
+
+
+def array(value: Tensor) -> np.ndarray:
+    """A tensor as an array of NumPy's, which knows no bfloat16."""
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 def _call(posterior: Any, asked: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:

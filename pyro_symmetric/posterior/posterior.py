@@ -1,17 +1,13 @@
 """Draws by chain and number: what samplers and other methods return, what is stored, what ArviZ reads.
 
-A :class:`Posterior` holds draws of every site with shape ``(chains, draws, *site_shape)``, statistics of every draw,
-and JSON metadata. Its :meth:`~Posterior.get_samples`, ``num_chains``, ``num_samples``, :meth:`~Posterior.diagnostics`
-and :meth:`~Posterior.summary` are those of Pyro's :class:`~pyro.infer.MCMC`.
-
-On disk it is a Zarr group, see :mod:`~pyro_symmetric.store`.
+``get_samples``, ``diagnostics`` and ``summary`` are those of Pyro's :class:`~pyro.infer.MCMC`. On disk a posterior is a
+Zarr group, see :mod:`~pyro_symmetric.store`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -23,9 +19,9 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.arviz import to_arviz
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import chains_diagnostics, entries_table, sites_table
+from pyro_symmetric.posterior.tables import chains_diagnostics, summary_tables
 from pyro_symmetric.storage import PathLike, StoreError
-from pyro_symmetric.store import CHECKPOINT, Contents, read_store, save_store
+from pyro_symmetric.store import Contents, read_store, save_store
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -117,13 +113,11 @@ class Posterior:
         """The chains of several posteriors side by side, as of runs that were made by themselves.
 
         :param parts: of the same sites and statistics, with as many draws of each chain.
-        :return: a posterior with ``metadata`` in which all agree; its ``seconds`` are added up, and
-            ``metadata["parts"]`` keeps how many chains came from each and what else differs.
-        :raises ValueError: if their rows, sites, shapes or numbers of draws differ.
+        :return: a posterior with the metadata in which all agree and their ``seconds`` added up; in
+            ``metadata["parts"]`` the rest, with each part's number of chains.
+        :raises ValueError: if their kinds, sites, shapes or numbers of draws differ.
         """
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
-        if not parts:
-            raise ValueError("parts is empty; it must hold at least one posterior")
         told = [(p.kind, p.site_shapes, list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
         for number, found in enumerate(told):
             if found != told[0]:
@@ -138,8 +132,8 @@ class Posterior:
     def attach(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Posterior:
         """This posterior, remembering its model and what that was called with, data included, as :attr:`source`.
 
-        :func:`~pyro_symmetric.mcmc.sample` does it; do it again for a posterior that comes from a file, which holds no
-        model. ``diagnose`` looks at the energy then, and ``to_arviz(log_likelihood=True)`` needs it.
+        :func:`~pyro_symmetric.mcmc.sample` does it; a file holds no model. ``diagnose`` looks at the energy then, and
+        ``to_arviz(log_likelihood=True)`` needs it.
 
         >>> posterior = Posterior.load(path).attach(model, x, y)
         """
@@ -235,12 +229,7 @@ class Posterior:
         log_likelihood: bool | tuple[Any, ...] = False,
         posterior_predictive: bool | tuple[Any, ...] = False,
     ) -> xarray.DataTree:
-        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``. Its
-        ``tree["posterior"].to_dataset().to_dataframe()`` is one of pandas.
-
-        Its groups are ``posterior``, ``sample_stats`` if the posterior has statistics, and on request
-        ``log_likelihood`` of every row, as ``arviz_stats.loo`` needs it, with ``observed_data``; and
-        ``posterior_predictive``, draws of the targets.
+        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
 
         >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
         >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
@@ -248,13 +237,12 @@ class Posterior:
         >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
         (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
 
-        The axes of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and ``0.in``; other sites' axes
-        ``<site>_dim_<k>``.
-
-        :param dims: site -> names of its axes, to replace those above; the axis of rows is called ``row``.
+        :param dims: site -> names of its axes. Those of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and
+            ``0.in``, that of rows ``row``, others ``<site>_dim_<k>``.
         :param coords: name of an axis -> its labels.
-        :param log_likelihood: the model and what it is called with, or ``True`` for what the posterior was drawn from.
-        :param posterior_predictive: likewise; leave targets out (or pass ``y=None``) to predict other inputs.
+        :param log_likelihood: of every row, as ``arviz_stats.loo`` needs it: the model and what it is called with, or
+            ``True`` for what the posterior was drawn from.
+        :param posterior_predictive: draws of targets, likewise; leave targets out to predict other inputs.
         """
         return to_arviz(self, dims, coords, log_likelihood, posterior_predictive)
 
@@ -270,8 +258,8 @@ class Posterior:
         return by_site | chains_diagnostics(self.statistics, self.num_chains)
 
     def summary(self, prob: float = 0.9) -> None:
-        """Print a line for every entry of sites with few of them, as Pyro does, and one for each site: worst and median
-        R-hat and effective sample sizes.
+        """Print a line for every entry of sites with few of them, as Pyro does; of chains one for each site, too: worst
+        and median R-hat and effective sample sizes.
 
         If the model has a symmetry, draws may come from different copies of a mode. Then
         :func:`~pyro_symmetric.compare.summary` aligns them first: ``ps.summary(posterior, symmetry)``.
@@ -279,23 +267,22 @@ class Posterior:
         :param prob: how much of an entry's draws its interval holds, between quantiles.
         """
         arguments.fraction("prob", prob)
-        told = self._counted()
+        told = self.counted()
         if "diverging" in self.statistics:
             told += f"; {int(self.divergences.sum())} of {self.num_chains * self.num_samples} diverged"
         if "acceptance_rate" in self.statistics:
             told += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
-        parts = entries_table(self.samples, prob), f"{sites_table(self.samples)}\n{told}"
-        print("\n\n".join(filter(None, parts)))
+        print("\n".join([*summary_tables(self.samples, prob, chains=self.kind == "chains"), told]))
 
     def __repr__(self) -> str:
         weights, width = sum(shape.numel() for shape in self.site_shapes.values()), max(map(len, self.samples))
         maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
-        lines = [f"Posterior({self._counted()}, {weights} weight{'s' * (weights != 1)}{maker})"]
+        lines = [f"Posterior({self.counted()}, {weights} weight{'s' * (weights != 1)}{maker})"]
         lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
         more = {"chosen": self.metadata.get("chosen"), "statistics": ", ".join(self.statistics)}
         return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
-    def _counted(self) -> str:
+    def counted(self) -> str:
         """The number of draws in words, such as ``4 chains of 100 draws``."""
         chains = self.kind == "chains"
         unit = f"{self.num_chains} {'chain' if chains else 'row'}{'s' * (self.num_chains != 1)} of "
@@ -319,23 +306,15 @@ class Posterior:
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
         """Read what :meth:`save` wrote, or the folder that ``sample(store=...)`` writes, also while it does.
 
-        On the CPU; draws are mapped from the files, so that they needn't fit into memory. Of a run in tasks, those of
-        the tasks that have finished stand side by side; if none has, as far as all of them have come.
+        On the CPU; draws are mapped from the files, so that they needn't fit into memory. A run in tasks has a folder
+        for each; :meth:`concat` joins what they hold.
 
         :param verify: read everything once and compare it with its checksums, at some gigabytes a second.  ``False``:
             open at once, and read draws when they are touched, right or damaged.
         :raises OSError: if there is no such folder or it can't be read.
         :raises StoreError: if it is truncated, differs from its checksum, or is of a newer version of the format.
         """
-        folder = Path(path)
-        if tasks := sorted(folder.glob("task-*")):
-            begun = [cls.load(task, verify=verify) for task in tasks if (task / CHECKPOINT).exists()]
-            done = [part for part in begun if not part.metadata.get("interrupted")] or begun
-            fewest = min((part.num_samples for part in done), default=0)
-            joint = cls.concat([part.select(draws=slice(fewest)) for part in done])
-            broken = joint.metadata["interrupted"] or len(done) < len(tasks)
-            return replace(joint, metadata={**joint.metadata, "interrupted": broken})
-        samples, statistics, metadata = read_store(folder, verify=verify)
+        samples, statistics, metadata = read_store(path, verify=verify)
         try:
             return cls(samples, statistics, metadata, kind=metadata.pop("kind", "chains"))
         except (TypeError, ValueError) as error:  # a checkpoint that nothing of ours has written
@@ -343,13 +322,9 @@ class Posterior:
 
 
 def _joint(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
-    """The metadata of several runs together: what they agree in, ``seconds`` of all, and the rest by ``parts``."""
-    summed = ("seconds", "interrupted")
-    same = {n: v for n, v in every[0].items() if n not in summed and all(own.get(n) == v for own in every)}
+    """The metadata in which all runs agree, the ``seconds`` of all, and the rest by ``parts``."""
+    same = {n: v for n, v in every[0].items() if n != "seconds" and all(n in own and own[n] == v for own in every)}
     parts = [{"chains": k} | {n: v for n, v in o.items() if n not in same} for k, o in zip(chains, every, strict=True)]
-    joint = {**same, "parts": parts}
-    if all(isinstance(own.get("seconds"), dict) for own in every):
-        joint["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}
-    if any("interrupted" in own for own in every):
-        joint["interrupted"] = any(own.get("interrupted", False) for own in every)
-    return joint
+    if all("seconds" in own for own in every):
+        same["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}
+    return {**same, "parts": parts}

@@ -27,6 +27,7 @@ ROUNDING = 4.0  # of a sum, in units of the last place, about
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
 _PART_ENTRIES = 2**16  # what a thread works on at a time: a few megabytes with its copies, which its cache holds
+_KEPT_BYTES = 2**25 - 2**16  # nearly the most that counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +68,12 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     result = np.full((3, event.numel()), np.nan)
     if draws.numel() and draws.shape[1] >= 4:
         columns, series_size = draws.detach()[..., None].flatten(2), draws.shape[:2].numel()
+        np.empty(_KEPT_BYTES, dtype=np.uint8)  # and freed: glibc keeps as much from now on, and page faults go
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
                 series = columns[..., block].permute(2, 0, 1).contiguous().cpu()
-                numbers = (series.float() if series.dtype.itemsize < 4 else series).numpy()
+                single = series.dtype in (torch.float32, torch.float16, torch.bfloat16)
+                numbers = series.to(torch.float32 if single else torch.float64).numpy()
                 parts = slices(len(numbers), _PART_ENTRIES // series_size)
                 result[:, block] = np.hstack(list(threads.map(_part, [numbers[part] for part in parts])))
     return ChainStatistics(*(torch.from_numpy(row).reshape(event) for row in result))
@@ -81,39 +84,67 @@ def _part(series: NDArray[Any]) -> Array:
     """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
     count, chains, length = series.shape
     halves = np.delete(series, length // 2, axis=2) if length % 2 else series  # without the middle
+    rows, halves = series.reshape(count, -1), halves.reshape(count, -1)
+    places = _ascending(halves)
     split = halves.reshape(count, 2 * chains, length // 2).astype(np.float64)
-    rows, flat = series.reshape(count, -1).astype(np.float64), split.reshape(count, -1)
-    order = halves.reshape(count, -1).argsort(1)
-    ordered = np.take_along_axis(flat, order, 1)
-    scores = _normal_scores(order, ordered).reshape(split.shape)
-    limits = np.quantile(rows if length % 2 else ordered, TAILS, axis=1)
-    tails = [effective_size(split <= limit[:, None, None]) for limit in limits]
-    n = flat.shape[1]
+    ordered = split.ravel()[places]
+    scores = _normal_scores(places, ordered).reshape(split.shape)
+    whole = np.sort(rows.astype(np.float64), axis=1) if length % 2 else ordered
+    tails = np.minimum(*(effective_size(split <= _quantile(whole, at)[:, None, None]) for at in TAILS))
+    n = places.shape[1]
     folded = np.abs(ordered - (ordered[:, (n - 1) // 2, None] + ordered[:, n // 2, None]) / 2)
-    turned = folded.argsort(1, kind="stable")  # which merges what falls with what rises
-    far = _normal_scores(np.take_along_axis(order, turned, 1), np.take_along_axis(folded, turned, 1))
-    r_hat = np.fmax(_r_hat(scores), _r_hat(far.reshape(split.shape)))
-    found = [r_hat, effective_size(scores), np.minimum(*tails)]
-    return np.where(np.isfinite(rows).all(1) & (rows.max(1) > rows.min(1)), found, np.nan)
+    turned = folded.argsort(1, kind="stable") + _starts(folded)  # which merges what falls with what rises
+    far = _normal_scores(places.ravel()[turned], folded.ravel()[turned]).reshape(split.shape)
+    found = [np.fmax(_r_hat(scores), _r_hat(far)), effective_size(scores), tails]
+    return np.where(np.isfinite(rows).all(1) & (ordered[:, 0] < ordered[:, -1]), found, np.nan)
 
 
-def _normal_scores(order: NDArray[Any], ordered: Array) -> Array:
+def _starts(rows: NDArray[Any]) -> NDArray[Any]:
+    """The place of each row's first number, if rows lie end to end, ``(rows, 1)``."""
+    return np.arange(0, rows.size, rows.shape[1])[:, None]
+
+
+def _ascending(rows: NDArray[Any]) -> NDArray[Any]:
+    """The places of each row's numbers from the least to the greatest, as if rows lay end to end.
+
+    Their bits, those of negative ones turned over, ascend with them as whole numbers, which NumPy sorts by counting if
+    they have 16 bits: a fifth of the time of comparing.
+    """
+    bits = rows.view(f"i{rows.itemsize}")
+    ascending = bits ^ (bits >> (8 * rows.itemsize - 1) | np.iinfo(bits.dtype).min)
+    words = np.moveaxis(ascending.view("<u2").reshape(*rows.shape, -1), -1, 0)
+    return np.lexsort(np.ascontiguousarray(words)) + _starts(rows)
+
+
+def _normal_scores(places: NDArray[Any], ordered: Array) -> Array:
     """Quantiles of the standard normal at the rank of every number in its row, of equal ones the mean (Blom 1958).
 
-    :param order: the places of each row's numbers from the least to the largest; ``ordered``: the numbers like this.
+    :param places: those of the numbers from the least to the greatest, ``ordered``.
     """
-    starts = np.flatnonzero(np.diff(ordered, axis=1, prepend=np.nan))
-    sizes = np.diff(starts, append=ordered.size)
-    twice = np.repeat(2 * (starts % order.shape[1]) + sizes + 1, sizes).reshape(order.shape)
-    scores = np.empty_like(ordered)
-    np.put_along_axis(scores, order, _quantiles(order.shape[1])[twice], 1)
+    count, n = ordered.shape
+    equal = np.full((count, n + 1), False)
+    np.equal(ordered[:, 1:], ordered[:, :-1], out=equal[:, 1:-1])
+    before, after = equal[:, :-1], equal[:, 1:]
+    begins, ends = np.flatnonzero(after & ~before), np.flatnonzero(before & ~after)  # of equal ones
+    quantiles = _normal_quantiles(n)
+    ascending = np.tile(quantiles[2::2], count)
+    ascending[(before | after).ravel()] = np.repeat(quantiles[(begins + ends) % (2 * n) + 2], ends - begins + 1)
+    scores = np.empty(ordered.size)
+    scores[places.ravel()] = ascending
     return scores
 
 
 @lru_cache(maxsize=2)
-def _quantiles(n: int) -> Array:
+def _normal_quantiles(n: int) -> Array:
     """Those at half of 0, 1, ... 2n, as ranks of n numbers."""
     return special.ndtri((np.arange(2 * n + 1) / 2 - 3 / 8) / (n + 1 / 4))
+
+
+def _quantile(ordered: Array, at: float) -> Array:
+    """The quantile of each row, between its numbers in proportion, rounded as :func:`numpy.quantile` rounds it."""
+    below = int(at * (ordered.shape[1] - 1))
+    share, (low, high) = at * (ordered.shape[1] - 1) - below, ordered[:, below : below + 2].T
+    return low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share)
 
 
 def _r_hat(split: Array) -> Array:
@@ -128,9 +159,8 @@ def _r_hat(split: Array) -> Array:
 
 def effective_size(split: NDArray[Any]) -> Array:
     """Effective sample size of each row of split chains ``(quantities, 2 * chains, half)``, two draws or more."""
-    split = split.astype(np.float64)
     _, chains, length = split.shape
-    means, padded = split.mean(-1), fft.next_fast_len(2 * length, real=True)
+    means, padded = split.mean(-1, dtype=np.float64), fft.next_fast_len(2 * length, real=True)
     spectrum = fft.rfft(split - means[..., None], n=padded)
     parts = spectrum.view(np.float64)
     squares = np.einsum("qcf,qcf->qf", parts, parts) / chains  # over chains, before it is transformed back

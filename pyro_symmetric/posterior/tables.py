@@ -27,39 +27,42 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
 
 
 def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
-    """The row of a site under :data:`HEAD`."""
+    """The row of a site under :data:`HEAD`: worst and median R-hat and effective sample sizes."""
     numbers = statistics.summary()
     r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
     sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
     return (site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
 
 
-def sites_table(samples: Mapping[str, Tensor]) -> str:
-    """One line for each site: worst and median R-hat and effective sample sizes."""
-    return table([HEAD, *(site_row(site, chain_statistics(draws)) for site, draws in samples.items())])
-
-
-def entries_table(samples: Mapping[str, Tensor], prob: float) -> str:
-    """A line for every entry of the sites that have few of them, as Pyro's summary; empty if no site has, or no draws.
+def summary_tables(samples: Mapping[str, Tensor], prob: float, chains: bool) -> list[str]:
+    """A line for every entry of the sites that have few of them, as Pyro's summary; of chains, a line for each site.
 
     :param prob: how much of an entry's draws its interval holds, between quantiles.
     """
-    low, high = (1 - prob) / 2, (1 + prob) / 2
-    rows: list[tuple[Any, ...]] = []
-    for site, draws in samples.items():
-        shape = draws.shape[2:]
-        if not 0 < shape.numel() <= MOST_ENTRIES_SHOWN or draws.numel() == 0:
-            continue
-        statistics, flat = chain_statistics(draws), draws.double().cpu().reshape(-1, shape.numel())
-        numbers = [flat.mean(0), flat.std(0), *np.quantile(flat.numpy(), [0.5, low, high], axis=0)]
+    statistics = {site: chain_statistics(draws) for site, draws in samples.items()} if chains else {}
+    few = {s: v for s, v in samples.items() if v.numel() and v.shape[2:].numel() <= MOST_ENTRIES_SHOWN}
+    rows = [row for site, draws in few.items() for row in _entry_rows(site, draws, prob, statistics.get(site))]
+    found = []
+    if rows:
+        low, high = (1 - prob) / 2, (1 + prob) / 2
+        heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", *(("n_eff", "r_hat") if chains else ()))
+        width = max(len(row[0]) for row in rows)
+        found = [" " * width + "".join(f"{head:>10}" for head in heads)]
+        found += [f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows]
+    between = [""] if found and chains else []
+    sites = [table([HEAD, *(site_row(*one) for one in statistics.items())])] if chains else []
+    return [*found, *between, *sites]
+
+
+def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatistics | None) -> list[tuple[Any, ...]]:
+    shape = draws.shape[2:]
+    flat = draws.double().cpu().reshape(-1, shape.numel())
+    quantiles = np.quantile(flat.numpy(), [0.5, (1 - prob) / 2, (1 + prob) / 2], axis=0)
+    numbers = [flat.mean(0), flat.std(0), *quantiles]
+    if statistics is not None:
         numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-        rows += zip(entry_names(site, shape), *(number.tolist() for number in numbers), strict=True)
-    if not rows:
-        return ""
-    width = max(len(row[0]) for row in rows)
-    heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", "n_eff", "r_hat")
-    lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
-    return "\n".join([*lines, *(f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows)])
+    names = [f"{site}[{','.join(map(str, place))}]" for place in np.ndindex(*shape)] if shape else [site]
+    return list(zip(names, *(number.tolist() for number in numbers), strict=True))
 
 
 def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dict[str, dict[str, Any]]:
@@ -71,14 +74,3 @@ def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dic
     if (rates := statistics.get("acceptance_rate")) is not None:
         found["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
     return found
-
-
-def entry_names(site: str, shape: torch.Size) -> list[str]:
-    """The names of a site's entries, in the order in which a tensor is flattened; a scalar site's is its own."""
-    return [f"{site}[{','.join(map(str, place))}]" for place in np.ndindex(*shape)] if shape else [site]
-
-
-def array(value: Tensor) -> np.ndarray:
-    """A tensor as an array of NumPy's, which knows no bfloat16."""
-    value = value.detach().cpu()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

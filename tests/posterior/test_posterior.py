@@ -261,10 +261,20 @@ def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     assert "large[" not in "".join(lines)
 
 
+def test_independent_draws_are_counted_as_such_and_have_no_r_hat(capsys):
+    posterior = Posterior.from_samples({"w": torch.randn(500, 2)}, kind="independent")
+    assert str(ps.diagnose(posterior)).splitlines()[0] == "500 independent draws: ok"
+    posterior.summary()
+    shown = capsys.readouterr().out
+    assert "w[1]" in shown
+    assert "r_hat" not in shown
+    assert "R-hat" not in shown
+
+
 def test_concat_lays_chains_side_by_side_with_summed_seconds():
     def part(chains: int, value: float) -> Posterior:
         seconds = {"warmup": 1.0, "sampling": value}
-        metadata = {"kernel": "k", "seconds": seconds, "seed": int(value), "interrupted": value > 5}
+        metadata = {"kernel": "k", "seconds": seconds, "seed": int(value)}
         draws = torch.full((chains, 3, 2), value)
         return Posterior({"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, kind="chains")
 
@@ -275,7 +285,6 @@ def test_concat_lays_chains_side_by_side_with_summed_seconds():
     assert whole.metadata["kernel"] == "k"
     assert whole.metadata["seconds"] == {"warmup": 2.0, "sampling": 8.0}
     assert [(part["chains"], part["seed"]) for part in whole.metadata["parts"]] == [(1, 2), (3, 6)]
-    assert whole.metadata["interrupted"]
     json.dumps(whole.metadata)
 
 

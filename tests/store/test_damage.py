@@ -49,6 +49,10 @@ def run(path: Path, seed: int, num_samples: int = 6, **options) -> Posterior:
 run_tasks = functools.partial(run, chains_per_task=2)
 
 
+def joined(path: Path) -> Values:
+    return values_of(Posterior.concat([Posterior.load(task) for task in sorted(path.iterdir())]))
+
+
 def save(path: Path, seed: int) -> None:
     generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
     draws = {"w": torch.randn(2, 50, 3, generator=generator), "b": torch.randn(2, 50, generator=generator).double()}
@@ -82,7 +86,7 @@ class Kind:
 KINDS = {
     "a saved posterior": Kind(save, lambda path: values_of(Posterior.load(path / "draws")), "draws/**/*"),
     "a run": Kind(run, lambda path: values_of(Posterior.load(path)), "**/*", run),
-    "a run in tasks": Kind(run_tasks, lambda path: values_of(Posterior.load(path)), "**/*", run_tasks),
+    "a run in tasks": Kind(run_tasks, joined, "**/*", run_tasks),
     "a guide": Kind(save_a_guide, parameters, "guide"),
 }
 
