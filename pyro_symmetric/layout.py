@@ -24,7 +24,7 @@ from torch.distributions import (
     constraints,
     identity_transform,
 )
-from torch.distributions.transforms import AffineTransform, ComposeTransform, IndependentTransform
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
 from pyro_symmetric import weights as by_site
 from pyro_symmetric.placement import as_tensor
@@ -149,7 +149,6 @@ def _without_shifts(transform: Transform) -> Transform:
         return IndependentTransform(_without_shifts(transform.base_transform), transform.reinterpreted_batch_ndims)
     if not isinstance(transform, ComposeTransform):
         return transform
-    idle = [
-        isinstance(p, AffineTransform) and type(p.loc) is float and (p.loc, p.scale) == (0, 1) for p in transform.parts
-    ]
+    numbers = [(getattr(part, "loc", None), getattr(part, "scale", None)) for part in transform.parts]
+    idle = [not any(isinstance(n, Tensor) for n in pair) and pair == (0, 1) for pair in numbers]
     return ComposeTransform([part for part, is_idle in zip(transform.parts, idle, strict=True) if not is_idle])
