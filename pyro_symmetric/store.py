@@ -19,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
-import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -88,13 +87,11 @@ def save_store(path: PathLike, contents: Contents) -> None:
 
     :raises OSError: if it can't be written, or if there is something else.
     """
-    path = Path(path)
+    path, draws = Path(path), next(iter(contents.samples.values())).shape[1]
     if path.is_symlink() or (path.exists() and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)):
         raise FileExistsError(f"{path} is something else than a saved posterior; it was left as it is")
-    new, old = (path.with_name(f".{path.name}.{secrets.token_hex(8)}.{name}") for name in ("tmp", "old"))
-    draws = next(iter(contents.samples.values())).shape[1]
-    try:
-        new.mkdir()
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
+        new = Path(beside) / "new"
         with FolderRecorder(new, draws) as recorder:
             for begin in range(0, max(draws, 1), AT_ONCE):
                 rows = slice(begin, begin + AT_ONCE)
@@ -102,12 +99,9 @@ def save_store(path: PathLike, contents: Contents) -> None:
             recorder.commit(draws, lambda: contents.metadata, bytes)
         (new / LOCK).unlink()
         if path.exists():
-            path.rename(old)
+            path.rename(Path(beside) / "old")
         new.rename(path)
         sync(path.parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ FLOORS = [
 INSIDE = {
     "posterior": [
         ["statistics"],
-        ["diagnostics", "predictors", "tables"],
-        ["predict"],
+        ["diagnostics", "predict", "tables"],
         ["arviz"],
         ["posterior"],
         ["checkpoints", "samples", WHOLE],

@@ -17,7 +17,6 @@ from pyro_symmetric.calls import described
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.weights import Shapes
 
 if TYPE_CHECKING:
     import xarray
@@ -51,7 +50,7 @@ def to_arviz(
         drawn = predict(posterior, model, *args, kind="samples", **kwargs)
         drawn = drawn if isinstance(drawn, dict) else {"y": model.likelihood.targets(drawn)}
         groups["posterior_predictive"] = by_chain(drawn)
-    names = axis_names(posterior.site_shapes)
+    names: dict[str, list[str]] = {}
     for arrays in (groups.get(group, {}) for group in ("log_likelihood", "posterior_predictive")):
         row = ["row"] if len({held.shape[2:3] for held in arrays.values()}) == 1 else []  # one name, one length
         for site, held in arrays.items():
@@ -65,18 +64,6 @@ def to_arviz(
     attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
     dims = {**names, **(dims or {})}
     return arviz_base.from_dict(groups, dims=dims, coords=coords, check_conventions=False, attrs=attributes)
-
-
-def axis_names(site_shapes: Shapes) -> dict[str, list[str]]:
-    """Names of the axes of layers: ``l.out`` and ``l.in`` if ``l.weight`` has a bias ``l.bias`` of as many units."""
-    names = {}
-    for site, shape in site_shapes.items():
-        layer, _, parameter = site.rpartition(".")
-        if layer and parameter == "weight" and len(shape) and site_shapes.get(f"{layer}.bias") == shape[:1]:
-            names[f"{layer}.bias"] = [f"{layer}.out"]
-            axes = ["out", "in", *(f"kernel_{k}" for k in range(len(shape) - 2))]
-            names[site] = [f"{layer}.{axis}" for axis in axes[: len(shape)]]
-    return names
 
 
 def array(value: Tensor) -> np.ndarray:

@@ -32,7 +32,6 @@ def read_checkpoints(
     pattern: str = "**/*",
     rename: Callable[[str], str | None] | None = None,
     key: str | None = None,
-    dtype: torch.dtype | None = None,
     progress: bool = True,
 ) -> Posterior:
     """Read state dicts, one file for each network, as one posterior.
@@ -51,9 +50,8 @@ def read_checkpoints(
         normalisation are sites, too; tensors that aren't floating-point are left out.
     :param key: where in a ``.pt`` file the state dict lies. Default: the file itself, or its entry ``state_dict``,
         ``model_state_dict`` or ``model``.
-    :param dtype: to convert to; by default that of the first file.
-    :return: samples ``(1, files, *shape)``; ``metadata`` with ``files`` and ``not_finite``, those with a NaN or an
-        infinity in them, of which it warns.
+    :return: samples ``(1, files, *shape)`` in the first file's precision; ``metadata`` with ``files`` and
+        ``not_finite``, those with a NaN or an infinity in them, of which it warns.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
     :raises ValueError: naming the file that can't be read, or differs from the first one in its sites.
     """
@@ -66,9 +64,8 @@ def read_checkpoints(
     for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
         sites = _sites(_state(file, key), rename, file)
         if i == 0:
-            like = {site: (len(files), *value.shape) for site, value in sites.items()}
-            samples = {s: torch.empty(like[s], dtype=dtype or v.dtype, device="cpu") for s, v in sites.items()}
-        if {site: (len(files), *value.shape) for site, value in sites.items()} != like:
+            samples = {s: torch.empty(len(files), *v.shape, dtype=v.dtype, device="cpu") for s, v in sites.items()}
+        if {s: v.shape for s, v in sites.items()} != {s: v.shape[1:] for s, v in samples.items()}:
             raise ValueError(f"{file} and {files[0]} have other sites or shapes; they must be of one network (rename=)")
         for site, value in sites.items():
             samples[site][i] = value

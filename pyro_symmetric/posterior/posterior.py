@@ -237,8 +237,7 @@ class Posterior:
         >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
         (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
 
-        :param dims: site -> names of its axes. Those of a layer's ``0.weight`` and ``0.bias`` are called ``0.out`` and
-            ``0.in``, that of rows ``row``, others ``<site>_dim_<k>``.
+        :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and of an axis of rows ``row``.
         :param coords: name of an axis -> its labels.
         :param log_likelihood: of every row, as ``arviz_stats.loo`` needs it: the model and what it is called with, or
             ``True`` for what the posterior was drawn from.

@@ -1,8 +1,5 @@
 r"""Predictions of many weights: chunked over draws, for networks and for any Pyro model.
 
-For draws :math:`w_s` of a posterior, the outputs :math:`f_{w_s}(x)`, the expected targets
-:math:`\mathbb E[y \mid x, w_s]`, or draws :math:`y_s \sim p(y \mid x, w_s)` of the posterior predictive.
-
 :class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here the network, or the model's
 trace, is mapped over draws by :func:`torch.func.vmap`, in chunks whose activations stay small, and only what is asked
 for is kept.
@@ -10,19 +7,36 @@ for is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from pyro import poutine
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor, nn
+from torch.distributions import Categorical, Independent
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import LOCK, running_pyro
+from pyro_symmetric.calls import (
+    described_call,
+    explaining,
+    is_deterministic,
+    is_enumerated,
+    over_weights,
+    with_weights,
+)
+from pyro_symmetric.enumeration import Enumeration, masked_log_prob
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior.predictors import NetworkPredictor, TracedPredictor
+from pyro_symmetric.placement import Placement, placed, promoted
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.weights import batch_shape, require_sites
+from pyro_symmetric.traced import Traced
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
@@ -115,3 +129,195 @@ def _at_once(place: torch.device, predictor: NetworkPredictor | TracedPredictor)
     fitting = (CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES) // predictor.entries
     weights = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
     return max(1, min(MOST_DRAWS, fitting, WEIGHT_ENTRIES // weights))
+
+
+# What is mapped over draws. Each says which sites it needs, in which place and precision, and how many numbers a draw
+# meets, about.
+
+
+class NetworkPredictor:
+    """A network, or a network with a likelihood.
+
+    Draws that hold running statistics (an ensemble's) are predicted with their own, others with the network's.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
+    ):
+        found, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
+        if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
+            raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {found}")
+        if not bare and len(args) + len(kwargs) != (2 if kind == "log_likelihood" else 1):
+            raise TypeError(f"a BayesianModel takes the inputs only, for log-likelihoods the targets; found {found}")
+        if kind == "discrete" or (bare and kind != "outputs"):
+            raise ValueError(f"kind is {kind!r}, but a network has no discrete sites, and a bare one no likelihood")
+        self.model, self.kind = model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(), kind
+        net = self.model.net if isinstance(self.model, BayesianModel) else self.model
+        parameters = dict(net.named_parameters())
+        # A posterior may lack what is frozen, and hold running statistics.
+        needed = {name for name, value in parameters.items() if value.requires_grad} or set(parameters)
+        tensors = {**parameters, **dict(net.named_buffers())}
+        self.site_shapes = {name: t.shape for name, t in tensors.items() if name in needed or name in given}
+        self.latents: list[str] = []
+        if isinstance(self.model, BayesianModel) and kind in ("samples", "log_likelihood"):
+            self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
+            self.latents = [site for site in self.site_shapes if site not in tensors]
+        like = next(iter(parameters.values()))
+        self.device: torch.device | None = like.device
+        self.dtype: torch.dtype | None = like.dtype
+        _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
+        widest = max((value.shape[0] for value in parameters.values() if value.dim()), default=1)
+        rows, pixels = len(args[0]), args[0].shape[2:].numel()
+        self.entries = max(1, args[0].numel(), rows * widest * pixels)
+
+    def __call__(self, weights: Weights) -> Any:
+        args, kwargs = self.args, self.kwargs
+        if not isinstance(self.model, BayesianModel):
+            return over_weights(self.model, lambda own: with_weights(self.model, own, args, kwargs), weights)
+        if self.kind == "log_likelihood":
+            return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
+        outputs = self.model.outputs(weights, *args, **kwargs)
+        if self.kind == "outputs":
+            return outputs
+        mean = self.model.likelihood.mean(outputs)
+        if self.kind == "mean":
+            return mean
+        drawn = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents}).sample()
+        return drawn[..., None] if mean.shape == (*drawn.shape, 1) else drawn
+
+
+class TracedPredictor(Traced):
+    """Any Pyro model.
+
+    Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str,
+        given: Mapping[str, Tensor],
+        device: torch.device | str | None,
+    ):
+        self.dtype, self.kind = promoted(list(given.values())), kind
+        super().__init__(*placed(model, args, kwargs, device, self.dtype))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.entries = max([1, *(leaf.numel() for leaf in tensors)])
+        parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
+        places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
+        self.device: torch.device | None = torch.device(places[0]) if places else None
+        with LOCK, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
+        self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
+        drawn = {s: site for s, site in sites.items() if s not in self.site_shapes and _is_random(site)}
+        self._last = next(reversed(drawn), None)  # on whose value no mean depends
+        if not self.site_shapes:
+            has = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
+            raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {has}")
+        frames = {frame.name for site in drawn.values() for frame in site["cond_indep_stack"]}
+        plates = {name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()}
+        if partial := [n for n, fn in plates.items() if fn.subsample_size is not None and fn.subsample_size < fn.size]:
+            raise ValueError(
+                f"the plates {partial} draw rows anew for each draw, whose order and average would mean nothing; pass "
+                "the model without subsample_size, whose sites are the same"
+            )
+        if kind in ("discrete", "log_likelihood"):
+            self._require_given(drawn, given)
+
+    def _require_given(self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
+        """:raises ValueError: if other sites than discrete ones are left to be drawn, or none though asked for."""
+        latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
+        if missing := [n for n, s in latent.items() if self.kind == "log_likelihood" or not is_enumerated(s)]:
+            raise ValueError(f"kind is {self.kind!r}, which is one given all other sites; nothing gives {missing}")
+        if self.kind == "discrete":
+            if not latent or len(latent) == len(drawn):
+                raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
+            one = {name: given[name].reshape(-1, *shape)[0].to(self.device) for name, shape in self.site_shapes.items()}
+            with running_pyro(self.dtype):
+                self.enumeration = Enumeration(self.model, self.run(one), one, self.args, self.kwargs)
+
+    def __call__(self, weights: Weights) -> Any:
+        try:
+            values = self.mapped(self._one, weights, randomness="different")
+        except RuntimeError as error:
+            if self.one_by_one:
+                raise
+            self.one_by_one = "not known yet"
+            values = self.mapped(self._one, weights)  # if the model itself is in order it was the map that failed
+            self.give_up_map(error)
+        if self.kind == "discrete":
+            values, possible = values
+            if not bool(possible.all()):
+                found = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
+                raise ValueError(f"of {len(possible)} draws, {found}: the density of all of them is 0 or not a number")
+        return values
+
+    def _one(self, weights: Weights) -> Any:
+        """The prediction of one draw."""
+        if self.kind == "log_likelihood":
+            nodes: Mapping[str, Any] = self.run(weights).nodes
+            observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
+            return {name: masked_log_prob(nodes[name]) for name in observed if _is_random(nodes[name])}
+        if self.enumeration is not None:
+            drawn, log_prob = self.enumeration.draw(self.run(weights))
+            given = poutine.condition(self.model, data={**weights, **drawn})
+            trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
+            computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
+            return {**drawn, **computed}, log_prob.isfinite()
+        with _Targets(weights, self.kind, self._last) as targets:
+            returned = poutine.condition(self.model, data=weights)(*self.args, **self.kwargs)
+        if self.kind != "outputs":
+            return targets.values
+        if not tree_leaves(returned) or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):
+            kind = type(returned).__name__
+            raise ValueError(f"the model returns {kind}, no tensors; return its outputs, or use another kind")
+        return returned
+
+
+class _Targets(Messenger):
+    """Draws what the posterior doesn't give, and keeps that or its mean, and deterministic sites.
+
+    :param last: the last such site of the model, on whose value no mean depends.
+    """
+
+    def __init__(self, given: Mapping[str, Tensor], kind: str, last: str | None):
+        super().__init__()
+        self.given, self.kind, self.last = given, kind, last
+        self.values: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if is_deterministic(msg):
+            self.values[msg["name"]] = msg["value"]
+        if msg["name"] in self.given or not _is_random(msg):
+            return
+        # Not rsample, whose in-place noise vmap refuses. Data stay where only what they don't change is asked for.
+        if self.kind == "samples" or not msg["is_observed"]:
+            # Many distributions draw by noise in place, which vmap refuses too; so no more is drawn than is needed.
+            idle = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
+            msg["value"] = _mean(msg["name"], msg["fn"]) if idle else msg["fn"].sample()
+            msg["done"] = True
+        self.values[msg["name"]] = _mean(msg["name"], msg["fn"]) if self.kind == "mean" else msg["value"]
+
+
+def _mean(site: str, fn: Any) -> Tensor:
+    """The mean, which of a categorical site are its probabilities, as of a classifying ``BayesianModel``.
+
+    :raises ValueError: naming the site, if its distribution has none in closed form.
+    """
+    inner = fn
+    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
+        inner = inner.base_dist
+    try:
+        if isinstance(inner, Categorical):  # OneHotCategorical's mean are its probabilities
+            return inner.probs.expand(*fn.batch_shape, *fn.event_shape, inner.probs.shape[-1])
+        return fn.mean
+    except NotImplementedError as error:
+        raise ValueError(f"the mean of site {site!r} ({type(fn).__name__}) isn't known; use kind='samples'") from error
+
+
+def _is_random(site: Any) -> bool:
+    """True if a sample site is one, and not the rows of a plate or a deterministic site, which Pyro makes alike."""
+    return not site_is_subsample(site) and not is_deterministic(site)

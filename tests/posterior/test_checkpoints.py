@@ -49,8 +49,8 @@ def test_files_given_one_by_one_keep_their_order_and_names_can_be_changed(tmp_pa
     states = saved(tmp_path)
     files = [tmp_path / f"net-{i}.pt" for i in (2, 0)]
     rename = lambda name: None if name.startswith("1.") else f"module.{name}"  # noqa: E731
-    posterior = read_checkpoints(files, rename=rename, dtype=torch.float64, progress=False)
-    assert torch.equal(posterior.samples["module.3.bias"][0, 1], states[0]["3.bias"].double())
+    posterior = read_checkpoints(files, rename=rename, progress=False)
+    assert torch.equal(posterior.samples["module.3.bias"][0, 1], states[0]["3.bias"])
     with pytest.raises(ValueError, match=r"net-2\.pt: rename gives 'same' to two tensors"):
         read_checkpoints(files, rename=lambda name: "same", progress=False)
 
