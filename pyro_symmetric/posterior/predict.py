@@ -218,7 +218,7 @@ class TracedPredictor(Traced):
             has = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
             raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {has}")
         frames = {frame.name for site in drawn.values() for frame in site["cond_indep_stack"]}
-        plates = {name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()}
+        plates: dict[str, Any] = {name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()}
         if partial := [n for n, fn in plates.items() if fn.subsample_size is not None and fn.subsample_size < fn.size]:
             raise ValueError(
                 f"the plates {partial} draw rows anew for each draw, whose order and average would mean nothing; pass "

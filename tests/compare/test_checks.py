@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyro_symmetric.compare.diagnosis import diagnose
+from pyro_symmetric.mcmc import NUTS, sample
 from pyro_symmetric.mcmc.sampling import sampler_failures
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -154,3 +155,16 @@ def test_temperatures_are_compared_with_one_within_their_error(name):
     lost = 1 + 0.1 * torch.randn(CHAINS, DRAWS)
     lost[2, 5] = torch.nan
     assert diagnose(sound(**{name: lost}))[title].status == "pass"
+
+
+def two_heights(where):
+    pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def test_chains_that_started_at_one_point_are_told_of(tmp_path):
+    options = {"num_samples": 60, "num_warmup": 20, "progress": False, "seed": 0}
+    together = sample(NUTS(two_heights), None, initial={"z": torch.zeros(2)}, store=tmp_path / "run", **options)
+    assert diagnose(together)["starts"].status == "warn"
+    assert diagnose(Posterior.load(tmp_path / "run"))["starts"].status == "warn"
+    apart = sample(NUTS(two_heights), None, **options)
+    assert "starts" not in diagnose(apart)

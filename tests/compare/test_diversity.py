@@ -19,11 +19,6 @@ def test_mutual_information_equals_its_definition_as_a_divergence():
     torch.testing.assert_close(mutual_information(p), divergence)
 
 
-def test_sure_members_that_disagree_reach_the_logarithm_of_their_number():
-    p = torch.eye(3)[:, None]  # 3 members, 1 input, each sure of another class
-    assert float(mutual_information(p)) == pytest.approx(math.log(3))
-
-
 def test_pairs_equal_a_naive_loop_over_pairs():
     p = torch.randn(6, 9, 4).mul(2).softmax(-1)
     found = pairwise_mutual_information(p)
