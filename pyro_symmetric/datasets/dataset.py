@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,11 @@ class Dataset:
     :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
     :param train_y: ``(num_train,)``, class indices ``0..num_outputs-1`` as int64, or standardised targets.
     :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
-    :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: classes 8, 9"``.
+    :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: 8, 9"``.
     :param class_names: one name a class, in the order of the indices; empty for regression.
     :param feature_names: one name a feature of a table; empty for images.
     :param x_scale: broadcasts against ``input_shape``; 1 where a feature is constant.
     :param y_scale: scalar, 1 for classification.
-    :param notes: what a reader of results should know, a sentence each.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Dataset:
     x_scale: Tensor
     y_mean: Tensor
     y_scale: Tensor
-    notes: tuple[str, ...] = ()
 
     @property
     def input_shape(self) -> torch.Size:
@@ -69,25 +67,21 @@ class Dataset:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
         """The same data on another device, or with floats of another type; class indices stay integers."""
-        moved: dict[str, Any] = {
-            name: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {n: v.to(device=device, dtype=dtype if v.is_floating_point() else None) for n, v in tensors.items()}
+        return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
     def describe(self) -> str:
-        """A paragraph for a report: rows, inputs, targets, and the notes."""
+        """A sentence for a report: rows, inputs and targets."""
         size, classes = "x".join(map(str, self.input_shape)), self.class_names
-        about = f"one target (mean {float(self.y_mean):.4g}, deviation {float(self.y_scale):.4g})"
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
-            f"images of {size} (channels, height, width)" if self.is_image else f"features: {size}",
-            f"{len(classes)} classes ({shorten(classes)})" if classes else about,
+            f"{'images of' if self.is_image else 'features:'} {size}",
+            f"{len(classes)} classes ({shorten(classes)})" if classes else f"targets of deviation {self.y_scale:.4g}",
         ]
         if self.ood_x is not None:
             parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
-        return "; ".join(parts) + "." + "".join(f" {note}" for note in self.notes)
+        return "; ".join(parts) + "."
 
     def __repr__(self) -> str:
         return f"Dataset({self.describe()})"

@@ -64,22 +64,29 @@ def load(
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
-    raw, outside, held = _hold_out(name, raw, hold_out)
-    train, test = raw.parts or (np.flatnonzero(raw.y >= 0) if held else np.arange(len(raw.y)), None)
-    if test is None:
-        num_test = max(1, round(test_fraction * len(train)))
-        rows = _stratified(train, raw, rng)
+    held = _held_out(name, raw, hold_out)
+    known = np.array([label not in held for label in raw.class_names])  # of each class
+    inside = known[raw.y] if held else np.ones(len(raw.y), dtype=bool)
+    train, test = raw.parts or (np.arange(len(raw.y)),) * 2
+    train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
+    if not raw.parts:
+        rows, num_test = _stratified(train, raw, rng), max(1, round(test_fraction * len(train)))
         train, test = rows[num_test:], rows[:num_test]
     sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
-    train, test, outside = (_subset(rows, raw, most, rng) for rows, most in sizes)
+    train, test, outside = (
+        rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most] for rows, most in sizes
+    )
+    if held:
+        kept = tuple(label for label in raw.class_names if label not in held)
+        raw = replace(raw, y=known.cumsum()[raw.y] - 1, class_names=kept)
     _require_sound(name, raw, train)
-    train_x, y = _inputs(raw.x[train], raw), torch.from_numpy(raw.y)
+    train_x, y = _inputs(raw.x[train]), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x)
     y_mean, y_scale = y.new_zeros((), dtype=torch.float64), y.new_ones((), dtype=torch.float64)
     if raw.task == "regression":
         y_mean, y_scale = _moments(y[train])
         y = (y - y_mean) / y_scale
-    test_x, ood_x = ((_inputs(raw.x[rows], raw) - x_mean) / x_scale for rows in (test, outside))
+    test_x, ood_x = ((_inputs(raw.x[rows]) - x_mean) / x_scale for rows in (test, outside))
     return Dataset(
         name=name,
         task=raw.task,
@@ -88,14 +95,13 @@ def load(
         test_x=test_x,
         test_y=y[test],
         ood_x=ood_x if len(outside) else None,
-        ood_name=f"{name}: {held}" if len(outside) else None,
+        ood_name=f"{name}: {shorten(held)}" if len(outside) else None,
         class_names=raw.class_names,
         feature_names=raw.feature_names,
         x_mean=x_mean,
         x_scale=x_scale,
         y_mean=y_mean,
         y_scale=y_scale,
-        notes=(f"Kept out of training and test: {held}.",) if held else (),
     ).to(device=device, dtype=dtype or torch.get_default_dtype())
 
 
@@ -125,7 +131,7 @@ def ood(
     else:
         raw = _read(name, Path(root).expanduser(), download, None, 0, None)
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
-    x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]], raw)
+    x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
     if x.shape[1:] != like.input_shape:
         found, wanted = tuple(x.shape[1:]), tuple(like.input_shape)
         raise ValueError(f"rows of {name} have shape {found}, but of {like.name} {wanted}")
@@ -149,31 +155,15 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
     raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 
-def _hold_out(
-    name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None
-) -> tuple[Raw, np.ndarray, str]:
-    """``raw`` without some classes, relabelled from 0 (these from -1); the rows of these classes; and their names."""
+def _held_out(name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) -> list[str]:
+    """The names of the classes that are kept out."""
     known = raw.class_names
     if classes == "auto":
         classes = known[len(known) - round(len(known) / 5) :] if len(known) >= 5 else ()
     held = [str(label) for label in arguments.listed("hold_out", classes or (), (str, int), "classes")]
-    if not held:
-        return raw, np.zeros(0, dtype=np.int64), ""
-    kept = [index for index, label in enumerate(known) if label not in held]
-    if not set(held) <= set(known) or len(kept) < 2:
+    if held and (not set(held) <= set(known) or len(set(known) - set(held)) < 2):
         raise ValueError(f"hold_out is {held}; it must leave at least 2 of the classes of {name}: {shorten(known)}")
-    relabel = np.full(len(known), -1)
-    relabel[kept] = np.arange(len(kept))
-    y = relabel[raw.y]
-    outside = raw.parts[1] if raw.parts else np.arange(len(y))
-    parts = raw.parts and tuple(rows[y[rows] >= 0] for rows in raw.parts)
-    remaining = replace(raw, y=y, class_names=tuple(known[index] for index in kept), parts=parts)
-    return remaining, outside[y[outside] < 0], f"{'class' if len(held) == 1 else 'classes'} {', '.join(held)}"
-
-
-def _subset(rows: np.ndarray, raw: Raw, most: int | None, rng: np.random.Generator) -> np.ndarray:
-    """At most ``most`` of ``rows``, stratified by class."""
-    return rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most]
+    return held
 
 
 def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:
@@ -198,16 +188,15 @@ def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
         raise ValueError(f"{name} has too few rows: none of the {len(train)} training rows is of {missing}")
 
 
-def _inputs(rows: np.ndarray, raw: Raw) -> Tensor:
-    """Rows as floats, pixels in 0..1. Single precision is exact enough for bytes and half the memory."""
+def _inputs(rows: np.ndarray) -> Tensor:
+    """Rows as floats, bytes in 0..1. Single precision is exact enough for these and half the memory."""
     x = torch.from_numpy(rows)
-    return x.double() if raw.pixel_range is None else x.float() / raw.pixel_range
+    return x.float() / 255 if x.dtype == torch.uint8 else x.double()
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (with 1/N, as the literature's), of images by channel; 1 for constants."""
-    dims, image = ((0, 2, 3), True) if x.dim() == 4 else ((0,), False)
-    variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=image)
-    constant = x.amax(dims, keepdim=image) == x.amin(dims, keepdim=image)
-    scale = torch.where(constant, torch.ones_like(variance), variance.sqrt())
-    return (mean[0], scale[0]) if image else (mean, scale)
+    dims = (0, 2, 3) if x.dim() == 4 else (0,)
+    variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=True)
+    constant = x.amax(dims, keepdim=True) == x.amin(dims, keepdim=True)
+    return mean[0], torch.where(constant, 1.0, variance.sqrt())[0]

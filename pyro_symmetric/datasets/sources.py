@@ -26,18 +26,16 @@ MOST_CLASSES = 20  # different whole numbers in a target that are taken as class
 class Raw:
     """A data set as read, before it is split, subset or standardised.
 
-    :param x: rows, ``(N, C, H, W)`` unsigned bytes or floats for images, ``(N, F)`` floats for tables.
+    :param x: rows, ``(N, C, H, W)`` unsigned bytes, or floats of 0 to 1, for images, ``(N, F)`` floats for tables.
     :param y: ``(N,)`` class indices (integers) or targets (floats).
     :param class_names: one name a class; empty for regression.
     :param parts: training and test rows, if the data set has parts of its own.
-    :param pixel_range: the largest value of a pixel, by which images are divided; ``None`` for tables.
     """
 
     x: np.ndarray
     y: np.ndarray
     class_names: tuple[str, ...] = ()
     parts: tuple[np.ndarray, np.ndarray] | None = None
-    pixel_range: float | None = None
     feature_names: tuple[str, ...] = ()
 
     @property
@@ -54,7 +52,7 @@ def read_sklearn(name: str) -> Raw:
     bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**more)
     features, classes = (tuple(map(str, bunch.get(part, ()))) for part in ("feature_names", "target_names"))
     if name == "digits":
-        return Raw(bunch.images[:, None], bunch.target.astype(np.int64), classes, pixel_range=16.0)
+        return Raw(bunch.images[:, None] / 16, bunch.target.astype(np.int64), classes)
     return Raw(bunch.data, bunch.target.astype(np.int64 if classes else float), classes, feature_names=features)
 
 
@@ -66,11 +64,10 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     import_torchvision()
     from torchvision import datasets
 
-    choices: list[dict[str, Any]] = [{"train": True}, {"train": False}]
-    if name == "svhn":
-        choices = [{"split": "train"}, {"split": "test"}]
+    parts: list[Any] = ["train", "test"] if name == "svhn" else [True, False]
+    option = "split" if name == "svhn" else "train"
     try:
-        train, test = (getattr(datasets, IMAGES[name])(root=root, download=download, **choice) for choice in choices)
+        train, test = (getattr(datasets, IMAGES[name])(root, download=download, **{option: part}) for part in parts)
     except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
         raise FileNotFoundError(
             f"{name} can't be read under {root.resolve()} ({error}); pass download=True (--download) to fetch it, or "
@@ -79,7 +76,7 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     x, y = (np.concatenate(both) for both in zip(_arrays(train), _arrays(test), strict=True))
     classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
     rows = np.arange(len(x))
-    return Raw(x, y, classes, (rows[: len(train)], rows[len(train) :]), pixel_range=255.0)
+    return Raw(x, y, classes, (rows[: len(train)], rows[len(train) :]))
 
 
 def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:

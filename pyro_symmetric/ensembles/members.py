@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Normal
 
 from pyro_symmetric.calls import with_weights
-from pyro_symmetric.models import BayesianModel, normal_base
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.traced import unchecked
 from pyro_symmetric.weights import Weights
 
@@ -106,36 +105,17 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
 def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
     r"""The objective that a mode of the posterior minimises, by row of the data:
     :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`."""
-    in_net, log_prior = _names(model.net), _log_prior(model.priors())
+    in_net, priors = _names(model.net), {site: unchecked(prior) for site, prior in model.priors().items()}
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         network = {site: value for site, value in weights.items() if site in in_net}
         outputs = model.call({**network, **buffers}, x)
         latents = {site: value for site, value in weights.items() if site not in in_net}
         rows = unchecked(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
-        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior(weights) / num_data
+        log_prior = torch.stack([prior.log_prob(weights[site]).sum() for site, prior in priors.items()]).sum()
+        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
 
     return evaluate
-
-
-def _log_prior(priors: Mapping[str, Distribution]) -> Callable[[Weights], Tensor]:
-    """The log-density of one network's weights. Normal sites are one normal vector: of a small network, calls of
-    operators rather than their work are what takes time."""
-    normal = {site: base for site, prior in priors.items() if (base := normal_base(prior)) is not None}
-    others = {site: unchecked(prior) for site, prior in priors.items() if site not in normal}
-    vector = None
-    if normal:
-        moments = ([getattr(base, name).flatten() for base in normal.values()] for name in ("loc", "scale"))
-        loc, scale = map(torch.cat, moments)
-        vector = Normal(loc, scale, validate_args=False)
-
-    def log_prior(weights: Weights) -> Tensor:
-        terms = [prior.log_prob(weights[site]) for site, prior in others.items()]
-        if vector is not None:
-            terms.append(vector.log_prob(torch.cat([weights[site].flatten() for site in normal])).sum())
-        return torch.stack(terms).sum()
-
-    return log_prior
 
 
 def _names(net: nn.Module) -> set[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,7 +26,6 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.calls import described, over_weights
-from pyro_symmetric.ensembles.descent import descend
 from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
@@ -75,26 +73,24 @@ def ensemble(
     >>> posterior.get_samples()["0.weight"].shape
     torch.Size([500, 2, 2])
 
-    A member whose loss or weights aren't finite at the end is left out, with a warning. Running statistics (batch
-    normalisation) are kept as sites, since removing symmetries moves them.
+    A member whose loss or weights aren't finite at the end is left out, with a warning. Running statistics are
+    kept as sites.
 
-    :param net: the network, trained in train mode; parameters that require no gradient keep its values. Or a
-        ``BayesianModel``, of which every member becomes a mode of the posterior (``loss`` is then minus its log-joint
-        density, per row).
+    :param net: the network, whose parameters that require no gradient stay; or a ``BayesianModel``, of which every
+        member becomes a mode of the posterior (``loss`` is then minus its log-joint density, per row).
     :param data: inputs ``(N, ...)`` and targets ``(N, ...)``; standardise them, as for any network.
     :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function of one network's
         outputs ``(B, ...)`` and targets that returns their mean loss.
-    :param epochs: passes over the data, each member's in its own order. Default: 2,000 steps, and at least 20 passes.
+    :param epochs: passes over the data, in each member's own order. Default: 2,000 steps, and at least 20 passes.
     :param batch_size: rows of a mini-batch; ``None`` takes all data at every step.
     :param optimizer: makes an element-wise PyTorch optimiser of stacked parameters. Default: Adam at 0.01.
     :param cosine: whether the learning rate falls to zero along a cosine.
-    :param initial: number of members -> their initial parameters ``(members, *shape)``, or
-        :func:`~pyro_symmetric.ensembles.initialised_by` of a function that builds a network. Default: the modules' own.
+    :param initial: number of members -> their initial parameters; :func:`~pyro_symmetric.ensembles.initialised_by` of
+        a function that builds a network makes one. Default: the modules' own.
     :param members_at_once: size of a part that is trained together, with a seed of its own.
     :param watch: called after every step of a part with the step's number and all its members' weights.
-    :param seed: of all random numbers. ``None``: one drawn from PyTorch's generator, which ``metadata["seed"]`` tells.
-    :return: samples of shape ``(1, num_members, ...)``, on the CPU; the statistic ``loss`` is each member's on all
-        data, in eval mode; ``metadata["losses"]`` holds the members' mean loss in each epoch.
+    :param seed: of all random numbers; by default drawn from PyTorch's generator.
+    :return: one chain of members, on the CPU, with each one's loss on all data; ``metadata`` has the mean of epochs.
     """
     for name, value, none in (("epochs", epochs, "2,000 steps"), ("batch_size", batch_size, "all data")):
         arguments.whole(name, value, 1, none=none)
@@ -193,22 +189,25 @@ def _train(
     buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
     optimizer = make([value for value in free.values() if value.requires_grad])
     arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
-    curve, before, steps = [], bar.n, itertools.count()
-    schedule = CosineAnnealingLR(optimizer, rows // batch_size * epochs) if cosine else None
-
-    def losses(chosen: Tensor | None) -> Tensor:
-        return objective.losses(free, buffers, slice(None) if chosen is None else chosen)
-
-    @torch.no_grad()
-    def after() -> None:
-        if schedule is not None:
-            schedule.step()
-        if watch is not None:
-            watch(next(steps), objective.constrain(free))
-
+    curve, before, steps = [], bar.n, rows // batch_size
+    schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
     for epoch in range(epochs):
-        found = descend(losses, optimizer, rows, batch_size, generator, count=count, after=after)
-        curve.append(found[found.isfinite()].mean().cpu())
+        if batch_size < rows:
+            order = torch.rand(count, rows, generator=generator, device=generator.device).argsort(-1)
+        total = torch.zeros(count, device=generator.device)
+        for step in range(steps):
+            chosen = slice(None) if batch_size == rows else order[:, step * batch_size : (step + 1) * batch_size]
+            losses = objective.losses(free, buffers, chosen)
+            optimizer.zero_grad()
+            losses.sum().backward()  # they share nothing, so the gradient of their sum is each one's own
+            optimizer.step()
+            total = torch.add(total, losses.detach(), alpha=1 / steps)
+            if schedule is not None:
+                schedule.step()
+            if watch is not None:
+                with torch.no_grad():
+                    watch(epoch * steps + step, objective.constrain(free))
+        curve.append(total[total.isfinite()].mean().cpu())
         bar.update(before + round(count * (epoch + 1) / epochs) - bar.n)
         bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
     with torch.no_grad(), evaluating(objective.net):

@@ -39,12 +39,6 @@ def test_words_and_few_whole_numbers_make_a_classification(write):
     assert torch.equal(raw % 2, numbers.train_y)
 
 
-def test_quotes_blank_lines_and_a_byte_order_mark_are_understood(write):
-    text = lines('"a","y"', '"{i}", {i}.5 ').replace("\n", "\r\n\r\n")
-    data = datasets.load(write("\ufeff" + text), target="y")
-    assert (data.feature_names, len(data.train_x)) == (("a",), 16)
-
-
 def test_out_of_distribution_rows_are_taken_by_their_columns_names(write, tmp_path):
     like = datasets.load(write(lines("a,b,y", "{i},{m},{i}.5")), target="y", dtype=torch.float64)
     other = tmp_path / "other.csv"

@@ -49,15 +49,14 @@ def test_the_official_parts_are_kept_and_pixels_come_back_exactly(root, pixels):
 def test_held_out_classes_come_from_the_test_part_only(root, pixels):
     data = datasets.load("fashion-mnist", root=root, hold_out="auto")
     assert data.class_names[0] == "T-shirt/top"
-    assert data.ood_name.endswith("classes Bag, Ankle boot")
+    assert data.ood_name.endswith(": Bag, Ankle boot")
     found = ((data.ood_x * data.x_scale + data.x_mean) * 255).round().squeeze(1).long()
     assert torch.equal(found, torch.from_numpy(pixels[[48, 49, 58, 59]]))
 
 
-@pytest.mark.parametrize("name", ["mnist", "svhn"])
-def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=rf"{name} .*{tmp_path} .*--download.*--data-root"):
-        datasets.load(name, root=tmp_path)
+def test_absent_data_are_named_with_the_place_that_was_searched(tmp_path):
+    with pytest.raises(FileNotFoundError, match=rf"svhn .*{tmp_path} .*--download.*--data-root"):
+        datasets.load("svhn", root=tmp_path)
 
 
 def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):

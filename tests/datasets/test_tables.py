@@ -61,7 +61,6 @@ def test_a_whole_number_target_can_be_taken_as_classes(folder):
     ("file", "content", "sentence"),
     [
         ("index_target.txt", "0\n1\n", "one target column"),
-        ("index_test_0.txt", "0\n12\n", "from 0 to 11"),
         ("index_test_0.txt", "0\n5\n", "no row in both the training and the test part"),
         ("data.txt", "1 2 nan\n" * 12, "NaN, infinite"),
     ],
