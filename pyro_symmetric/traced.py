@@ -1,8 +1,9 @@
 """Any Pyro model with its arguments, run with its sites given, for many draws of them at once by vmap.
 
-Both samplers and predictions rest on it. A model that can't be mapped, such as one that branches on a sampled value, is
-run for one draw after another. Parts of Pyro that :func:`torch.func.vmap` refuses have stand-ins, which choose or join
-in place of writing into a tensor; they compute the same.
+:class:`Traced` is what samplers and predictions share; :class:`TracedTarget` is what samplers move on. A model that
+can't be mapped, such as one that branches on a sampled value, is run for one draw after another. Parts of Pyro that
+:func:`torch.func.vmap` refuses have stand-ins, which choose or join in place of writing into a tensor; they compute the
+same.
 """
 
 from __future__ import annotations
@@ -17,16 +18,31 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import hmm
-from pyro.ops import gaussian, special, tensor_utils
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from pyro.ops import gaussian, tensor_utils
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import running_pyro
+from pyro_symmetric._process import LOCK, running_pyro, without_warnings
+from pyro_symmetric.calls import (
+    described,
+    explaining,
+    is_deterministic,
+    is_enumerated,
+    name_of,
+    refuse_complex_observations,
+)
 from pyro_symmetric.enumeration import Enumeration
-from pyro_symmetric.placement import promoted
+from pyro_symmetric.layout import transform_of
+from pyro_symmetric.placement import Placement, as_tensor, promoted
+from pyro_symmetric.weights import Weights
+
+RUNS = 10  # of a model, to see whether its sites and supports are always the same
 
 
 class Traced:
@@ -41,13 +57,12 @@ class Traced:
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
-    def run(self, given: Mapping[str, Tensor], args: Any = None, kwargs: Any = None) -> poutine.Trace:
+    def run(self, given: Mapping[str, Tensor]) -> poutine.Trace:
         """Run with these values of sites, and with all values of discrete sites that are summed out."""
-        args, kwargs = (self.args, self.kwargs) if args is None else (args, kwargs)
         model = _Unchecked()(self.model)
         if self.enumeration is not None:
-            return self.enumeration.run(model, given, args, kwargs)
-        return poutine.trace(poutine.condition(model, data=dict(given))).get_trace(*args, **kwargs)
+            return self.enumeration.run(model, given, self.args, self.kwargs)
+        return poutine.trace(poutine.condition(model, data=dict(given))).get_trace(*self.args, **self.kwargs)
 
     def mapped(self, function: Callable[..., Any], *batches: Mapping[str, Tensor], randomness: str = "error") -> Any:
         """Results of a function of each draw, stacked."""
@@ -70,6 +85,198 @@ class Traced:
             RuntimeWarning,
             stacklevel=5,
         )
+
+
+class TracedTarget(Traced):
+    """Any Pyro model with its data; attributes and methods as of a density's ``NetworkTarget``.
+
+    Mini-batches are what its plates with ``subsample_size`` draw. It runs alone, since Pyro's handlers belong to the
+    process.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(model, args, kwargs)
+        self._placement, self._programs = Placement(device, dtype), dict[Any, Callable[[Weights], Weights]]()
+        with LOCK, explaining(model, args, kwargs):
+            trace = self._prior_run()
+        latent = _latent(trace)
+        # Those that samplers move: discrete ones that can be summed out aren't.
+        self.sites: Mapping[str, Any] = {site["name"]: site["fn"] for site in latent if not is_enumerated(site)}
+        if not self.sites:
+            names = [site["name"] for site in latent]
+            why = f"discrete latent sites only, {names}, which are summed out" if names else "no latent site"
+            hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, torch.nn.Module) else ""
+            raise ValueError(f"{name_of(model)} has {why}, so there is nothing to sample{hint}")
+        observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
+        refuse_complex_observations(site for site in observed if not is_deterministic(site))
+        self.row_counts = _subsampled_plates(trace)
+        given = {site["name"]: site["value"] for site in latent if site["name"] in self.sites}
+        self._probes = {site: _probe(site, self.sites[site], self._placement, value) for site, value in given.items()}
+        for _ in range(RUNS):
+            self._require_same_layout(self._prior_run())
+        with running_pyro():
+            if len(self.sites) < len(latent):
+                self.enumeration = Enumeration(model, trace, given, args, kwargs)
+                self._require_same_layout(self.run(given))
+            self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace)
+
+    def log_joint(self, weights: Weights, rows: Mapping[str, Tensor] | None) -> Tensor:
+        return self.mapped(self._log_joint, weights, dict(rows or {}))
+
+    def _log_joint(self, weights: Weights, rows: Mapping[str, Tensor]) -> Tensor:
+        trace = self._checked_run({**weights, **rows})
+        return as_tensor(trace.log_prob_sum() if self.enumeration is None else self.enumeration.log_prob(trace))
+
+    def compute(self, weights: Weights) -> Weights:
+        """Values of :attr:`computed` for weights of batch shape ``(C,)``, by a program without Pyro and without what
+        only the density needs; it is traced once for each ``C``."""
+        if not self.computed or self.one_by_one:
+            return self.mapped(self._compute, weights) if self.computed else {}
+        key = tuple((value.shape, value.dtype, value.device) for value in weights.values())
+        if key not in self._programs:
+            from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
+
+            with LOCK, without_warnings():
+                graph = make_fx(lambda own: self.mapped(self._compute, own))(weights)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            self._programs[key] = graph
+        return self._programs[key](weights)
+
+    def _compute(self, weights: Weights) -> Weights:
+        nodes: dict[str, Any] = self._checked_run(weights).nodes
+        like = next(iter(weights.values()))
+        return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
+
+    def prior_weights(self, num_chains: int) -> Weights:
+        # A model draws as it runs, one prior draw a run, and drawing inside vmap fails for many distributions. Starting
+        # points are drawn once a sampling run, so this loop costs milliseconds.
+        runs: list[dict[str, Any]] = [self._prior_run().nodes for _ in range(num_chains)]
+        return {site: torch.stack([nodes[site]["value"] for nodes in runs]) for site in self.sites}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_programs": {}}
+
+    def __repr__(self) -> str:
+        return f"sites={list(self.sites)}"
+
+    # runs -----------------------------------------------------------------------------------------------------------
+
+    def _prior_run(self) -> poutine.Trace:
+        with LOCK, torch.no_grad():
+            return poutine.trace(_Drawn()(self._placement(self.model))).get_trace(*self.args, **self.kwargs)
+
+    def _checked_run(self, given: Weights) -> poutine.Trace:
+        trace = self.run(given)
+        # Only of a run by itself, which may branch on values, can the numbers be looked at.
+        self._require_same_layout(trace, supports=bool(self.one_by_one))
+        return trace
+
+    def _require_same_layout(self, trace: poutine.Trace, supports: bool = True) -> None:
+        """:raises ValueError: if a run has other sites, shapes or supports than the first."""
+        drawn, nodes = {site["name"] for site in _latent(trace) if not is_enumerated(site)}, dict[str, Any](trace.nodes)
+        if changed := sorted(set(self._probes) ^ (drawn | (set(self._probes) & set(nodes)))):
+            raise ValueError(
+                f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
+            )
+        for name, (probe, expected) in self._probes.items() if supports else ():
+            # Of a support for each value of a discrete site all are compared.
+            same_shape = nodes[name]["value"].shape == expected.shape
+            if not (same_shape and bool((transform_of(name, nodes[name]["fn"])(probe) == expected).all())):
+                raise ValueError(
+                    f"the support or shape of site {name!r} depends on other sites; a sampler needs a fixed one. "
+                    "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) times the bound"
+                )
+
+    def _deterministic_sites(self, trace: poutine.Trace) -> dict[str, torch.Size]:
+        """Deterministic sites and their shapes. Those of complex numbers are left out, and those that depend on
+        discrete sites, which have no value if these are summed out."""
+        found: dict[str, Any] = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
+        shapes = {name: value.shape for name, value in found.items() if not value.is_complex()}
+        unclear = self.enumeration.depending(list(shapes)) if self.enumeration is not None and shapes else []
+        if unclear:
+            warnings.warn(
+                f"the deterministic sites {unclear} depend on discrete sites, which are summed out, so the posterior "
+                "doesn't hold them",
+                UserWarning,
+                stacklevel=4,
+            )
+        return {name: shape for name, shape in shapes.items() if name not in unclear}
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+class _Drawn(Messenger):
+    """Draws latent sites; those that have no draws (an improper prior, or no sampler) from the box of unconstrained
+    values in (-2, 2), where chains start."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["value"] is not None or msg["done"] or site_is_subsample(msg):
+            return
+        with contextlib.suppress(NotImplementedError):
+            msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
+        if msg["value"] is None:
+            transform = transform_of(msg["name"], msg["fn"])
+            shape = transform.inverse_shape(torch.Size(msg["fn"].batch_shape) + torch.Size(msg["fn"].event_shape))
+            msg["value"] = transform(4 * torch.rand(shape, device="cpu") - 2)
+        msg["done"] = True
+
+
+def _probe(site: str, fn: Any, placement: Placement, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Unconstrained values of a site, and what its first support makes of them."""
+    transform = transform_of(site, fn)
+    free = torch.Size(transform.inverse_shape(like.shape))
+    probe = torch.linspace(-1.5, 1.5, free.numel(), device="cpu").reshape(free)
+    probe = probe.to(placement.device or like.device, placement.dtype or like.dtype)
+    return probe, transform(probe)
+
+
+def _latent(trace: poutine.Trace) -> list[Any]:
+    return [site for _, site in trace.iter_stochastic_nodes() if not site_is_subsample(site)]
+
+
+def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
+    """Plates that draw their own subsample: name -> (full size, subsample size).
+
+    A warning tells of those whose subsample the model gives (``subsample=``): it never changes.
+
+    :raises ValueError: naming a subsampled plate that holds a latent site.
+    """
+    plates = dict[str, tuple[int, int]]()
+    for site in trace.nodes.values():
+        for frame in site.get("cond_indep_stack", ()):
+            total, size = frame.full_size, frame.size
+            if total is None or not 0 <= size < total:
+                continue
+            if getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is None:
+                warnings.warn(
+                    f"the plate {frame.name!r} holds {size} of {total} rows, always the same ones, and each counts "
+                    f"{total / size:.3g} times. The posterior is narrower than these rows can make it; pass the whole "
+                    "data, and subsample_size= to the plate for a stochastic-gradient sampler",
+                    stacklevel=2,
+                )
+                continue
+            plates[frame.name] = int(total), int(size)
+            if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
+                raise ValueError(
+                    f"the latent site {site['name']!r} lies in the subsampled plate {frame.name!r}, so a mini-batch "
+                    "would move some of its values only; samplers here need global latent sites"
+                )
+    return plates
+
+
+def require_model(model: Any) -> None:
+    """:raises TypeError: if it can't be one."""
+    if not callable(model) or isinstance(model, type | AutoGuide | MCMCKernel):
+        raise TypeError(f"model is {described(model)}; it must be a Pyro model: callable, no class, guide or kernel")
 
 
 class _Unchecked(Messenger):
@@ -110,25 +317,6 @@ def _stand_ins() -> Iterator[None]:
             setattr(owner, name, original)
 
 
-class _SafeLog(torch.autograd.Function):
-    """The logarithm, whose slope at 0 is finite."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.log()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad / x.clamp(min=torch.finfo(x.dtype).eps)
-
-
 def _safe_cholesky(x: Tensor) -> Tensor:
     """With a jitter on the diagonal that no gradient goes through."""
     relative = tensor_utils.CHOLESKY_RELATIVE_JITTER
@@ -155,7 +343,6 @@ def _multinomial_log_prob(self: Any, value: Tensor) -> Tensor:
 
 
 _PARTS: list[tuple[Any, str, Any]] = [
-    (special, "_SafeLog", _SafeLog),
     (gaussian, "safe_cholesky", _safe_cholesky),
     (hmm, "safe_cholesky", _safe_cholesky),
     (dist.OrderedLogistic, "__init__", _ordered_logistic),

@@ -28,6 +28,8 @@ ROLES = ("observed", "latent")
 
 
 ALONE = {  # which PyTorch can't map over chains
+    "CoalescentTimes": ("observed",),
+    "CoalescentTimesWithRate": ("observed",),
     "NanMaskedMultivariateNormal": ROLES,
     "NanMaskedNormal": ROLES,
     "SineBivariateVonMises": ROLES,

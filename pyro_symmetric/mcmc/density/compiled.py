@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric._process import LOCK, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, same_evaluation
@@ -42,7 +43,7 @@ def run(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
     :param inputs: tensors, and tuples and dataclasses of tensors. The first tensor are points ``(C, D)``.
     :return: a tensor, or tuples and dataclasses of tensors.
     """
-    if compiles(density) and len(_first(inputs)) <= density.fast.most_chains:
+    if compiles(density) and len(tree_leaves(inputs[0])[0]) <= density.fast.most_chains:
         try:
             return density.fast.run(function, *inputs)
         except Unavailable as error:
@@ -177,10 +178,3 @@ def _points(found: Any) -> list[Any]:
     if all(hasattr(found, name) for name in ("z", "energy", "gradient")):
         return [found]
     return [at for part in (vars(found).values() if is_dataclass(found) else found) for at in _points(part)]
-
-
-def _first(inputs: Any) -> Tensor:
-    """The first tensor, which has a row for each chain."""
-    while not isinstance(inputs, Tensor):
-        inputs = inputs[0]
-    return inputs

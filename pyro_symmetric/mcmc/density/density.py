@@ -27,9 +27,9 @@ from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, ha
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, in_chunks, same_evaluation
 from pyro_symmetric.mcmc.density.layers import Layers
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows
-from pyro_symmetric.mcmc.density.traced import TracedTarget, require_model
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.placement import placed, promoted
+from pyro_symmetric.traced import TracedTarget, require_model
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
@@ -74,27 +74,24 @@ class Density:
 
     >>> model = BayesianModel(nn.Linear(3, 2))
     >>> density = Density(model, (torch.randn(10, 3), torch.randint(2, (10,))))
-    >>> z = density.draw_prior(16, torch.Generator())
-    >>> energy, gradient = density.energy_and_gradient(z)
+    >>> energy, gradient = density.energy_and_gradient(density.draw_prior(16, torch.Generator()))
     >>> energy.shape, gradient.shape
     (torch.Size([16]), torch.Size([16, 8]))
 
-    :param model: a Pyro model. Discrete latent sites are summed out, so they must have finitely many values, and there
-        must be continuous ones; a module with batch normalisation must be in eval mode.
+    :param model: a Pyro model. Discrete latent sites are summed out; there must be continuous ones.
     :param args: the model's positional arguments, data included; ``kwargs`` are its keyword arguments.
     :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
     :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
         the cache, about; on other devices, and where a network's loop goes chain by chain, all.
-    :param engine: what computes energies; see :data:`ENGINES`. ``"auto"``: ``"layers"`` for a ``BayesianModel`` of a
-        feed-forward network; of other models ``"compiled"`` if so many ``iterations`` are planned that it pays. If one
-        can't serve ``"eager"`` does, with a warning if it was asked for by name or if a compiler is missing.
+    :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for a feed-forward network; of other models
+        ``"compiled"`` if so many ``iterations`` are planned that it pays. If one can't serve ``"eager"`` does, with a
+        warning if it was asked for by name or if a compiler is missing.
     :param batch_size: rows of each mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
         Other models' mini-batches are what their plates with ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
     :ivar dim: number of unconstrained coordinates ``D``.
     :ivar row_counts: the rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used.
-    :ivar engine_reason: why no faster engine serves, in words.
     :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
     """
 
@@ -213,19 +210,22 @@ class Density:
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, named = self._probed(z, rows), asked != "auto"
         if not named:
-            evaluations = STEPS * self.dim**0.25 * iterations
-            asked = "layers" if self.is_network else "compiled" if evaluations >= LEAST_EVALUATIONS else "eager"
-        one_by_one = self.target.one_by_one  # which was warned of
+            pays = STEPS * self.dim**0.25 * iterations >= LEAST_EVALUATIONS
+            asked = "layers" if self.is_network else "compiled" if pays else "eager"
+        if asked != "eager":
+            self.engine_reason = self.target.one_by_one  # which was warned of
         try:
-            if asked != "eager" and one_by_one:
-                raise Unavailable(one_by_one)
-            if asked == "layers":
-                self.fast = self._layers(z, rows, expected)
-            if asked == "compiled" and not has_compiler(self.device):
+            if asked == "layers" and not self.engine_reason:
+                layers = Layers(self.target, self.layout)
+                known = all(bool(torch.isfinite(part).all()) for part in expected)
+                if not (known and same_evaluation(layers.energy_and_gradient(z, rows), expected)):
+                    raise Unavailable("the evaluation by hand differs from the model's own, or that isn't finite")
+                self.fast = layers
+            if asked == "compiled" and not self.engine_reason and not has_compiler(self.device):
                 raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
         except Unavailable as error:
             self.engine_reason = str(error)
-            if (named or asked == "compiled") and not one_by_one:
+            if named or asked == "compiled":
                 warnings.warn(f"engine 'eager' serves, not {asked!r}: {error}", RuntimeWarning, stacklevel=3)
         if self.chain_chunk is None and self.device.type == "cpu" and not getattr(self.fast, "tiled", False):
             given = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
@@ -234,17 +234,6 @@ class Density:
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
         if asked == "compiled" and not self.engine_reason:
             self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
-
-    def _layers(self, z: Tensor, rows: Rows | None, expected: Evaluation) -> Layers:
-        """:raises Unavailable: if the engine can't serve."""
-        if not isinstance(self.target, NetworkTarget):
-            raise Unavailable("it serves a BayesianModel only")
-        if not all(bool(torch.isfinite(part).all()) for part in expected):
-            raise Unavailable("its density isn't finite at draws from the prior, where evaluations are compared")
-        layers = Layers(self.target, self.layout)
-        if not same_evaluation(layers.energy_and_gradient(z, rows), expected):
-            raise Unavailable("the evaluation by hand differs from the model's own")
-        return layers
 
     def _probed(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """The model's own evaluation; whether chains are evaluated one by one is settled on the way.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows
-from pyro_symmetric.mcmc.density.traced import TracedTarget
+from pyro_symmetric.traced import TracedTarget
 
 Evaluation = tuple[Tensor, Tensor]
 Evaluate = Callable[..., Evaluation]

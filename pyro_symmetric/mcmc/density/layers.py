@@ -27,6 +27,7 @@ from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc.density.eager import Evaluation, Unavailable
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
 from pyro_symmetric.models import normal_base
+from pyro_symmetric.traced import TracedTarget
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 WEIGHT_BYTES = 2**19  # beyond it a chain's weights leave the cache, and packed matrix products are faster
@@ -50,7 +51,9 @@ class Layers:
 
     name = "layers"
 
-    def __init__(self, target: NetworkTarget, layout: Layout):
+    def __init__(self, target: NetworkTarget | TracedTarget, layout: Layout):
+        if not isinstance(target, NetworkTarget):
+            raise Unavailable("it serves a BayesianModel only")
         likelihood, problem = target.model.likelihood, problem_of(target, layout)
         names = list(target.sites)[: len(list(target.model.net.parameters()))]
         bases = [normal_base(target.sites[name]) for name in names]

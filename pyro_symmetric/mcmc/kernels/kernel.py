@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.traced import require_model
+from pyro_symmetric.traced import require_model
 
 
 @dataclass(frozen=True, eq=False)
