@@ -112,9 +112,14 @@ def test_equal_rows_are_told_apart_by_bias_and_outgoing_weights(mlp, key):
     assert_same(form, {k: v[:1].expand_as(v) for k, v in form.items()}, 0.0)
 
 
+FINITE = ("permute", "flip")
 SMALL = {
     "mixture": lambda: Group.declare({"a": ("k", None), "b": ("k",)}, {"a": (3, 2), "b": (3,)}),
     "matrix": lambda: Group.declare({"w": ("row", "column")}, {"w": (4, 3)}),
+    "signs": lambda: Group.declare({"w": (None, "f"), "v": ("f", None)}, {"w": (5, 3), "v": (3, 7)}, "flip"),
+    "factors": lambda: Group.declare(
+        {"w": (None, "f"), "v": ("f",)}, {"w": (5, 3), "v": (3,)}, ("permute", "flip"), ["v"]
+    ),
     "pairs": lambda: Group.declare({"w": (None, "k", "k"), "v": (None, "k")}, {"w": (2, 4, 4), "v": (2, 4)}),
 }
 
@@ -204,20 +209,6 @@ def test_statistics_that_have_a_scale_of_their_own_have_canonical_forms(rule, bi
     weights = {s: v.exp() if "var" in s else bias * v if "bias" in s else v for s, v in weights.items()}
     form = canonicalize(weights, group, scalings=rule)
     assert_canonical(group, weights, form, rule=rule)
-
-
-@pytest.mark.parametrize("moves", ["flip", ("permute", "flip")])
-def test_declared_signs_and_order_are_removed(moves: object) -> None:
-    shapes = {"loadings": torch.Size([5, 3]), "scores": torch.Size([3, 7])}
-    axes = {"loadings": (None, "factor"), "scores": ("factor", None)}
-    group = Group.declare(axes, shapes, moves)
-    weights = {site: torch.randn(6, *shape) for site, shape in shapes.items()}
-    first = canonicalize(weights, group)
-    moved = canonicalize(group.sample((6,))(weights), group)
-    for site in shapes:
-        torch.testing.assert_close(moved[site], first[site])
-    product = [w["loadings"] @ w["scores"] for w in (weights, first)]
-    torch.testing.assert_close(product[1], product[0])
 
 
 def test_biases_of_nearly_dead_units_stay_bounded_at_minimal_norm(mlp):

@@ -94,8 +94,6 @@ def test_batches_of_elements_and_weights_broadcast_like_a_loop(name, element, ba
 def test_elements_of_different_groups_do_not_compose(mlp):
     with pytest.raises(ValueError, match="two different groups"):
         mlp([2, 3, 2]).group.sample() @ mlp([2, 3, 3]).group.sample()
-    with pytest.raises(TypeError):
-        mlp([2, 3, 2]).group.sample() @ 3
 
 
 # batches, devices, files --------------------------------------------------------------------------------------------
@@ -105,18 +103,12 @@ def test_elements_of_different_groups_do_not_compose(mlp):
 def test_elements_index_and_expand_their_batch(name):
     group = GROUPS[name]()
     g = group.sample((2, 3))
-    assert g.batch_shape == (2, 3)
-    assert g.select(1).batch_shape == (3,)
-    assert g.select((slice(None), None, 2)).batch_shape == (2, 1)
-    assert g.select(torch.tensor([True, False])).batch_shape == (1, 3)
+    for index in (1, (slice(None), None, 2), torch.tensor([True, False])):
+        assert g.select(index).batch_shape == torch.empty(2, 3)[index].shape
     assert g.select(1).select(2).equal(g.select((1, 2)))
     wide = g.select(0).expand((4, 3))
-    assert wide.batch_shape == (4, 3)
     assert wide.select(3).equal(g.select(0))
-    assert g.equal(g.select(slice(None)))
     assert not g.equal(g.select(0))
-    if group.units:
-        assert not g.equal(g.inverse()) or group.log_order() < 1
 
 
 @pytest.mark.cuda

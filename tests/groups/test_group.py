@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,9 +19,7 @@ from .cases import (
     ALL,
     GROUPS,
     alike,
-    by_loops,
     close,
-    grouped,
     normalised,
     plain,
     units,
@@ -36,18 +32,6 @@ def number_of_images(elements, weights) -> int:
 
 
 # orders and enumeration -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("moves", [("permute",), ("flip",), ("permute", "flip")])
-def test_the_order_counts_distinct_images(n, moves):
-    group = Group.declare({"w": ("u",)}, {"w": (n,)}, moves=moves)
-    expected = (math.factorial(n) if "permute" in moves else 1) * (2**n if "flip" in moves else 1)
-    assert group.order() == expected
-    assert group.log_order() == pytest.approx(math.log(expected))
-    images = group.enumerate()({"w": torch.arange(1.0, n + 1)})["w"]
-    assert len(images) == len(images.unique(dim=0)) == expected
-    assert images[0].tolist() == list(range(1, n + 1))
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -131,72 +115,6 @@ def test_which_sites_are_weights_and_which_are_biases():
     shapes = {"w": (4, 2), "b": (4,), "norm.weight": (4,), "v": (4,), "mean": (4,), "scale": (), "last.bias": (2, 2)}
     group = Group([one], {**shapes, "free": (3, 3), "c": (3,)})
     assert group.weight_sites == ("w", "norm.weight", "v", "free")
-
-
-# parts of a group -----------------------------------------------------------------------------------------------------
-
-
-def numbers_without(element, name: str, group: Group):
-    """The element of a smaller group with the numbers that it shares with one of a larger group."""
-    parts = (element.permutations, element.signs, element.log_scales, element.shifts)
-    moves = ("permute", "flip", "scale", "shift")
-    own = [{n: v for n, v in part.items() if n in group.names(m)} for part, m in zip(parts, moves, strict=True)]
-    return group.element(own[0], signs=own[1], log_scales=own[2], shifts=own[3])
-
-
-@pytest.mark.parametrize("name", ["wreath", "flipped wreath", "attention", "grouped", "normalised", "layers", "apart"])
-def test_units_that_are_left_out_stay_while_others_move(name):
-    """Outer ones, middle ones, inner ones, one or two of them: as elements of the whole group that leave them alone."""
-    group = GROUPS[name]()
-    weights = weights_of(group)
-    for r in (1, 2):
-        for out in itertools.combinations(group.units, r):
-            part = group.without(out)
-            assert not set(out) & set(part.factors)
-            if not part.moves:
-                continue
-            g = part.sample((3,), dtype=torch.float64)
-            assert close(g(weights), numbers_without(g, "", group)(weights), 1e-12)
-            h = part.sample((3,), dtype=torch.float64)
-            assert close((g @ h)(weights), g(h(weights)), 1e-10)
-            for k in range(3):
-                assert close({s: v[k] for s, v in g(weights).items()}, by_loops(g.select(k), weights))
-
-
-def test_sites_get_other_names():
-    group = grouped()
-    other = group.renamed(lambda site: f"net.{site}")
-    assert set(other.site_shapes) == {f"net.{site}" for site in group.site_shapes}
-    g, weights = group.sample((2,), dtype=torch.float64), weights_of(group)
-    theirs = numbers_without(g, "", other)({f"net.{site}": value for site, value in weights.items()})
-    assert close({site.removeprefix("net."): value for site, value in theirs.items()}, g(weights))
-    assert other.renamed(lambda site: site.removeprefix("net.")) == group
-    with pytest.raises(ValueError, match="rename"):
-        group.renamed(lambda site: "same")
-
-
-# the same group -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_groups_survive_json_and_pickle(name):
-    group = GROUPS[name]()
-    group.permutations.sample()  # what is kept for the next call must not spoil a copy
-    group.sample()(weights_of(group))
-    for again in (
-        Group.from_dict(json.loads(json.dumps(group.to_dict()))),
-        pickle.loads(pickle.dumps(group)),
-        copy.deepcopy(group),
-    ):
-        assert again == group
-        assert hash(again) == hash(group)
-        assert repr(again) == repr(group)
-        assert again.buffers == group.buffers
-        torch.manual_seed(0)
-        g = group.sample((2,), dtype=torch.float64)
-        torch.manual_seed(0)
-        assert close(again.sample((2,), dtype=torch.float64)(weights := weights_of(group)), g(weights), 0.0)
-    assert group != GROUPS["trivial" if name != "trivial" else "layers"]()
 
 
 # what is no group -----------------------------------------------------------------------------------------------------
@@ -317,17 +235,3 @@ def test_moves_are_those_of_all_units_or_of_each(moves, order):
     assert len(distinct) == order
     g, h = group.sample((20,)), group.sample((20,))
     assert close((g @ h)(weights), g(h(weights)))
-
-
-def test_even_sites_are_exchanged_and_not_flipped():
-    axes = {"loadings": (None, "factor"), "variances": ("factor",)}
-    shapes = {"loadings": (4, 3), "variances": (3,)}
-    both = Group.declare(axes, shapes, moves=("permute", "flip"), even=["variances"])
-    weights = {site: value.abs() for site, value in weights_of(both).items()}
-    moved = both.sample((50,))(weights)
-    assert bool((moved["variances"] > 0).all())
-    assert bool((moved["loadings"] < 0).any())
-    assert both.sites == ("loadings", "variances")
-    assert both.signs.sites == ("loadings",)
-    flips = Group.declare(axes, shapes, moves="flip", even=["variances"])
-    assert flips.sites == ("loadings",)
