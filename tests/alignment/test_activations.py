@@ -8,6 +8,8 @@ from pyro_symmetric.alignment import align
 from pyro_symmetric.alignment.activations import shown_by
 from pyro_symmetric.discovery.find import find_symmetry
 
+from .cases import Recurrent, Transformer
+
 
 class Convolutional(nn.Module):
     """A flatten makes blocks of channels, and nothing in it is a module with one output per factor."""
@@ -21,30 +23,11 @@ class Convolutional(nn.Module):
         return self.c(torch.nn.functional.max_pool2d(torch.relu(self.b(x)), 2).flatten(1))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, activation="gelu", batch_first=True)
-        self.encode, self.out = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(12, 3)
-
-    def forward(self, x):
-        return self.out(self.encode(x).mean(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.out = nn.LSTM(4, 7, batch_first=True), nn.Linear(7, 2)
-
-    def forward(self, x):
-        return self.out(self.layer(x)[0][:, -1])
-
-
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 2)), (50, 4)),
     "convolution": (Convolutional, (20, 1, 8, 8)),
-    "attention": (Attention, (20, 5, 12)),
-    "lstm": (Recurrent, (20, 6, 4)),
+    "attention": (lambda: Transformer(1, activation="gelu"), (20, 6, 5)),
+    "lstm": (lambda: Recurrent(nn.LSTM), (20, 6, 5)),
 }
 
 

@@ -12,27 +12,7 @@ from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layers = kind(5, 8, batch_first=True, **options)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.out(self.layers(x)[0][:, -1])
-
-
-class Transformer(nn.Module):
-    def __init__(self, width=12, heads=3):
-        super().__init__()
-        self.embed = nn.Linear(5, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 16, dropout=0.0, batch_first=True)
-        self.encode = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.out = nn.Linear(width, 3)
-
-    def forward(self, x):
-        return self.out(self.encode(self.embed(x)).mean(1))
+from .cases import Recurrent, Transformer
 
 
 def mlp(activation, *widths):
@@ -137,33 +117,3 @@ def test_permutations_and_scales_come_near_the_optimum_of_scipy_over_every_permu
                 best = min(best, found.fun)
         result = align(source, reference, group)
         assert best * (1 - 1e-6) <= result.cost <= 1.1 * best
-
-
-def heads(count, rows):
-    """Heads of rows that may be permuted inside, and a place of their own; the rows of each head feed columns."""
-    n = count * rows
-    whole = torch.arange(n).reshape(count, rows).T
-    outer = Units(
-        "head",
-        count,
-        (Axis("q", 0, whole), Axis("o", 1, whole), Axis("gate", 0, torch.arange(count)[None])),
-    )
-    every = torch.arange(n)[None]
-    inner = Units("rows", rows, (Axis("q", 0, every), Axis("o", 1, every)), "head", count)
-    shapes = {"q": (n, 3), "o": (2, n), "gate": (count, 2)}
-    return Group([outer, inner], {site: torch.Size(shape) for site, shape in shapes.items()})
-
-
-def test_heads_with_rows_inside_reach_the_enumerated_optimum():
-    group = heads(3, 3)
-    every = group.enumerate()
-    for _ in range(5):
-        source, reference = (
-            {k: torch.randn(s, dtype=torch.float64) for k, s in group.site_shapes.items()} for _ in range(2)
-        )
-        moved = every(source)
-        costs = sum((moved[site] - reference[site]).square().flatten(1).sum(1) for site in moved)
-        result = align(source, reference, group)
-        assert result.start_costs == (result.cost,)  # nothing is coupled: exact at once
-        assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
-        assert distance(result.element(source), reference) == pytest.approx(result.cost, rel=1e-10)

@@ -46,13 +46,6 @@ def test_the_barrier_is_the_largest_excess_over_the_chord() -> None:
         assert curve.to_dict()["barriers"] == curve.barriers
 
 
-def test_the_barrierd_loss_averages_probabilities_not_their_logarithms() -> None:
-    log_p = torch.tensor([[0.2, 0.5], [0.6, 0.1]]).log()
-    ends = gaussian(0.0, 1.0), gaussian(0.0, 1.0)
-    curve = loss_barrier(*ends, lambda w: log_p, num_points=3, num_samples=2)
-    assert float(curve.losses["loss"][1]) == pytest.approx(-(math.log(0.4) + math.log(0.3)) / 2, rel=1e-6)
-
-
 def test_positive_sites_travel_in_unconstrained_space() -> None:
     ends = [
         GaussianWeights({"s": torch.tensor(value).log()}, {"s": torch.tensor(0.0)}, {"s": constraints.positive})

@@ -58,14 +58,6 @@ def test_deviations_of_a_flat_guide_are_those_of_the_marginals(guide_class):
     torch.testing.assert_close(flat, guide.get_posterior().variance.sqrt().detach())
 
 
-def test_plain_weights_have_deviations_of_zero():
-    weights = {"w": torch.randn(2, 3, requires_grad=True)}
-    gaussian = to_gaussian(weights)
-    assert torch.equal(gaussian.loc["w"], weights["w"])
-    assert torch.equal(gaussian.scale["w"], torch.zeros(2, 3))
-    assert to_gaussian(gaussian) is gaussian
-
-
 def test_networks_bring_their_statistics_and_draws_their_deviations():
     net = torch.nn.BatchNorm1d(3)
     assert to_gaussian(net).loc.keys() == {"weight", "bias", "running_mean", "running_var"}

@@ -11,20 +11,18 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
 from pyro_symmetric.posterior.posterior import Posterior
 
+from .cases import squared_distance, weights_of
+
 SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
 AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
 GROUP = Group.declare(AXES, SHAPES)
 SIGNED = Group.declare(AXES, SHAPES, ("permute", "flip"))
 
 
-def random_weights(*batch):
-    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in SHAPES.items()}
-
-
 def scattered(group, *batch, spread=0.2):
     """Copies of one set of weights in random frames, with noise: (members, the elements that undo it, the centre)."""
-    centre, element = random_weights(), group.sample(batch)
-    noisy = {site: centre[site] + spread * value for site, value in random_weights(*batch).items()}
+    centre, element = weights_of(GROUP), group.sample(batch)
+    noisy = {site: centre[site] + spread * value for site, value in weights_of(GROUP, *batch).items()}
     return element.inverse()(noisy), element, centre
 
 
@@ -43,14 +41,13 @@ def test_scattered_copies_come_into_one_frame(group):
     assert frame.converged
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(frame.history))
     mean = {site: value.mean(0) for site, value in frame.aligned.items()}
-    expected = sum((frame.aligned[s] - mean[s]).square().flatten(1).sum(1) for s in mean)
-    torch.testing.assert_close(frame.cost, expected)
+    torch.testing.assert_close(frame.cost, squared_distance(frame.aligned, mean, 1))
 
 
 def test_gaussians_are_moved_with_their_deviations():
-    scale = {site: 0.1 + value.abs() for site, value in random_weights().items()}
+    scale = {site: 0.1 + value.abs() for site, value in weights_of(GROUP).items()}
     planted = GROUP.sample((6,))
-    centre = random_weights()
+    centre = weights_of(GROUP)
     gaussians = [
         GaussianWeights(planted.select(k).inverse()(centre), planted.select(k).inverse()(scale)) for k in range(6)
     ]
@@ -66,13 +63,13 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
     """Of one set the difference is -1.6 with a deviation of 0.8 (30 sets); three sum above 0 once in 3,000."""
     below = 0.0
     for _ in range(3):
-        members = random_weights(8)
+        members = weights_of(GROUP, 8)
         frame = align_many(members, GROUP, progress=False, restarts=5)
         # A star: everybody is aligned to one member, the best of all.
         stars = []
         for k in range(8):
             moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).element(members)
-            stars.append(float(sum((v - v.mean(0)).square().flatten(1).sum(1) for v in moved.values()).mean()))
+            stars.append(float(squared_distance(moved, {s: v.mean(0) for s, v in moved.items()}, 1).mean()))
         below += frame.history[-1] - min(stars)
     assert below < 0
 
@@ -90,9 +87,9 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
 
 
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
-    members = random_weights(8)
-    best = min((align_many(members, GROUP, progress=False) for _ in range(3)), key=lambda f: f.history[-1])
-    for _ in range(3):
+    members = weights_of(GROUP, 8)
+    best = min((align_many(members, GROUP, progress=False) for _ in range(2)), key=lambda f: f.history[-1])
+    for _ in range(2):
         again = align_many(best.aligned, GROUP, progress=False)
         assert again.history[0] == pytest.approx(best.history[-1], rel=1e-12)
         assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
@@ -101,7 +98,7 @@ def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
 
 
 def test_modules_are_their_weights():
-    nets = [nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)) for _ in range(3)]
+    nets = [nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)) for _ in range(2)]
     symmetry = find_symmetry(nets[0], torch.randn(4, 3))
     weights = [{k: v.detach() for k, v in symmetry.weights_of(net).items()} for net in nets]
     group = symmetry.permutations

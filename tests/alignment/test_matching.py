@@ -10,15 +10,7 @@ from torch.distributions import Normal
 from pyro_symmetric.alignment import GaussianWeights, align, to_gaussian
 from pyro_symmetric.groups import Axis, Group, Units
 
-
-def mlp(*widths: int) -> Group:
-    axes, shapes = {}, {}
-    last = len(widths) - 2
-    for l in range(last + 1):
-        out, into = (f"hidden.{l}" if l < last else None), (f"hidden.{l - 1}" if l > 0 else None)
-        axes |= {f"{l}.weight": (out, into), f"{l}.bias": (out,)}
-        shapes |= {f"{l}.weight": torch.Size((widths[l + 1], widths[l])), f"{l}.bias": torch.Size((widths[l + 1],))}
-    return Group.declare(axes, shapes)
+from .cases import mlp, squared_distance, weights_of
 
 
 def convolution() -> Group:
@@ -55,21 +47,9 @@ def lstm(width: int, inputs: int) -> Group:
     return Group([cell], {site: torch.Size(shape) for site, shape in shapes.items()})
 
 
-def random_weights(group, dtype=torch.float64, batch=()):
-    return {site: torch.randn(*batch, *shape, dtype=dtype) for site, shape in group.site_shapes.items()}
-
-
 def random_gaussian(group, dtype=torch.float64):
     scale = {site: 0.1 + torch.rand(shape, dtype=dtype) for site, shape in group.site_shapes.items()}
-    return GaussianWeights(random_weights(group, dtype), scale)
-
-
-def act(p, gaussian):
-    return GaussianWeights(p(gaussian.loc), p(gaussian.scale))
-
-
-def squared_distance(a, b, batch_dims=0):
-    return sum((a[site].double() - b[site].double()).square().flatten(batch_dims).sum(-1) for site in a)
+    return GaussianWeights(weights_of(group, dtype=dtype), scale)
 
 
 NETWORKS = {
@@ -88,7 +68,7 @@ NETWORKS = {
 @pytest.mark.parametrize("group", NETWORKS.values(), ids=NETWORKS)
 def test_a_planted_permutation_is_recovered_exactly(group):
     """By the means; by the deviations alone; of a batch each its own."""
-    reference, planted = random_weights(group, torch.float32), group.sample((6,))
+    reference, planted = weights_of(group, dtype=torch.float32), group.sample((6,))
     result = align(planted.inverse()(reference), reference, group, restarts=0)
     assert result.element.equal(planted)
     assert bool(result.converged.all())
@@ -111,7 +91,7 @@ def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
     group = Group.declare({"w": ("h", "h")}, {"w": torch.zeros(32, 32)})
     found = 0
     for _ in range(10):
-        reference, planted = random_weights(group), group.sample()
+        reference, planted = weights_of(group), group.sample()
         found += align(planted.inverse()(reference), reference, group, restarts=20).element.equal(planted)
     assert found >= 6
 
@@ -125,8 +105,8 @@ def test_shorter_steps_find_planted_permutations_of_a_recurrent_matrix():
 def test_cost_is_the_distance_of_the_moved_source(group, dtype):
     source, reference = random_gaussian(group, dtype), random_gaussian(group, dtype)
     result = align(source, reference, group)
-    moved = act(result.element, source)
-    distance = squared_distance(moved.loc, reference.loc) + squared_distance(moved.scale, reference.scale)
+    pairs = (source.loc, reference.loc), (source.scale, reference.scale)
+    distance = sum(squared_distance(result.element(one), other) for one, other in pairs)
     assert result.cost == pytest.approx(float(distance), rel=1e-6 if dtype == torch.float32 else 1e-12)
     assert result.cost == min(result.start_costs)
     assert result.cost <= result.initial_cost
@@ -134,7 +114,7 @@ def test_cost_is_the_distance_of_the_moved_source(group, dtype):
 
 def test_no_single_swap_of_units_improves_a_converged_alignment():
     group = mlp(4, 6, 5, 2)
-    source, reference = random_weights(group), random_weights(group)
+    source, reference = weights_of(group), weights_of(group)
     result = align(source, reference, group, tolerance=0.0)
     assert result.converged
     for name, n in group.factors.items():
@@ -202,7 +182,7 @@ def test_two_guides_are_aligned_by_their_unconstrained_moments(guide_class):
 @pytest.mark.cuda
 def test_alignment_runs_on_the_device_of_its_source():
     group = mlp(6, 9, 8, 3)
-    reference, planted = random_weights(group, torch.float32), group.sample()
+    reference, planted = weights_of(group, dtype=torch.float32), group.sample()
     source = {site: value.cuda() for site, value in planted.inverse()(reference).items()}
     result = align(source, reference, group)
     assert result.element["hidden.0"].is_cuda

@@ -1,46 +1,28 @@
 """Small groups: restarts find the best match of all there are, against the distances of all elements."""
 
-import itertools
-
 import pytest
 import torch
 
 from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.groups import Axis, Group, Units
 
+from .cases import mlp, squared_distance, weights_of
+
 RESTARTS = 30
 
 
-def mlp(*widths, moves=("permute",)):
-    """Layers of some widths; scales come in by weights and biases, and go out by the next layer's columns."""
-    shapes, units = {}, []
-    for l, (n, m) in enumerate(itertools.pairwise(widths)):
-        shapes |= {f"{l}.weight": torch.Size((m, n)), f"{l}.bias": torch.Size((m,))}
-    for l, n in enumerate(widths[1:-1]):
-        index = torch.arange(n)[None]
-        sites = ((f"{l}.weight", 0, 1), (f"{l}.bias", 0, 1), (f"{l + 1}.weight", 1, -1))
-        axes = tuple(Axis(site, dim, index, exponent) for site, dim, exponent in sites)
-        units.append(Units(f"h{l}", n, axes, moves=frozenset(moves)))
-    return Group(units, shapes)
-
-
-def heads(count, size):
-    """``count`` units with ``size`` units inside each, both of which meet another set."""
+def heads(count, size, coupled=True):
+    """``count`` units with ``size`` units inside each, both of which meet another set, or nothing that moves."""
     inner = torch.arange(count * size).reshape(count, size).T
     flat = torch.arange(count * size)[None]
     shapes = {"in": (count * size, 3), "up": (4, count * size), "out": (2, 4)}
     outer = Units("heads", count, (Axis("in", 0, inner), Axis("up", 1, inner)))
     within = Units("inside", size, (Axis("in", 0, flat), Axis("up", 1, flat)), parent="heads", copies=count)
     hidden = Units("hidden", 4, (Axis("up", 0, torch.arange(4)[None]), Axis("out", 1, torch.arange(4)[None])))
-    return Group([outer, within, hidden], {site: torch.Size(shape) for site, shape in shapes.items()})
-
-
-def weights_of(group, *batch):
-    return {site: torch.randn(*batch, *shape, dtype=torch.float64) for site, shape in group.site_shapes.items()}
-
-
-def squared_distance(a, b, batch_dims=0):
-    return sum((a[site] - b[site]).square().flatten(batch_dims).sum(-1) for site in b)
+    return Group(
+        [outer, within, hidden] if coupled else [outer, within],
+        {site: torch.Size(shape) for site, shape in shapes.items()},
+    )
 
 
 SMALL = {
@@ -50,6 +32,7 @@ SMALL = {
     "a recurrent matrix": Group.declare({"w": ("h", "h")}, {"w": torch.zeros(5, 5)}),
     "signs of a recurrent matrix": Group.declare({"w": ("h", "h")}, {"w": torch.zeros(6, 6)}, moves=("flip",)),
     "heads": heads(3, 2),
+    "heads apart": heads(3, 3, coupled=False),  # exact at once
 }
 
 
