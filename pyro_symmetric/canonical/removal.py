@@ -18,7 +18,7 @@ from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import along_axis
+from pyro_symmetric.groups.places import along_axis, laid_out
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.samples import as_given
@@ -228,7 +228,5 @@ def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> dict[s
 def _multiply(group: Group, weights: Weights, axis: Axis, factor: Tensor) -> None:
     """Multiply all entries of units along one axis, in place of what weights hold."""
     shape, value = group.view_shapes[axis.site], weights[axis.site]
-    if not axis.fills(shape[axis.dim]):
-        own, factor = factor, factor.new_ones(len(factor), shape[axis.dim])
-        factor[:, axis.index.to(factor.device)] = own.unsqueeze(-2)
-    weights[axis.site] = value * along_axis(factor, axis.dim, len(shape)).to(value.dtype)
+    along = along_axis(laid_out(factor, axis, shape[axis.dim], 1.0), axis.dim, len(shape))
+    weights[axis.site] = value * along.to(value.dtype)

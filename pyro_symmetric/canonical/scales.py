@@ -13,6 +13,7 @@ Source: Sun & Tran-Dinh 2019, "Generalized self-concordant functions", case nu =
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.places import laid_out
 
 STEPS, CG_STEPS = 500, 400
 # From which imbalance on Newton's method takes over, and at which it ends.
@@ -49,8 +51,7 @@ class Mass:
 
     def without(self, removed: Tensor) -> Mass:
         """The same sum without the entries that a removed unit multiplies, bool ``(samples, units)``."""
-        left = Mass.__new__(Mass)
-        left.shape, left._terms = self.shape, self._terms
+        left = copy.copy(self)
         left._base = torch.zeros_like(self._base).masked_fill(removed.unsqueeze(1), GONE)
         return left
 
@@ -150,14 +151,8 @@ class _Multiplied:
 
     def __call__(self, logs: Tensor) -> Tensor:
         """The sums of log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples, length)``."""
-        total = logs.new_zeros(len(logs), self._length)
-        for at, axis in self._members:
-            own = abs(axis.exponent) * logs[:, int(axis.exponent < 0), at]
-            if axis.fills(self._length):
-                total = total + own
-            else:
-                total = total.index_add(1, axis.index.to(own.device).flatten(), own.repeat(1, len(axis.index)))
-        return total
+        parts = ((abs(axis.exponent) * logs[:, int(axis.exponent < 0), at], axis) for at, axis in self._members)
+        return torch.stack([laid_out(own, axis, self._length, 0.0) for own, axis in parts]).sum(0)
 
 
 def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:

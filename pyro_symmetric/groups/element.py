@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.groups.places import along_axis, permute_axes
-from pyro_symmetric.groups.units import MOVES, Axis, Move
+from pyro_symmetric.groups.places import along_axis, laid_out, permute_axes
+from pyro_symmetric.groups.units import MOVES, Move
 from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
@@ -283,13 +283,13 @@ class Element:
         length = self.group.view_shapes[site][dim]
         factor = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
         for name, axis in self.group.members(site).get(dim, []):
-            moves = self.group[name].moves
+            moves, at = self.group[name].moves, self.group.slots[name]
             if axis.exponent and "scale" in moves:
-                logs = self._laid_out("scale", name, axis, length)
+                logs = laid_out(self.numbers["scale"][..., at], axis, length, 0.0)
                 logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
                 factor = factor * (axis.exponent * logs).exp()
             if axis.exponent % 2 and "flip" in moves:
-                factor = factor * self._laid_out("flip", name, axis, length)
+                factor = factor * laid_out(self.numbers["flip"][..., at], axis, length, 1.0)
         return factor
 
     def axis_shift(self, site: str, dim: int) -> Tensor:
@@ -298,17 +298,8 @@ class Element:
         total = torch.zeros(*self.batch_shape, length, device=self.device)
         for name, axis in self.group.members(site).get(dim, []):
             if "shift" in self.group[name].moves:
-                total = total + self._laid_out("shift", name, axis, length)
+                total = total + laid_out(self.numbers["shift"][..., self.group.slots[name]], axis, length, 0.0)
         return total
-
-    def _laid_out(self, move: Move, name: str, axis: Axis, length: int) -> Tensor:
-        """Numbers of units at the positions of an axis, those that move nothing elsewhere."""
-        own = self.numbers[move][..., self.group.slots[name]]
-        if axis.fills(length):
-            return own
-        full = own.new_full((*self.batch_shape, length), float(move == "flip"))
-        full[..., axis.index.to(own.device)] = own.unsqueeze(-2)
-        return full
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:

@@ -24,7 +24,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.calls import described
 from pyro_symmetric.groups.checks import check_axes, check_group
 from pyro_symmetric.groups.element import Element, checked
-from pyro_symmetric.groups.placed import PlacedUnits
+from pyro_symmetric.groups.places import PlacedUnits
 from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, pruned, table
 from pyro_symmetric.weights import shapes_of
 

@@ -133,7 +133,7 @@ def test_restrictions_act_as_the_whole_and_their_elements_compose(seed):
     assert_same(product(weights), step)
 
 
-@quick
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(which=WHICH)
 def test_units_that_are_left_out_stay_while_others_move(which):
     """Outer ones, middle ones, inner ones: as elements of the whole group that leave them alone."""
@@ -153,8 +153,8 @@ def test_units_that_are_left_out_stay_while_others_move(which):
 @given(which=WHICH)
 def test_groups_and_their_parts_survive_files_and_copies(which):
     group = group_of(which)
-    parts = [group, group.restricted("permute", "scale"), *(group.without([name]) for name in group.units)]
-    parts += [group.without_buffers([site]) for site in group.site_shapes]
+    parts = [group, group.restricted("permute", "scale"), group.without(list(group.units)[:1])]
+    parts += [group.without_buffers(list(group.site_shapes)[:1])]
     for part in filter(lambda part: part.site_shapes, parts):
         weights = weights_of(part)
         part.permutations.sample()(weights)  # what is kept for the next call must not spoil a copy
