@@ -35,6 +35,10 @@ class Likelihood(Protocol):
         """The expected target: class probabilities, or the regression function."""
 
 
+# Their distributions check nothing: one network of many that diverges (a member of an ensemble, a chain) is for the
+# caller to notice, and mustn't stop the others.
+
+
 @dataclass(frozen=True)
 class CategoricalLikelihood:
     """Class labels; the network's outputs are logits ``(N, C)``.
@@ -57,7 +61,7 @@ class CategoricalLikelihood:
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         if outputs.shape[-1] < 2:
             raise ValueError(f"the network has {outputs.shape[-1]} output; a categorical likelihood needs at least 2")
-        return _with_any_parameters(dist.Categorical(logits=outputs, validate_args=False))
+        return dist.Categorical(logits=outputs, validate_args=False)
 
     def targets(self, y: Tensor) -> Tensor:
         return y
@@ -97,23 +101,13 @@ class GaussianLikelihood:
         scale = outputs.new_full((), self.scale) if self.scale is not None else latents["noise_scale"]
         per_row = outputs.dim() - scale.dim()
         scale = scale.reshape(*scale.shape, *([1] * per_row))
-        return _with_any_parameters(dist.Normal(outputs, scale, validate_args=False))
+        return dist.Normal(outputs, scale, validate_args=False)
 
     def targets(self, y: Tensor) -> Tensor:
         return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
-
-
-def _with_any_parameters(made: dist.TorchDistribution) -> dist.TorchDistribution:
-    """A distribution made without a look at its parameters looks at the values that it is asked about, as others do.
-
-    One network of many that diverges (a member of an ensemble, a chain) is for the caller to notice, and mustn't stop
-    the others.
-    """
-    del made.__dict__["_validate_args"]
-    return made
 
 
 def likelihood_of(likelihood: str | Likelihood) -> Likelihood:

@@ -227,12 +227,10 @@ class BayesianModel(nn.Module):
             total = total + prior.log_prob(weights[name].to(place))
         return total
 
-    def log_likelihood(
-        self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, chunk_size: int | None = None
-    ) -> Tensor:
+    def log_likelihood(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Log-likelihood of every row, ``batch_shape + (N,)``, untempered."""
         require_sites(weights, self.site_shapes)
-        outputs = self.outputs(weights, x, chunk_size=chunk_size)
+        outputs = self.outputs(weights, x)
         latents = {name: value.to(x.device) for name, value in _latents(weights, self._parameters_of_net()).items()}
         log_prob = self.likelihood.distribution(outputs, latents).log_prob(self._targets(x, y))
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])

@@ -13,6 +13,8 @@ import pyro_symmetric as ps
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
 
+from .loops import assert_equal_to_a_loop, gaussian
+
 ROWS, TOKENS, FEATURES = 6, 5, 8
 
 
@@ -73,19 +75,11 @@ def outputs_of(net, weights, x):
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_energy_and_gradient_of_every_chain_equal_a_loop(kind, mode):
     net = getattr(kind().double(), mode)()
-    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
-    x, y = data()
+    model, (x, y) = gaussian(net), data()
     density = Density(model, args=(x, y))
-    z = starting_points(density, 3, model.initial_weights())
-    energy, gradient = density.energy_and_gradient(z)
-    for row, found, slope in zip(z, energy, gradient, strict=True):
-        own = copy.deepcopy(net).train()
-        own.load_state_dict(density.layout.constrain(row))
-        loss = -dist.Normal(own(x), 0.3).log_prob(y).sum()
-        loss = loss - sum(prior.log_prob(own.get_parameter(name)) for name, prior in model.priors().items())
-        by_loop = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(own.parameters()))])
-        torch.testing.assert_close(found, loss)
-        torch.testing.assert_close(slope, by_loop)
+    assert_equal_to_a_loop(
+        density, copy.deepcopy(net).train(), x, y, starting_points(density, 3, model.initial_weights())
+    )
 
 
 def test_a_pyro_model_may_hold_such_a_network():

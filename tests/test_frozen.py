@@ -10,6 +10,8 @@ import pyro_symmetric as ps
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
 
+from .loops import assert_equal_to_a_loop, gaussian
+
 LAST = ["2.weight", "2.bias"]
 
 
@@ -52,19 +54,11 @@ def test_energy_and_gradient_equal_a_loop_with_the_frozen_ones_in_place(kind, ba
     net = (last_layer() if kind == "last layer" else Adapted()).double()
     x = torch.randn(9, 3).double() if kind == "last layer" else torch.randn(9, 5, 3).double()
     y = torch.randn(9, 1 if kind == "last layer" else 4).double()
-    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
+    model = gaussian(net)
     density = Density(model, args=(x, y), batch_size=batch_size, subsampled=True)
     z = starting_points(density, 3, model.initial_weights())
     rows = {name: torch.tensor([[0, 3, 5, 8], [1, 2, 6, 7], [6, 0, 1, 4]]) for name in density.row_counts} or None
-    energy, gradient = density.energy_and_gradient(z, rows)
-    free = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    for chain, (row, found, slope) in enumerate(zip(z, energy, gradient, strict=True)):
-        net.load_state_dict(density.layout.constrain(row), strict=False)
-        part = slice(None) if rows is None else next(iter(rows.values()))[chain]
-        loss = -torch.distributions.Normal(net(x[part]), 0.3).log_prob(y[part]).sum() * len(x) / len(x[part])
-        loss = loss - sum(prior.log_prob(net.get_parameter(name)) for name, prior in model.priors().items())
-        torch.testing.assert_close(found, loss)
-        torch.testing.assert_close(slope, torch.cat([g.flatten() for g in torch.autograd.grad(loss, free)]))
+    assert_equal_to_a_loop(density, net, x, y, z, rows)
 
 
 def test_the_posterior_of_a_last_layer_goes_through_samplers_guides_ensembles_and_predictions():

@@ -10,6 +10,8 @@ import pyro_symmetric as ps
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.starts import starting_points
 
+from .loops import assert_equal_to_a_loop, gaussian
+
 MESSAGE = "networks are evaluated one by one, which takes longer"
 
 
@@ -45,23 +47,14 @@ def data():
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_energy_and_gradient_equal_a_loop(kind, batch_size):
     net, (x, y) = kind().double(), data()
-    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
+    model = gaussian(net)
     with pytest.warns(UserWarning, match=MESSAGE):
         density = Density(model, args=(x, y), batch_size=batch_size, subsampled=True)
     z = starting_points(density, 3, model.initial_weights())
     rows = {name: torch.tensor([[0, 3, 5], [1, 2, 6], [6, 0, 1]]) for name in density.row_counts} or None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it has been said
-        energy, gradient = density.energy_and_gradient(z, rows)
-    for chain, (row, found, slope) in enumerate(zip(z, energy, gradient, strict=True)):
-        net.load_state_dict(density.layout.constrain(row))
-        part = slice(None) if rows is None else next(iter(rows.values()))[chain]
-        own_x, own_y = x[part], y[part]
-        loss = -torch.distributions.Normal(net(own_x), 0.3).log_prob(own_y).sum() * len(x) / len(own_x)
-        loss = loss - sum(prior.log_prob(net.get_parameter(name)) for name, prior in model.priors().items())
-        by_loop = torch.autograd.grad(loss, list(net.parameters()))
-        torch.testing.assert_close(found, loss)
-        torch.testing.assert_close(slope, torch.cat([value.flatten() for value in by_loop]))
+        assert_equal_to_a_loop(density, net, x, y, z, rows)
 
 
 @pytest.mark.parametrize("kind", [InPlace, Branching])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,13 +71,9 @@ class NetworkTarget:
 
     def _log_likelihood(self, weights: Weights, x: Tensor, y: Tensor) -> Tensor:
         """Log-likelihood summed over rows, for weights of batch shape ``(C,)`` or ``()``."""
-        likelihood = self.model.likelihood
-        if type(likelihood) not in (CategoricalLikelihood, GaussianLikelihood):
-            with running_pyro():  # another's distributions may check values
-                return self.model.log_likelihood(weights, x, y).sum(-1)
-        outputs, targets = self.model.outputs(weights, x), likelihood.targets(y)
-        log_prob = unchecked(likelihood.distribution(outputs, weights)).log_prob(targets)
-        return log_prob.flatten(log_prob.dim() - targets.dim()).sum(-1)
+        own = type(self.model.likelihood) in (CategoricalLikelihood, GaussianLikelihood)
+        with contextlib.nullcontext() if own else running_pyro():  # another's distributions may check values
+            return self.model.log_likelihood(weights, x, y).sum(-1)
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed`."""
