@@ -8,21 +8,6 @@ import pytest
 from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision
 
 
-@pytest.fixture
-def pretend(tmp_path, monkeypatch):
-    """Put a torchvision of the test's own making in the place of the installed one."""
-
-    def pretend(source: str) -> None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            monkeypatch.delitem(sys.modules, name)
-        (tmp_path / "torchvision").mkdir()
-        (tmp_path / "torchvision" / "__init__.py").write_text(source)
-        monkeypatch.syspath_prepend(tmp_path)
-
-    yield pretend
-    sys.modules.pop("torchvision", None)
-
-
 def test_data_sets_models_and_torchmetrics_are_usable_in_a_fresh_process():
     """A package that imports torchvision without our help, as torchmetrics does, finds it prepared."""
     program = (
@@ -45,14 +30,3 @@ def test_without_torchvision_the_sentence_says_what_to_install_and_what_needs_no
     with pytest.raises(ImportError, match="pip install"):
         import_torchvision()
     prepare_torchvision()
-
-
-def test_the_command_line_tells_a_broken_torchvision_in_one_sentence(pretend, capsys):
-    from pyro_symmetric import cli
-
-    pretend("raise OSError('libcudart.so.13: cannot open shared object file')\n")
-    assert cli.main(["symmetries", "resnet18"]) == 2
-    said = capsys.readouterr().err
-    assert "libcudart" in said
-    assert "pip install" in said
-    assert "Traceback" not in said

@@ -127,12 +127,6 @@ def test_the_net_is_copied_and_put_in_eval_mode() -> None:
     assert torch.equal(model.outputs(weights, x), model.outputs(weights, x))
 
 
-def test_initial_weights_are_the_nets_own() -> None:
-    net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-    model = BayesianModel(net)
-    assert all(torch.equal(value, model.initial_weights()[name]) for name, value in net.state_dict().items())
-
-
 def test_one_row_and_outputs_without_a_second_axis() -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
     model = BayesianModel(net, 1.0, "gaussian")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.mcmc import HMC, Density, sample
+from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.placement import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)
@@ -67,11 +67,6 @@ def test_a_networks_convergence_is_told_on_data_of_another_precision():
     expected = ps.Posterior(density, kind="chains").diagnostics()["density"]["r_hat"]
     assert function["log density"]["log density"].r_hat.item() == pytest.approx(expected, rel=1e-4)
     assert function["predictions"]["predictions"].r_hat.shape[0] == 20
-
-
-def test_the_layouts_probe_is_made_where_the_chains_are():
-    probes = Density(model, args=(X, Y), dtype=torch.float64).target._probes.values()
-    assert {value.dtype for pair in probes for value in pair} == {torch.float64}
 
 
 @pytest.mark.cuda

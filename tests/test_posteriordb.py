@@ -1,10 +1,6 @@
 """The judgement of the benchmark on posteriordb is right, and so are the recurrences of its models."""
 
-import io
-import json
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,59 +50,3 @@ def test_standard_errors_are_those_of_repeated_runs():
     np.testing.assert_allclose(found.mean_error.mean(), np.sqrt(3 / 4000), rtol=0.05)  # (1 + a) / (1 - a) = 3
     shifted, _ = distances(Moments.of(chains + 1), exact)
     assert shifted.min() > 10
-
-
-def test_the_limit_grows_with_the_count_of_numbers():
-    from benchmarks.posteriordb.accuracy import limit, passes
-
-    assert limit(1) == 4.0
-    assert limit(1000) == pytest.approx(4.417, abs=1e-3)  # half a hundred-thousandth on each side
-    row = {"means": {"a": 1.0, "b": -4.2}, "deviations": {"a": 0.0, "b": 0.3}, "r_hat": 1.001}
-    assert passes(row, 4.3)
-    assert not passes(row, 4.1)
-    assert not passes({**row, "r_hat": 1.02}, 4.3)
-    assert not passes({**row, "deviations": {"a": float("nan"), "b": 0.0}}, 4.3)
-
-
-def zipped(name: str, content: Any) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(name, json.dumps(content))
-    return buffer.getvalue()
-
-
-def test_the_database_is_read_from_a_copy_and_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks.posteriordb import database
-
-    chain = [{"beta[1]": [1.0, 2.0], "beta[2]": [0.0, 1.0], "sigma": [3.0, 4.0]}] * 2
-    files = {
-        "data/data/few.json.zip": zipped("few.json", {"N": 3, "y": [1, 2, 3]}),
-        "reference_posteriors/draws/draws/few-line.json.zip": zipped("few-line.json", chain),
-    }
-    for name, content in files.items():
-        (tmp_path / "copy" / name).parent.mkdir(parents=True)
-        (tmp_path / "copy" / name).write_bytes(content)
-    asked = []
-
-    def urlopen(address: str, timeout: float) -> io.BytesIO:
-        asked.append(address)
-        return io.BytesIO(files[address.removeprefix(database.ADDRESS + "/")])
-
-    monkeypatch.setattr(database, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(database.urllib.request, "urlopen", urlopen)
-    for root in (tmp_path / "copy", None, None):
-        found = database.Database(root)
-        assert found.data("few-line")["y"].tolist() == [1.0, 2.0, 3.0]
-        assert found.draws("few-line")["sigma"].tolist() == [[3.0, 4.0], [3.0, 4.0]]
-    assert len(asked) == 2
-    assert not list(tmp_path.rglob("*.part"))
-
-
-def test_numbers_and_parameters_are_each_others_inverse():
-    from benchmarks.posteriordb.catalogue import gathered, named
-
-    draws = {"mu": np.random.rand(2, 3), "beta": np.random.rand(2, 3, 4), "one": np.random.rand(2, 3, 1)}  # noqa: NPY002
-    numbers = named(draws)
-    assert list(numbers) == ["mu", "beta[1]", "beta[2]", "beta[3]", "beta[4]", "one[1]"]
-    back = gathered(numbers)
-    assert all((back[name] == draws[name]).all() for name in draws)

@@ -59,6 +59,7 @@ def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x):
 def test_chunks_change_nothing(model, posterior, x, draws, small_chunks):
     expected = one_by_one(model, posterior.get_samples(), x)
     assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
+    assert torch.allclose(predict(posterior, model, x, kind="mean"), expected.softmax(-1), atol=1e-6)
     average = predict(posterior, model, x, kind="mean", average=True)
     assert torch.allclose(average, expected.softmax(-1).double().mean(0), atol=1e-6)
     labels = torch.randint(3, (9,))
@@ -92,13 +93,6 @@ def test_weights_keep_their_batch_shape(model, posterior, x):
     assert torch.equal(predict(posterior, model, x, num_samples=4), predict(posterior, model, x)[2::3])
     single = {site: value[1, 2] for site, value in posterior.samples.items()}
     assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
-
-
-def test_means_are_probabilities_and_their_average_is_streamed(model, posterior, x):
-    probabilities = predict(posterior, model, x, kind="mean")
-    assert torch.allclose(probabilities, predict(posterior, model, x).softmax(-1))
-    average = predict(posterior, model, x, kind="mean", average=True)
-    assert torch.allclose(average, probabilities.double().mean(0), atol=1e-6)
 
 
 @pytest.mark.stochastic
@@ -206,21 +200,16 @@ def test_a_model_that_cannot_be_mapped_is_run_draw_by_draw_with_a_warning(x):
     assert torch.allclose(found, w.clamp(min=0)[:, None] * x.sum(1), atol=1e-6)
 
 
-def test_log_likelihood_of_every_row(draws, model, posterior, x):
+def test_log_likelihood_of_every_row(draws, x):
     y = torch.randn(9)
     found = predict(draws, regression, x, y, kind="log_likelihood")
     assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y), atol=1e-4)
-    labels = torch.randint(3, (9,))
-    chunked = predict(posterior.samples, model, x, labels, kind="log_likelihood")["y"]
-    assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p, m, x: predict(p, m, x, average=True), ValueError, "average=True"),
         (lambda p, m, x: predict(p, m.net, x, kind="mean"), ValueError, "no likelihood"),
-        (lambda p, m, x: predict(p, m, x, x), TypeError, "the inputs only"),
         (lambda p, m, x: predict({"u": torch.zeros(3)}, regression, x), ValueError, "none of the sites"),
         (lambda p, m, x: predict(p.select(draws=slice(0)), m, x), ValueError, "no draws"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pyro_symmetric.storage import StoreError, load_tensors, make_folder, save_tensors, write_whole
+from pyro_symmetric.storage import StoreError, load_tensors, save_tensors, write_whole
 
 
 def test_tensors_and_header_come_back(tmp_path: Path) -> None:
@@ -34,10 +34,3 @@ def test_what_stood_there_survives_a_failed_write(tmp_path: Path) -> None:
         save_tensors(tmp_path / "x", "thing", 1, {"a": torch.ones(1)}, {"bad": object()})
     assert (tmp_path / "x").read_text() == "old"
     assert list(tmp_path.iterdir()) == [tmp_path / "x"]
-
-
-def test_folders_are_made_with_those_above_and_kept_if_they_are_there(tmp_path: Path) -> None:
-    make_folder(tmp_path / "a" / "b")
-    (tmp_path / "a" / "b" / "mine").write_text("kept")
-    make_folder(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b" / "mine").read_text() == "kept"

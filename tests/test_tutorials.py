@@ -59,10 +59,3 @@ def test_tutorial_holds_its_outputs(path: Path) -> None:
     assert any("image/png" in output.get("data", {}) for output in outputs)
     texts = [f"{output.get('text', '')}{output.get('data', {}).get('text/plain', '')}" for output in outputs]
     assert not [path for text in texts for path in re.findall(r"(?<![\w./…])/[\w.+-]+/[\w.+/-]+", text)], "a folder"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_code_of_a_tutorial_is_at_most_88_columns_wide(path: Path) -> None:
-    """So much of a line is seen on the site; ``ruff format --isolated --line-length 88`` breaks most."""
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    assert not [line for cell in cells for line in cell.source.splitlines() if len(line) > 88]

@@ -25,10 +25,6 @@ def test_vectors_are_taken_apart_in_any_order(batch):
     assert all(torch.equal(back[site], weights[site]) for site in SHAPES)
 
 
-def test_shapes_of_reads_tensors_and_shapes():
-    assert w.shapes_of({"a": torch.zeros(2, 3), "b": (4,)}) == {"a": torch.Size((2, 3)), "b": torch.Size((4,))}
-
-
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
