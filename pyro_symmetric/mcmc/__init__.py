@@ -6,9 +6,8 @@ from pyro_symmetric.mcmc.kernels.hmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mclmc import MCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.kernels.psgld import pSGLD
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
-from pyro_symmetric.mcmc.kernels.sgld import SGLD
+from pyro_symmetric.mcmc.kernels.sgld import SGLD, pSGLD
 from pyro_symmetric.mcmc.resume import OtherRun
 from pyro_symmetric.mcmc.sampling import sample
 

@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, drawn_seed, forked
-from pyro_symmetric.mcmc.run import run
-from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.run import Settings, run
 from pyro_symmetric.mcmc.starts import resolve
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import make_folder
@@ -36,17 +35,15 @@ def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: in
     :param chains_per_task: ``None``: about a quarter of all, from ``SMALLEST`` to ``LARGEST``.
     """
     arguments.instance("executor", executor, (Executor, type(None)), "a concurrent.futures.Executor")
-    size = arguments.whole("chains_per_task", chains_per_task, 1, none="about a quarter of all")
-    if size is None:
-        count = -(-settings.num_chains // max(SMALLEST, min(LARGEST, settings.num_chains // FEWEST)))
-        size = -(-settings.num_chains // count)
+    arguments.whole("chains_per_task", chains_per_task, 1, none="about a quarter of all")
+    size = chains_per_task or max(SMALLEST, min(LARGEST, -(-settings.num_chains // FEWEST)))
     if LOCK._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
     store = settings.store
     if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
         raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
-    seed = drawn_seed() if settings.seed is None else settings.seed
-    tasks, done, threads = cut(settings, size, seed), list[Posterior](), torch.get_num_threads()
+    seed, threads = drawn_seed() if settings.seed is None else settings.seed, torch.get_num_threads()
+    tasks, done = cut(settings, size, seed), list[Posterior]()
     do = partial(do_task, caller=(os.getpid(), threads))
     futures = [] if executor is None else [executor.submit(do, task) for task in tasks]
     try:
@@ -96,13 +93,14 @@ def do_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str,
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
     """The settings of tasks of ``size`` chains; what is left over makes a smaller one."""
-    initial, store = settings.initial, settings.store
+    initial, store, tasks = settings.initial, settings.store, []
     if initial is not None and not isinstance(initial, str):
         with forked(_seed_of(seed, "initial")):  # guides and functions draw for all at once
             initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
             initial = initial(settings.num_chains) if callable(initial) else initial
-    each = isinstance(initial, Mapping) and bool(batch_shape(initial, settings.density(1, "eager").layout.site_shapes))
-    tasks = []
+    each = isinstance(initial, Mapping) and bool(
+        batch_shape(initial, settings.density(chain_chunk=1, engine="eager").layout.site_shapes)
+    )
     for task, begin in enumerate(range(0, settings.num_chains, size)):
         folder = None if store is None else store / f"task-{task:04d}"
         begun = folder is not None and (folder / CHECKPOINT).exists()

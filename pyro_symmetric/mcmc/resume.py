@@ -1,4 +1,4 @@
-"""A check that a store holds the run that a call asks for, so that one never resumes from another's draws.
+"""What a run resumes from, and a check that it is the run that a call asks for, so that one never takes up another's.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, the data
 by their hash, the model's code with the constants that it reads (:func:`~pyro_symmetric.fingerprint.digest`),
@@ -9,20 +9,29 @@ though code or versions differ. All is told before anything is drawn.
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import platform
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pyro_symmetric._process import LOCK
 from pyro_symmetric.fingerprint import VERSIONS, as_json, differences, digest
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.storage import PathLike, StoreError
+from pyro_symmetric.storage import StoreError
 
+if TYPE_CHECKING:
+    from pyro_symmetric.mcmc.run import Settings
+
+KERNELS = Kernel.__module__.rpartition(".")[0]
 OTHER_MODEL = "the model (its density at the same weights is another)"
 OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative: another processor sums in another order
@@ -43,13 +52,8 @@ class OtherRun(StoreError):
     the folder holds draws of 3 steps
     """
 
-    @classmethod
-    def of(cls, path: PathLike | None, differing: Sequence[str], hint: str = "") -> OtherRun:
-        """The words for it."""
-        return cls(
-            f"the draw store {path} holds another run; it was left as it is. What differs: {'; '.join(differing)}. "
-            f"Name another folder, or call as before{hint}"
-        )
+
+# the run that a call asks for ---------------------------------------------------------------------------------------
 
 
 def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
@@ -57,7 +61,12 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
 
     :param seed: the settings' own, or the one that was drawn for them.
     """
-    initial, device = settings.initial, density.device
+    initial, device, model = settings.initial, density.device, settings.kernel.model
+    if isinstance(model, BayesianModel):  # whose weights are sampled, and have no values of their own
+        model = copy.deepcopy(model)
+        for name, weight in model.net.named_parameters():
+            if name in model.priors():
+                weight.data = torch.zeros_like(weight)
     call = {
         "kernel": type(settings.kernel).__name__,
         "settings": settings.kernel.settings(),
@@ -78,9 +87,7 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
-    return as_json(
-        call=call, code=digest(_without_weights(settings.kernel.model)), versions=VERSIONS, rounding=rounding
-    )
+    return as_json(call=call, code=digest(model), versions=VERSIONS, rounding=rounding)
 
 
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -88,11 +95,11 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
 
     :raises OtherRun: naming what differs.
     """
-    differing = differences(found["call"], now["call"])
     newer = differences(found["versions"], now["versions"]) + [OTHER_CODE] * (found["code"] != now["code"])
-    if differing or (newer and settings.resume is not True):
-        hint = "" if differing else "; or pass resume=True to resume all the same"
-        raise OtherRun.of(settings.store, differing or newer, hint)
+    if differing := differences(found["call"], now["call"]):
+        raise _other_run(settings, differing)
+    if newer and settings.resume is not True:
+        raise _other_run(settings, newer, "; or pass resume=True to resume all the same")
     if changed := newer + differences(found["rounding"], now["rounding"]):
         warnings.warn(
             f"the draw store {settings.store} is resumed, but from here its draws may differ from an unbroken run's, "
@@ -100,6 +107,18 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def require_same_model(settings: Settings, density: Density, z: Tensor, before: Tensor) -> None:
+    """Check the energies ``before`` of chains at ``z`` against those of the call's density, but for rounding; if one
+    isn't finite, the other mustn't be either.
+
+    :raises OtherRun: if they differ.
+    """
+    now, near = energies(density, z), TOLERANCE.get(density.dtype, 1e-2) * before.abs().clamp(min=1.0)
+    same = (before.isfinite() == now.isfinite()) & (((before - now).abs() <= near) | ~before.isfinite())
+    if before.shape != now.shape or not bool(same.all()):
+        raise _other_run(settings, [OTHER_MODEL])
 
 
 def energies(density: Density, z: Tensor) -> Tensor:
@@ -111,18 +130,66 @@ def energies(density: Density, z: Tensor) -> Tensor:
         return density.without_compiling(z, rows or None)[0].to("cpu", torch.float64)
 
 
-def agree(before: Tensor, now: Tensor, dtype: torch.dtype) -> bool:
-    """True if energies are those of one model, but for rounding; if one isn't finite, the other mustn't be either."""
-    finite, near = before.isfinite(), (before - now).abs() <= TOLERANCE.get(dtype, 1e-2) * before.abs().clamp(min=1.0)
-    return before.shape == now.shape and bool(((finite == now.isfinite()) & (near | ~finite)).all())
+def _other_run(settings: Settings, differing: list[str], hint: str = "") -> OtherRun:
+    return OtherRun(
+        f"the draw store {settings.store} holds another run; it was left as it is. What differs: "
+        f"{'; '.join(differing)}. Name another folder, or call as before{hint}"
+    )
 
 
-def _without_weights(model: Any) -> Any:
-    """A network whose weights, which are sampled, have no values of their own; any other model as it is."""
-    if not isinstance(model, BayesianModel):
-        return model
-    model = copy.deepcopy(model)
-    for name, weight in model.net.named_parameters():
-        if name in model.priors():
-            weight.data = torch.zeros_like(weight)
-    return model
+# the state that it resumes from -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RunState:
+    """A run between two iterations.
+
+    :param iteration: how many are done.
+    :param generator: where the state's random generator stands.
+    :param draws: how many are kept of each chain.
+    :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
+    :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
+    """
+
+    iteration: int
+    state: State
+    generator: Tensor
+    draws: int
+    num_warmup: int
+    r_hat: float | None = None
+
+
+def packed(at: RunState, more: dict[str, Any]) -> memoryview:
+    """A boundary, and what else a run resumes from, as bytes that can be written without another copy.
+
+    :raises TypeError: if the kernel's state holds what can't be stored.
+    """
+    state = replace(at.state, generator=None)  # type: ignore[arg-type]
+    buffer = io.BytesIO()
+    try:
+        torch.save({**more, "at": {**vars(at), "state": state}}, buffer)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(f"the kernel's state holds what a store can't keep: {error}; see State") from error
+    return buffer.getbuffer()
+
+
+def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[RunState, dict[str, Any]]:
+    """The boundary that :func:`packed` was given: of tensors, plain values and dataclasses of the library's kernels and
+    of the modules that this kernel's classes come from.
+
+    :raises TypeError: if there is anything else.
+    """
+    names = {kind.__module__ for kind in type(kernel).__mro__}
+    names |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
+    kinds = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    parts: list[Any] = [k for k in kinds if is_dataclass(k) and k.__module__ in names and not issubclass(k, Kernel)]
+    try:
+        with LOCK, torch.serialization.safe_globals(parts):  # a list of the whole process
+            more = torch.load(io.BytesIO(content), weights_only=True)
+    except pickle.UnpicklingError as error:
+        said = str(error).splitlines()[0]
+        raise TypeError(f"the kernel's state holds what a store can't keep: {said}; see State") from error
+    at = RunState(**more.pop("at"))
+    generator = torch.Generator(at.state.z.device)
+    generator.set_state(at.generator)
+    return replace(at, state=replace(at.state, generator=generator)), more

@@ -14,18 +14,22 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.choice import FEWEST_CHAINS, chosen
+from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.executor import run_tasks
+from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.run import Hook, run
-from pyro_symmetric.mcmc.settings import Settings
+from pyro_symmetric.mcmc.run import Hook, Settings, run
 from pyro_symmetric.mcmc.starts import Initial
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
 from pyro_symmetric.posterior.posterior import Posterior, Source
 from pyro_symmetric.storage import PathLike
 
+MOST_CHAINS, MOST_NETWORKS, FEWEST_CHAINS = 64, 16, 4
+MANY_CHAINS = 8  # from which on they find the length of a trajectory better together than each by itself
+MOST_NUMBERS = 2**19  # of the coordinates of all chains: a thousand draws of them take two gigabytes
+DENSE = 200  # coordinates
 LEAST_AGREEING = 100  # draws of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
 
 
@@ -52,46 +56,33 @@ def sample(
 ) -> Posterior:
     """Draw from a model's posterior with many chains at once.
 
-    >>> def model(y):
-    ...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
-    ...     with pyro.plate("data", len(y)):
-    ...         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-    >>> y = torch.randn(100)
-    >>> posterior = ps.sample(model, y, num_samples=20, num_warmup=20, seed=0, progress=False)
-    >>> abs(float(posterior.samples["mean"].mean() - y.mean())) < 0.1
-    True
-    >>> posterior = ps.sample(ps.HMC(model), y, num_samples=20, num_warmup=20, num_chains=8, seed=0, progress=False)
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> posterior = ps.sample(model, num_samples=20, num_warmup=20, seed=0, progress=False)
 
     Without a kernel one is chosen; a line and ``metadata["chosen"]`` say which and why. :doc:`/how-to/resume` tells of
-    ``store`` and ``resume``, :doc:`/how-to/cluster` of ``executor`` and tasks, :doc:`/explanation/chains` of warm-up.
+    ``store`` and ``resume``, :doc:`/how-to/cluster` of ``executor``, :doc:`/explanation/chains` of warm-up.
 
-    :param kernel_or_model: the sampler, which holds the model; or the model.
-    :param args: the model's positional arguments, data included; ``kwargs`` is a mapping of its keyword arguments.
+    :param kernel_or_model: the sampler, which holds the model; or the model. Its arguments are ``args`` and ``kwargs``.
     :param num_samples: draws to keep of each chain, one of every ``thinning`` iterations.
     :param num_warmup: iterations before them, to adapt and to be forgotten. ``"auto"``: until each chain has settled.
     :param num_chains: how many run at once. ``None``: 4, or what is chosen with the kernel.
     :param initial: where chains start: ``"prior"`` (default for a ``BayesianModel``); ``"uniform"`` in (-2, 2) on the
-        unconstrained scale (for others); weights of batch shape ``(num_chains,)`` or ``()``; a ``Posterior`` whose last
-        draws to take; a guide, or a function ``num_chains -> weights``, to draw from.
+        unconstrained scale (for others); weights; a ``Posterior``; a guide, or a function ``num_chains -> weights``.
     :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as the cache holds; elsewhere all.
-    :param engine: what computes energies: ``"eager"`` (the model itself), ``"layers"`` (a loop for feed-forward
-        networks, by Numba), ``"compiled"`` (PyTorch's compiler), or ``"auto"``: the fastest that pays.
+    :param engine: what computes energies: ``"eager"``, ``"layers"``, ``"compiled"``, or ``"auto"``, the fastest.
     :param store: a folder for the draws, new or of this very run, which then resumes.
     :param resume: ``"auto"``; ``False``: there must be no run; ``True``: there must be one, perhaps of other versions.
     :param seed: of the run's own generator. ``None``: drawn from PyTorch's; ``metadata["seed"]`` says which.
     :param device, dtype: where, and in what precision, to compute; draws are moved to the CPU.
-    :param executor: any :class:`concurrent.futures.Executor`; ``chains_per_task`` is how many warm up together.
+    :param executor: a :class:`concurrent.futures.Executor`; ``chains_per_task`` is how many warm up together.
     :param hook: is called after every iteration with its number and the weights of all chains.
-    :return: draws, statistics of every draw, and metadata (settings, seconds). With ``store``, mapped from its files.
-    :raises ValueError: naming the argument, or what differs if the store holds another run.
-    :raises OSError: if the store can't be written (full disk, read-only, in use); what was committed stays.
     """
-    kwargs = dict(kwargs or {})
     arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
         kernel_or_model if isinstance(kernel_or_model, Kernel) else NUTS(kernel_or_model),
         args,
-        kwargs,
+        dict(kwargs or {}),
         num_samples=num_samples,
         num_warmup=num_warmup,
         num_chains=FEWEST_CHAINS if num_chains is None else num_chains,
@@ -105,20 +96,56 @@ def sample(
         device=device,
         dtype=dtype,
     )
-    if hook is not None and (executor is not None or chains_per_task is not None):
+    in_tasks = executor is not None or chains_per_task is not None
+    if hook is not None and in_tasks:
         raise ValueError("hook is given, but the chains are cut into tasks, which may run anywhere; pass hook=None")
     density = None
     if not isinstance(kernel_or_model, Kernel):
         settings, density = chosen(settings, num_chains)
         if progress:
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
-    source = Source(settings.kernel.model, args, kwargs, device, settings.kernel.subsampled)
-    if executor is None and chains_per_task is None:
-        posterior = Posterior(*run(settings, progress, hook, density), kind="chains", source=source)
-    else:
+    source = Source(settings.kernel.model, args, settings.kwargs, device, settings.kernel.subsampled)
+    if in_tasks:
         posterior = replace(run_tasks(settings, executor, chains_per_task, progress), source=source)
+    else:
+        posterior = Posterior(*run(settings, progress, hook, density), kind="chains", source=source)
     _warn_of_trouble(posterior, settings)
     return posterior
+
+
+def chosen(settings: Settings, num_chains: int | None) -> tuple[Settings, Density]:
+    """Settings whose kernel and number of chains suit their model, and which say why; and the model's density.
+
+    By rules of counts and not by timing, so that every run of a model decides alike and a stored one resumes. What they
+    rest on is measured by ``benchmarks/performance/ordinary_models.py``. **Many chains**, as long as the largest
+    intermediate result stays in the cache and the draws in memory: there an evaluation for 64 chains costs little more
+    than one for 4, and warm-up learns from all of them. Compiled networks go chain by chain, so that only warm-up gains
+    by many. **AdaptiveHMC** for many chains, which it moves in step; those of NUTS wait for the longest tree of any.
+    **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations a step and spares many steps. Not
+    for a network, whose modes each have correlations of their own.
+
+    :param num_chains: ``None``: to be chosen, too.
+    """
+    density = settings.density()
+    limits = {
+        "as many as pay": MOST_NETWORKS if density.is_network else MOST_CHAINS,
+        "as many as the cache holds": density.chain_chunk or MOST_CHAINS,
+        "as many as leave room for their draws": MOST_NUMBERS // density.dim,
+    }
+    if density.target.one_by_one:
+        limits = {"few, as they are evaluated one after another": FEWEST_CHAINS}
+    why = min(limits, key=lambda name: limits[name])
+    chains = 1 << (max(limits[why], FEWEST_CHAINS).bit_length() - 1)
+    if num_chains is not None:
+        chains, why = num_chains, "as asked"
+    mass = "dense" if density.dim <= DENSE and not density.is_network else "diagonal"
+    kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
+    counted = f"{chains} chain{'s' * (chains > 1)}"
+    words = f"{kind.__name__} with {counted} ({why}), mass={mass!r} (for {density.dim:,} dimensions)"
+    if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
+        words += f", engine {density.engine!r}"
+    kernel = kind(settings.kernel.model, mass=mass)
+    return replace(settings, kernel=kernel, num_chains=chains, chosen=words), density
 
 
 def _warn_of_trouble(posterior: Posterior, settings: Settings) -> None:
@@ -154,7 +181,7 @@ def sampler_failures(
     :param statistics: the sampler's own numbers of every draw, ``(chains, draws)`` each.
     :param samples: the draws, if chains must agree on them.
     """
-    told = {"acceptance", "divergences", "energy error"}
+    told = {"acceptance", "divergences", "energy error", "weights"}
     length = min((value.shape[1] for value in statistics.values()), default=0)
     apart = []
     if length >= (LEAST_DRAWS if subsampled else LEAST_AGREEING):
@@ -162,5 +189,5 @@ def sampler_failures(
         apart = [disagreement(samples, subsampled)] if samples is not None else []
     arrived = all(check.status != "fail" for check in apart)
     checks = [*sampler_checks(statistics, subsampled, arrived), *apart]
-    found = [check for check in checks if check.name in {*told, "weights"} and check.status == "fail"]
+    found = [check for check in checks if check.name in told and check.status == "fail"]
     return found + [check for check in checks if apart and check.name == "energy" and check.status in ("fail", "warn")]

@@ -14,9 +14,9 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.randomness import independent_rows
+from pyro_symmetric.mcmc.kernels.kernel import mini_batches
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import batch_shape, require_sites
 
 INITIALISATIONS = ("prior", "uniform")
 MOST_TRIES = 100  # of a chain that starts where nothing is finite
@@ -29,14 +29,27 @@ Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Drawer | None
 def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """``initial`` as ``None``, a name, weights, or a function ``num_chains -> weights``.
 
+    Of a posterior the last draw of each chain is taken; for more chains than it has, also the draws before.
+
     :raises TypeError: if it is none of what :func:`~pyro_symmetric.mcmc.sample` takes.
     """
     if isinstance(initial, Posterior):
-        return _last_draws(initial, num_chains)
+        rounds = -(-num_chains // initial.num_chains)
+        if rounds > initial.num_samples:
+            held = f"{initial.num_chains} x {initial.num_samples} draws"
+            raise ValueError(f"initial is a posterior of {held}, too few to start {num_chains} chains from")
+        last = {site: value[:, -rounds:].flip(1).transpose(0, 1) for site, value in initial.samples.items()}
+        return {site: value.flatten(0, 1)[:num_chains] for site, value in last.items()}
     if hasattr(initial, "sample_posterior"):
         return lambda count: initial.sample_posterior((count,))
-    if isinstance(initial, AutoGuide):
-        return lambda count: _draws_of(initial, count, args, kwargs)
+    if isinstance(initial, AutoGuide):  # of Pyro's own, which gives one draw at a time
+
+        def draws(count: int) -> dict[str, Tensor]:
+            with torch.no_grad():
+                found = [initial(*args, **kwargs) for _ in range(count)]
+            return {site: torch.stack([draw[site] for draw in found]) for site in found[0]}
+
+        return draws
     if isinstance(initial, str | Mapping | None) or callable(initial):
         return initial
     raise TypeError(
@@ -61,20 +74,16 @@ def starting_points(
         initial = "prior" if density.is_network else "uniform"
     if isinstance(initial, str):
         arguments.one_of("initial", initial, INITIALISATIONS, "a dict of weights")
-    z = _drawn(density, num_chains, initial, generator)
-    bad = _broken(density, z, generator)
-    tries = 1 if isinstance(initial, Mapping) else MOST_TRIES
-    for _ in range(tries - 1):
-        if bool(bad.any()):
-            z[bad] = _drawn(density, int(bad.sum()), initial, generator)
-            bad = _broken(density, z, generator)
-    if bool(bad.any()):
-        source = repr(initial) if isinstance(initial, str) else "what was given"
-        raise ValueError(
-            f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy and "
-            f"gradient among {tries} draws of initial={source}. Are all data finite, those under a mask, too, and "
-            "in the supports of their distributions? If so, give initial= weights where the density is finite"
-        )
+    z, tries = _drawn(density, num_chains, initial, generator), 1
+    most = 1 if isinstance(initial, Mapping) else MOST_TRIES
+    while bool((bad := _broken(density, z, generator)).any()):
+        if tries == most:
+            raise ValueError(
+                f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy "
+                f"and gradient among {tries} draws. Are all data finite, those under a mask, too, and in the supports "
+                "of their distributions? If so, give initial= weights where the density is finite"
+            )
+        z[bad], tries = _drawn(density, int(bad.sum()), initial, generator), tries + 1
     _tell_of_flat_sites(density, z)
     return z
 
@@ -93,27 +102,6 @@ def _drawn(density: Density, count: int, initial: Any, generator: torch.Generato
         return _placed(density, initial, count, all_known=True)
     with forked(generator, density.device):
         return _placed(density, initial(count), count, all_known=False)
-
-
-def _last_draws(posterior: Posterior, num_chains: int) -> Weights:
-    """The last draw of each chain; for more chains than it has, also the draws before."""
-    rounds = -(-num_chains // posterior.num_chains)
-    if rounds > posterior.num_samples:
-        raise ValueError(
-            f"initial is a posterior of {posterior.num_chains} x {posterior.num_samples} draws, too few to start "
-            f"{num_chains} chains from"
-        )
-    return {
-        site: value[:, -rounds:].flip(1).transpose(0, 1).flatten(0, 1)[:num_chains]
-        for site, value in posterior.samples.items()
-    }
-
-
-def _draws_of(guide: AutoGuide, count: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Weights:
-    """Draws of a guide of Pyro's own, which gives one at a time."""
-    with torch.no_grad():
-        draws = [guide(*args, **kwargs) for _ in range(count)]
-    return {site: torch.stack([draw[site] for draw in draws]) for site in draws[0]}
 
 
 def _placed(density: Density, weights: Mapping[str, Tensor], count: int, all_known: bool) -> Tensor:
@@ -157,5 +145,5 @@ def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
 
 def _broken(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
     """True for chains whose energy or gradient isn't finite, ``(C,)``."""
-    energy, gradient = evaluated_once(density, z, independent_rows(density.row_counts, len(z), generator))
+    energy, gradient = evaluated_once(density, z, mini_batches(density.row_counts, len(z), generator))
     return ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))

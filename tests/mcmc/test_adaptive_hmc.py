@@ -10,7 +10,7 @@ import torch
 from scipy import integrate
 
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC, TrajectoryLength
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.phase_space import Mass
 
 
 def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centre(gaussian, generator):

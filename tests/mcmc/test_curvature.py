@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
+from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate
 from pyro_symmetric.models import BayesianModel
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6

@@ -1,13 +1,11 @@
 """Microcanonical samplers against known laws: what they leave invariant, what they learn, and how biased they are."""
 
 import warnings
-from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from scipy import stats
 from torch import nn
 
 import pyro_symmetric as ps
@@ -17,33 +15,6 @@ from pyro_symmetric.mcmc.sampling import sampler_failures
 from pyro_symmetric.posterior.diagnostics import energy_error
 
 from .conftest import drive
-
-
-def banana_draws(count: int) -> torch.Tensor:
-    x, noise = torch.randn(2, count, dtype=torch.float64)
-    return torch.stack([x, x.square() + 0.5 * noise], -1)
-
-
-def p_value(z: torch.Tensor) -> float:
-    """The least of the two coordinates' Kolmogorov-Smirnov tests, of the banana's independent normals, times 2."""
-    x, y = z.unbind(-1)
-    normals = x, (y - x.square()) / 0.5
-    return 2 * min(stats.kstest(value.numpy(), "norm").pvalue for value in normals)
-
-
-def test_it_leaves_a_bent_law_invariant_in_the_limit_of_small_steps(banana):
-    """False alarms: one in 20,000. At a large step the test sees the bias."""
-    found = []
-    for step in (0.02, 0.6):
-        torch.manual_seed(0)
-        kernel = MCLMC(None, step_size=step, length=1.0)
-        state = kernel.init(banana, banana_draws(10_000), 0, torch.Generator(torch.empty(0).device).manual_seed(1))
-        state = replace(state, tuning=replace(state.tuning, step_size=torch.full((10_000,), step).double()))
-        for _ in range(8):
-            state = kernel.step(banana, state)
-        found.append(p_value(state.z))
-    assert found[0] > 5e-5
-    assert found[1] < 1e-6
 
 
 def test_moments_of_a_gaussian(gaussian):
@@ -90,7 +61,7 @@ def test_the_length_makes_draws_as_correlated_as_the_rule_says(gaussian):
     correlation = (draws[:, 1:] * draws[:, :-1]).mean() / draws.square().mean()
     assert correlation.item() == pytest.approx(CORRELATION, abs=0.08)
     # x'' = -x - x' / L: the correlation after L is e^(-1/2) (cos wL + sin wL / (2 w L)), w^2 = 1 - 1 / (4 L^2)
-    assert state.tuning.length.search.log_step.exp().item() == pytest.approx(1.33, rel=0.15)
+    assert state.tuning.length[0].log_step.exp().item() == pytest.approx(1.33, rel=0.15)
 
 
 def test_statistics_say_what_an_iteration_cost(gaussian):
@@ -102,32 +73,6 @@ def test_statistics_say_what_an_iteration_cost(gaussian):
     state = kernel.step(density, state)
     assert state.statistics["n_steps"].tolist() == [len(density.batches)] * 3
     assert len(density.batches) % GRADIENTS == 0
-
-
-def test_what_leaves_the_support_is_taken_back_and_told():
-    def energy(z):
-        return torch.where((z[:, 0] > 0.5) | (z[:, 1] > 0), torch.nan, 1.0) * z.square().sum(-1)
-
-    class Walled:
-        def energy_and_gradient(self, z):
-            value = energy(z)
-            return value, 2 * z * (value / z.square().sum(-1))[:, None]
-
-    torch.manual_seed(0)
-    z = -torch.rand(50, 2, dtype=torch.float64)
-    kernel = MCLMC(None, step_size=0.3)
-    state = kernel.init(Walled(), z, 0, torch.Generator(torch.empty(0).device).manual_seed(0))
-    lost = moved = torch.zeros(50, dtype=torch.bool)
-    for _ in range(10):
-        before = state.z
-        state = kernel.step(Walled(), state)
-        diverging = state.statistics["diverging"]
-        assert torch.isfinite(state.z).all()
-        assert torch.isfinite(state.energy).all()
-        assert torch.equal(state.z[diverging], before[diverging])
-        lost, moved = lost | diverging, moved | ~diverging
-    assert lost.any()
-    assert moved.any()
 
 
 def test_a_model_of_one_coordinate_is_refused():

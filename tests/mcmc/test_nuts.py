@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.compiled import Compiled
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, leapfrog
-from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.kernel import State, normal
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
+from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, leapfrog
 
 
 class AsTheyAre(Compiled):
@@ -65,7 +64,7 @@ def reference(
     def chance() -> float:
         return torch.empty(1, dtype=torch.double).uniform_(generator=generator).item()
 
-    first = PhasePoint(z[None], mass.draw(z[None], generator), *density.energy_and_gradient(z[None]))
+    first = PhasePoint(z[None], mass.momentum(normal(z[None], generator)), *density.energy_and_gradient(z[None]))
     start = first.energy + mass.kinetic(first.momentum)
     states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0

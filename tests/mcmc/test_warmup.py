@@ -11,7 +11,6 @@ from scipy.stats import norm
 from pyro_symmetric.mcmc import HMC
 from pyro_symmetric.mcmc.kernels.adaptation import (
     StepSizeAdaptation,
-    newton_gain,
     window_ends,
 )
 from pyro_symmetric.mcmc.kernels.kernel import State
@@ -100,7 +99,7 @@ def slope(target: float) -> float:
 
 @pytest.mark.parametrize("target", [0.2, 0.65, 0.8, 0.9])
 def test_the_gain_is_newtons_for_the_acceptance_curve(target):
-    assert newton_gain(target) == pytest.approx(1 / slope(target), rel=1e-6)
+    assert StepSizeAdaptation.start(torch.ones(()), target).gain == pytest.approx(1 / slope(target), rel=1e-6)
 
 
 @pytest.mark.parametrize(("chains", "most"), [(1, 0.02), (4, 0.01), (32, 0.004)])

@@ -1,13 +1,12 @@
-"""Hamiltonian kernels against known answers: an ill-conditioned Gaussian, simulation-based calibration, a Geweke test.
+"""Hamiltonian kernels: simulation-based calibration and a Geweke test.
 
-The last two need chains that have data of their own. A model without data whose "data" are latent as well, with their
+Both need chains that have data of their own. A model without data whose "data" are latent as well, with their
 coordinates held where they are, is just that: its chains draw from the posterior given each chain's own data, through
 the library's own potential and transforms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pyro
@@ -20,11 +19,10 @@ from torch import Tensor
 from pyro_symmetric.mcmc import HMC, Density
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.mass import Mass
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
+from pyro_symmetric.mcmc.kernels.phase_space import Mass
 
 GROUPS, ROWS = 3, 4
-Check = Callable[..., None]
 
 
 def fresh_generator() -> torch.Generator:
@@ -82,54 +80,6 @@ def kernels(step_size: float | None) -> dict[str, Kernel]:
         "NUTS": NUTS(hierarchy, max_treedepth=6, **options),
         "AdaptiveHMC": AdaptiveHMC(hierarchy, adapt_length=False, **options),
     }
-
-
-# an ill-conditioned Gaussian ----------------------------------------------------------------------------------------
-
-
-def check_gaussian(check: Check, kernel: Kernel, dim: int, chains: int, num_warmup: int, num_samples: int) -> None:
-    """Means and variances along all eigenvectors of a Gaussian of condition number 1e4, rotated at random."""
-    eigenvalues = torch.logspace(-2, 2, dim, dtype=torch.float64)
-    basis = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))[0]
-    precision = basis @ torch.diag(1 / eigenvalues) @ basis.T
-
-    class Gaussian:
-        def energy_and_gradient(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            gradient = z @ precision
-            return 0.5 * (z * gradient).sum(-1), gradient
-
-    density = Gaussian()
-    state = kernel.init(density, 4 * torch.rand(chains, dim, dtype=torch.float64) - 2, num_warmup, fresh_generator())
-    draws = []
-    for iteration in range(num_warmup + num_samples):
-        state = kernel.step(density, state)
-        if iteration < num_warmup:
-            state = kernel.adapt(density, state, iteration, num_warmup)
-        else:
-            draws.append((state.z @ basis) / eigenvalues.sqrt())
-    x = torch.stack(draws, 1)
-    moments = torch.cat([x, x.square()], -1)
-    truth = torch.cat([torch.zeros(dim), torch.ones(dim)]).double()
-    error = moments.mean(1).std(0) / chains**0.5
-    print(f"{kernel}: largest |z| {((moments.mean((0, 1)) - truth) / error).abs().max():.2f} of {2 * dim}")
-    assert error.max() < 0.1  # so that something can be seen
-    check(moments, truth, alarm=1e-4)
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("form", [HMC, AdaptiveHMC])
-def test_gaussian_of_100_dimensions_and_condition_number_1e4(form, assert_expectations):
-    check_gaussian(assert_expectations, form(None, mass="dense"), 100, 32, 300, 90)
-
-
-@pytest.mark.stochastic
-@pytest.mark.slow
-@pytest.mark.parametrize("mass", ["diagonal", "dense"])
-@pytest.mark.parametrize("form", [HMC, NUTS, AdaptiveHMC])
-def test_gaussian_of_100_dimensions_and_condition_number_1e4_in_a_long_run(form, mass, assert_expectations):
-    options = {"trajectory_length": 10.0, "max_steps": 1000} if form is HMC and mass != "dense" else {}
-    warmup, draws = (250, 60) if form is NUTS else (600, 200)  # NUTS takes trees of depth 9 where the mass doesn't help
-    check_gaussian(assert_expectations, form(None, mass=mass, **options), 100, 64, warmup, draws)
 
 
 # simulation-based calibration ---------------------------------------------------------------------------------------

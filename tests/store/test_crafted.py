@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.mcmc.run import packed, unpacked
+from pyro_symmetric.mcmc.resume import packed, unpacked
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, load_tensors, save_tensors
 from pyro_symmetric.store import CHECKPOINT, KIND, VERSION, Checkpoint, FolderRecorder, read_store

@@ -20,6 +20,9 @@ target of 0.65, its acceptance is off by 0.06, this one's by 0.003.
 
 Until the mass matrix is first known each chain has a step of its own: far out, each is at a scale of its own. From then
 on all have one, by their mean acceptance, which so many chains tell after few iterations.
+
+**The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962): chains of a network usually sit
+in different modes, and the distance between modes says nothing about how far one trajectory may go.
 """
 
 from __future__ import annotations
@@ -36,9 +39,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.mass import MASSES, MAX_DENSE, Mass, MassEstimate
+from pyro_symmetric.mcmc.kernels.phase_space import Mass, energy_error, leapfrog, with_fresh_momenta
 
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
@@ -46,83 +48,9 @@ FURTHEST = 1.0  # that one iteration moves a log step size: near such a target a
 FOLLOWING = 4  # the count at which a search stops that is to follow its root rather than to settle
 BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
 MOST_TRIES = 60  # of a first step size
-
-
-# the step size ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class StepSizeAdaptation:
-    """Stochastic approximation of the log step size at which acceptance is the target; tensors in double precision.
-
-    :param log_step: :math:`x`, of the next iteration, ``(C,)``, or ``()``; likewise
-    :param log_average: :math:`\\bar x`, what to keep in the end.
-    :param target: :math:`\\delta`.
-    :param gain: :math:`c`.
-    :param most: the count at which gains fall no more; ``None``: there is none.
-    :param count: :math:`t`, iterations so far.
-    """
-
-    log_step: Tensor
-    log_average: Tensor
-    target: float
-    gain: float
-    most: int | None
-    count: int = 0
-
-    @classmethod
-    def start(
-        cls, step_size: Tensor, target: float, follow: bool = False, gain: float | None = None
-    ) -> StepSizeAdaptation:
-        """Start from step sizes.
-
-        :param follow: whether the root may still move, as while chains are on their way: gains don't fall then.
-        :param gain: what takes the place of Newton's gain, for other curves than that of the acceptance.
-        """
-        x = step_size.double().log()
-        return cls(x, x, target, newton_gain(target) if gain is None else gain, FOLLOWING if follow else None)
-
-    def update(self, acceptance: Tensor) -> StepSizeAdaptation:
-        """Learn from the acceptance of one iteration, in the shape of the step sizes."""
-        count = min(self.count + 1, self.most or self.count + 1)
-        change = self.gain * count**-DECAY * (acceptance.double() - self.target)
-        log_step = self.log_step + change.clamp(-FURTHEST, FURTHEST)
-        average = torch.lerp(self.log_average, log_step, 2 / (count + 1))
-        return replace(self, log_step=log_step, log_average=average, count=count)
-
-
-def newton_gain(target: float) -> float:
-    """:math:`c`, the fall of the log step size for which acceptance rises by one unit, around the target."""
-    half = -NormalDist().inv_cdf(target / 2)  # half of s
-    return min(1 / (4 * half * NormalDist().pdf(half)), LARGEST_GAIN)
-
-
-# windows ------------------------------------------------------------------------------------------------------------
-
-
-def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25) -> tuple[int, tuple[int, ...]]:
-    """When the mass matrix is learnt: the iteration where it begins, and those before which it is renewed.
-
-    Short warm-ups use 15 % and 10 % of their length in place of ``first`` and ``last``; under 20 iterations there is
-    nothing to learn from.
-    """
-    if num_warmup < 20:
-        return num_warmup, ()
-    if first + base + last > num_warmup:
-        first, last = int(0.15 * num_warmup), int(0.1 * num_warmup)
-        base = num_warmup - first - last
-    ends: list[int] = []
-    end, length = first, base
-    while end < num_warmup - last:
-        end += length
-        length *= 2
-        if end + length > num_warmup - last:  # the next window wouldn't fit: this one takes what is left
-            end = num_warmup - last
-        ends.append(end)
-    return first, tuple(ends)
-
-
-# kernels that learn both --------------------------------------------------------------------------------------------
+MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
+MANY_DRAWS = 2  # for each coordinate, from which on correlations are learnt
+FEW_DRAWS, SMALL = 5.0, 1e-3  # variances are shrunk towards a small constant as if by five draws, as Stan does
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +93,7 @@ class TunedKernel(Kernel):
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("step_size", self.step_size, none="one that is found")
-        arguments.one_of("mass", self.mass, MASSES)
+        arguments.one_of("mass", self.mass, ("diagonal", "dense"))
 
     # what subclasses provide ----------------------------------------------------------------------------------------
 
@@ -189,18 +117,23 @@ class TunedKernel(Kernel):
                 f"mass is 'dense', but the model has {z.shape[-1]} coordinates; a matrix of that size fills the "
                 "memory. Use mass='diagonal'"
             )
-        start = PhasePoint(z, torch.zeros_like(z), *evaluated_once(density, z))
-        step = torch.full_like(start.energy, 0.1 if self.step_size is None else self.step_size)
+        energy, gradient = evaluated_once(density, z)
+        step = torch.full_like(energy, 0.1 if self.step_size is None else self.step_size)
         blind = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
         mass = MassEstimate.start(z, self.mass).mass()
         tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
-        state = State(*start, tuning, generator)
+        state = State(z, torch.zeros_like(z), energy, gradient, tuning, generator)
         return state if self.step_size is not None else self._with_step(density, state, step)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        state = self._learnt(state)
-        begin, ends = window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
-        done = iteration + 1
+        tuning: HamiltonianTuning = state.tuning
+        done, (begin, ends) = iteration + 1, window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
+        if tuning.estimate is not None:
+            state = tuned(state, estimate=tuning.estimate.update(state.z))
+        if self.adapt_step_size:
+            found = self.accepted(state)
+            search = tuning.search.update(found if tuning.blind else found.mean().expand_as(found))
+            state = tuned(state, search=search, step_size=search.log_step.exp().to(found.dtype))
         if done in ends:
             state = tuned(state, mass=state.tuning.estimate.mass(), estimate=None, blind=False)
             if self.adapt_step_size:
@@ -211,36 +144,19 @@ class TunedKernel(Kernel):
             state = tuned(state, step_size=_settled(state))
         return state
 
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _learnt(self, state: State) -> State:
-        """The state that has learnt from its draws and their acceptance."""
-        tuning: HamiltonianTuning = state.tuning
-        if tuning.estimate is not None:
-            state = tuned(state, estimate=tuning.estimate.update(state.z))
-        if not self.adapt_step_size:
-            return state
-        acceptance = self.accepted(state)
-        search = tuning.search.update(acceptance if tuning.blind else acceptance.mean().expand_as(acceptance))
-        return tuned(state, search=search, step_size=search.log_step.exp().to(acceptance.dtype))
-
     def _with_step(self, density: Density, state: State, step: Tensor) -> State:
         """Step sizes, found by doubling or halving these ``(C,)`` until the acceptance of one step crosses the target,
         as Stan does, and the search from there. While the mass matrix is unknown each chain finds its own."""
         alone = state.tuning.blind
-        target = self.search(step, alone).target
-
-        def accepts(step: Tensor) -> Tensor:
-            found = self.accepts(density, state, step)
-            return (found if alone else found.mean().expand_as(found)) > target
-
-        grow = accepts(step)
-        factor, crossed = torch.where(grow, 2.0, 0.5).to(step), torch.zeros_like(grow)
+        target, grow, crossed = self.search(step, alone).target, None, torch.zeros_like(step, dtype=torch.bool)
         for _ in range(MOST_TRIES):
-            step = torch.where(crossed, step, factor * step)
-            crossed = crossed | (accepts(step) != grow)
+            found = self.accepts(density, state, step)
+            high: Tensor = (found if alone else found.mean().expand_as(found)) > target
+            grow = high if grow is None else grow
+            crossed = crossed | (high != grow)
             if bool(crossed.all()):
                 break
+            step = torch.where(crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step)
         return tuned(state, step_size=step, search=self.search(step, alone))
 
 
@@ -259,15 +175,12 @@ class HamiltonianKernel(TunedKernel):
 
     def accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
         mass = state.tuning.mass
-        start = PhasePoint(state.z, mass.draw(state.z, state.generator), state.energy, state.gradient)
+        start = with_fresh_momenta(state, mass)
         end = leapfrog(lambda z: evaluated_once(density, z), start, step_size[:, None], mass)
         return (-energy_error(end.total_energy(mass), start.total_energy(mass))).clamp(max=0).exp()
 
     def accepted(self, state: State) -> Tensor:
         return state.statistics["acceptance_rate"]
-
-
-# small steps --------------------------------------------------------------------------------------------------------
 
 
 def tuned(state: State, **parts: Any) -> State:
@@ -279,3 +192,128 @@ def _settled(state: State) -> Tensor:
     """The step size that a search has found, the median of chains that searched by themselves, ``(C,)``."""
     average: Tensor = state.tuning.search.log_average
     return average.median().exp().to(state.z.dtype).expand(len(average)).clone()
+
+
+# windows ------------------------------------------------------------------------------------------------------------
+
+
+def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25) -> tuple[int, tuple[int, ...]]:
+    """When the mass matrix is learnt: the iteration where it begins, and those before which it is renewed.
+
+    Short warm-ups use 15 % and 10 % of their length in place of ``first`` and ``last``; under 20 iterations there is
+    nothing to learn from.
+    """
+    if num_warmup < 20:
+        return num_warmup, ()
+    if first + base + last > num_warmup:
+        first, last = int(0.15 * num_warmup), int(0.1 * num_warmup)
+        base = num_warmup - first - last
+    ends: list[int] = []
+    end, length = first, base
+    while end < num_warmup - last:
+        end += length
+        length *= 2
+        if end + length > num_warmup - last:  # the next window wouldn't fit: this one takes what is left
+            end = num_warmup - last
+        ends.append(end)
+    return first, tuple(ends)
+
+
+# the step size ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StepSizeAdaptation:
+    """Stochastic approximation of the log step size at which acceptance is the target; tensors in double precision.
+
+    :param log_step: :math:`x`, of the next iteration, ``(C,)``, or ``()``; likewise
+    :param log_average: :math:`\\bar x`, what to keep in the end.
+    :param target: :math:`\\delta`.
+    :param gain: :math:`c`.
+    :param most: the count at which gains fall no more; ``None``: there is none.
+    :param count: :math:`t`, iterations so far.
+    """
+
+    log_step: Tensor
+    log_average: Tensor
+    target: float
+    gain: float
+    most: int | None
+    count: int = 0
+
+    @classmethod
+    def start(
+        cls, step_size: Tensor, target: float, follow: bool = False, gain: float | None = None
+    ) -> StepSizeAdaptation:
+        """Start from step sizes.
+
+        :param follow: whether the root may still move, as while chains are on their way: gains don't fall then.
+        :param gain: what takes the place of Newton's gain, for other curves than that of the acceptance.
+        """
+        x = step_size.double().log()
+        if gain is None:
+            half = -NormalDist().inv_cdf(target / 2)  # half of s
+            gain = min(1 / (4 * half * NormalDist().pdf(half)), LARGEST_GAIN)
+        return cls(x, x, target, gain, FOLLOWING if follow else None)
+
+    def update(self, acceptance: Tensor) -> StepSizeAdaptation:
+        """Learn from the acceptance of one iteration, in the shape of the step sizes."""
+        count = min(self.count + 1, self.most or self.count + 1)
+        change = self.gain * count**-DECAY * (acceptance.double() - self.target)
+        log_step = self.log_step + change.clamp(-FURTHEST, FURTHEST)
+        average = torch.lerp(self.log_average, log_step, 2 / (count + 1))
+        return replace(self, log_step=log_step, log_average=average, count=count)
+
+
+# the mass matrix ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class MassEstimate:
+    """Running covariance within chains, pooled over the chains.
+
+    :param mean: each chain's mean, ``(C, D)``.
+    :param scatter: sum of squared deviations over chains and draws, ``(D,)``; for a dense matrix of their outer
+        products, ``(D, D)``, in double precision.
+    :param count: draws of each chain so far.
+    """
+
+    mean: Tensor
+    scatter: Tensor
+    count: int = 0
+
+    @classmethod
+    def start(cls, z: Tensor, kind: str = "diagonal") -> MassEstimate:
+        """Nothing seen yet, for chains ``(C, D)``."""
+        dim = z.shape[-1]
+        nothing = z.new_zeros(dim, dim, dtype=torch.double) if kind == "dense" else z.new_zeros(dim)
+        return cls(torch.zeros_like(z), nothing)
+
+    def update(self, z: Tensor) -> MassEstimate:
+        """Take in one draw of every chain, ``(C, D)``."""
+        count = self.count + 1
+        delta = z - self.mean
+        # These rows' squares sum to the scatter about the chains' final means.
+        rows = (delta * ((count - 1) / count) ** 0.5).to(self.scatter)
+        more = rows.square().sum(0) if self.scatter.dim() == 1 else rows.mT @ rows
+        return MassEstimate(self.mean + delta / count, self.scatter + more, count)
+
+    def mass(self) -> Mass:
+        """The mass matrix that the draws so far suggest; of less than two draws the unit matrix. Of fewer draws than
+        twice the coordinates there are no correlations in it, and of all they are shrunk as variances are."""
+        dense = self.scatter.dim() == 2
+        squares = self.scatter.diagonal() if dense else self.scatter
+        degrees = len(self.mean) * max(self.count - 1, 0)
+        share = degrees / (degrees + FEW_DRAWS)
+        variance = squares / max(degrees, 1) * share + SMALL * (1 - share) if degrees else torch.ones_like(squares)
+        if not dense:
+            return Mass.of(variance)
+        correlations = torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
+        if degrees >= MANY_DRAWS * len(squares):
+            moves = squares > 0
+            norms = torch.where(moves, squares, 1.0).sqrt()
+            found = (self.scatter / norms / norms[:, None]).fill_diagonal_(1.0)
+            correlations = found.lerp(correlations, SMALL * (1 - share))
+            variance = torch.where(moves, squares / degrees, variance)
+        deviations = variance.sqrt()
+        return Mass.of((correlations * deviations * deviations[:, None]).to(self.mean.dtype))

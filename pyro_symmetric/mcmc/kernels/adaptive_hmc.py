@@ -151,10 +151,17 @@ class AdaptiveHMC(HamiltonianKernel):
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         before: HamiltonianTuning = state.tuning
-        length = self._learnt_length(state)
-        length = replace(length, centre=length.centre.lerp(state.z, 2 / (iteration + 2)), last=state.z)
-        if iteration + 1 == num_warmup and self._learns_length(state.z):
+        length: TrajectoryLength = before.length
+        first, last = (before.mass.whiten(z - length.centre).square().sum(-1) for z in (length.last, state.z))
+        square = (0.25 * (last - first).double().square()).mean()  # what is refused has changed nothing
+        length = length.seen(state.statistics["n_steps"][0] * typical(state.statistics["step_size"]), square)
+        learns = self.adapt_length and len(state.z) >= MIN_CHAINS
+        if learns and not before.blind:
+            # By the average step: a single small one would cut off what took long to learn.
+            length = length.update(before.search.log_average.median() + math.log(self.max_steps))
+        if learns and iteration + 1 == num_warmup:
             length = replace(length, log_length=length.log_average)
+        length = replace(length, centre=length.centre.lerp(state.z, 2 / (iteration + 2)), last=state.z)
         state = super().adapt(density, state, iteration, num_warmup)
         if state.tuning.mass is not before.mass:
             # Squares and times in other units say nothing of those to come.
@@ -164,29 +171,7 @@ class AdaptiveHMC(HamiltonianKernel):
                 length = replace(length, centre=state.z)
         return tuned(state, length=length)
 
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _learnt_length(self, state: State) -> TrajectoryLength:
-        """The length that has seen the last iteration."""
-        tuning: HamiltonianTuning = state.tuning
-        length: TrajectoryLength = tuning.length
-        first, last = (tuning.mass.whiten(z - length.centre).square().sum(-1) for z in (length.last, state.z))
-        square = (0.25 * (last - first).double().square()).mean()  # what is refused has changed nothing
-        time = state.statistics["n_steps"][0] * typical(state.statistics["step_size"])
-        length = length.seen(time, square)
-        if tuning.blind or not self._learns_length(state.z):
-            return length
-        # By the average: a single small step would cut off what took long to learn.
-        return length.update(tuning.search.log_average.median() + math.log(self.max_steps))
-
-    def _learns_length(self, z: Tensor) -> bool:
-        return self.adapt_length and len(z) >= MIN_CHAINS
-
 
 def radical_inverse(index: int) -> float:
     """The Halton sequence in base 2: 1/2, 1/4, 3/4, 1/8, 5/8, ... for 1, 2, 3, 4, 5, ..."""
-    value, unit = 0.0, 0.5
-    while index:
-        value += unit * (index & 1)
-        index, unit = index >> 1, unit / 2
-    return value
+    return int(f"{index:b}"[::-1], 2) / 2 ** index.bit_length()

@@ -20,9 +20,14 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import run
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
-from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.kernel import State, uniform
+from pyro_symmetric.mcmc.kernels.phase_space import (
+    MAX_ENERGY_ERROR,
+    choose,
+    energy_error,
+    leapfrog,
+    with_fresh_momenta,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,7 +78,7 @@ def trajectory(density: Density, state: State, num_steps: int) -> State:
     """An iteration: fresh momenta, so many steps, and Metropolis' decision."""
     tuning: HamiltonianTuning = state.tuning
     mass, steps = tuning.mass, tuning.steps
-    start = end = PhasePoint(state.z, mass.draw(state.z, state.generator), state.energy, state.gradient)
+    start = end = with_fresh_momenta(state, mass)
     for _ in range(num_steps):
         end = run(density, leapfrog, end, steps, mass)
     before, after = start.total_energy(mass), end.total_energy(mass)

@@ -109,3 +109,31 @@ def required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
     if state.z.shape != z.shape:
         raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
     return state
+
+
+# random numbers, all of a generator that is named, none of a global one ---------------------------------------------
+
+
+def normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers in the shape, dtype and place of ``like``."""
+    return torch.empty_like(like).normal_(generator=generator)
+
+
+def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers uniform in [0, 1) in the shape, dtype and place of ``like``."""
+    return torch.empty_like(like).uniform_(generator=generator)
+
+
+def mini_batches(
+    row_counts: Mapping[str, tuple[int, int]], num_chains: int, generator: torch.Generator
+) -> dict[str, Tensor] | None:
+    """A mini-batch of each chain's own, name -> LongTensor ``(C, B)``; ``None`` if all data are used.
+
+    Chains that shared their mini-batches would share the noise of their gradients and no longer be independent.
+
+    :param row_counts: name -> (rows there are, rows in a batch), as ``Density.row_counts``.
+    """
+    return {
+        name: torch.randint(total, (num_chains, size), generator=generator, device=generator.device)
+        for name, (total, size) in row_counts.items()
+    } or None

@@ -59,10 +59,8 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianTuning, StepSizeAdaptation, TunedKernel, tuned
 from pyro_symmetric.mcmc.kernels.hmc import typical, whole_steps
-from pyro_symmetric.mcmc.kernels.integrator import PhasePoint, choose
-from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import normal
+from pyro_symmetric.mcmc.kernels.kernel import State, normal
+from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, choose, with_fresh_momenta
 
 OUTER = 0.1931833275037836  # lambda, for which the leading error is least
 GRADIENTS = 2  # of a step
@@ -71,73 +69,6 @@ STEP_GAIN = 1 / 6  # of the search for log eps: Newton's, for an error that goes
 LENGTH_GAIN = 1.0  # the change of log L for a correlation that is off by 1
 LARGEST_RATIO = 100.0  # of an energy error to what was asked, that the search takes from one chain
 DIVERGED = 1e4  # of the same ratio, beyond which an iteration is taken back
-
-
-def kicked(momentum: Tensor, gradient: Tensor, time: Tensor, mass: Mass) -> tuple[Tensor, Tensor]:
-    """Momenta ``(C, D)`` after a kick that lasts for ``time`` ``(C, 1)``, and what it adds to the energy's change,
-    ``(C,)``."""
-    dim, limits = momentum.shape[-1], torch.finfo(momentum.dtype)
-    along = mass.velocity(gradient)
-    norm = torch.linalg.vecdot(gradient, along).sqrt().clamp(min=limits.tiny)
-    half = norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1))
-    t, gap = torch.tanh(half), 2 * torch.sigmoid(-2 * half)  # gap = 1 - t, which would round to nothing
-    share = t / norm
-    # t (1 + c), as far as directions tell: nothing cancels in what is made of it
-    turn = t - (torch.linalg.vecdot(momentum, along) * share * dim**-0.5)
-    turn = torch.maximum(turn, limits.eps * t)
-    scale = 1 / (gap * gap + 2 * turn).clamp(min=limits.tiny)
-    keep = (gap * (1 + t) * scale).clamp(min=limits.tiny)  # 1 / (cosh + c sinh)
-    push = share * (gap + turn) * scale
-    turned = torch.addcmul(keep[:, None] * momentum, push[:, None], gradient, value=-2 * math.sqrt(dim))
-    return turned, (1 - dim) * keep.log()
-
-
-def directed(momentum: Tensor, mass: Mass) -> Tensor:
-    r"""Momenta ``(C, D)`` of the same directions and of length :math:`\sqrt D`."""
-    return momentum * (momentum.shape[-1] / (2 * mass.kinetic(momentum))).sqrt()[:, None]
-
-
-def refreshed(momentum: Tensor, noise: Tensor, spread: Tensor, mass: Mass) -> Tensor:
-    r"""Momenta turned by standard normal noise ``(C, D)``.
-
-    :param spread: :math:`\sqrt D\, \nu`, ``(C, 1)``.
-    """
-    return directed(momentum + spread * mass.momentum(noise), mass)
-
-
-def isokinetic(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> tuple[PhasePoint, Tensor]:
-    """One step of sizes ``(C, 1)``: where it ends, and the energy's change ``(C,)``. To go back in time, turn the
-    momenta round."""
-    z, half = start.z, 0.5 * step_size
-    p, first = kicked(start.momentum, start.gradient, OUTER * step_size, mass)
-    z = z + half * mass.velocity(p)
-    p, inner = kicked(p, evaluate(z)[1], (1 - 2 * OUTER) * step_size, mass)
-    z = z + half * mass.velocity(p)
-    energy, gradient = evaluate(z)
-    p, last = kicked(p, gradient, OUTER * step_size, mass)
-    return PhasePoint(z, p, energy, gradient), energy - start.energy + first + inner + last
-
-
-def langevin(
-    evaluate: Evaluate, start: PhasePoint, noise: Tensor, spread: Tensor, step_size: Tensor, mass: Mass
-) -> tuple[PhasePoint, Tensor]:
-    """:func:`isokinetic` of directions that noise has refreshed."""
-    turned = start._replace(momentum=refreshed(start.momentum, noise, spread, mass))
-    return isokinetic(evaluate, turned, step_size, mass)
-
-
-@dataclass(frozen=True, eq=False)
-class Memory:
-    """The length after which directions are forgotten, and what it is learnt from.
-
-    :param search: for it, in log.
-    :param centre: each chain's average, weighted to the last iterations, ``(C, D)``.
-    :param last: where the chains were an iteration ago, ``(C, D)``.
-    """
-
-    search: StepSizeAdaptation
-    centre: Tensor
-    last: Tensor
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,11 +118,12 @@ class MCLMC(TunedKernel):
                 "HMC or NUTS"
             )
         search = StepSizeAdaptation.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
-        return tuned(super().init(density, z, num_warmup, generator), length=Memory(search, z, z))
+        # The search for log L, each chain's average, weighted to the last iterations, and where it was before.
+        return tuned(super().init(density, z, num_warmup, generator), length=(search, z, z))
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        length, steps = tuning.length.search.log_step.exp(), tuning.steps
+        length, steps = tuning.length[0].log_step.exp(), tuning.steps
         num_steps = whole_steps(length / typical(tuning.step_size) - 0.5, self.max_steps, tuning)
         spread = torch.expm1(2 * steps / length.to(steps.dtype)).sqrt()
         start = at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
@@ -215,16 +147,16 @@ class MCLMC(TunedKernel):
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         if self.adapt_length:
-            tuning, memory = state.tuning, state.tuning.length
-            search, shortest = memory.search, typical(state.statistics["step_size"]).log()
+            tuning: HamiltonianTuning = state.tuning
+            search, centre, before = tuning.length
+            shortest = typical(state.statistics["step_size"]).log()
             if not tuning.blind:
-                search = search.update(correlation(memory.last, state.z, memory.centre, tuning.mass))
+                search = search.update(correlation(before, state.z, centre, tuning.mass))
                 longest = shortest + math.log(self.max_steps)
                 search = replace(search, log_step=search.log_step.clamp(min=shortest, max=longest))
             if iteration + 1 == num_warmup:
                 search = replace(search, log_step=search.log_average)
-            centre = memory.centre.lerp(state.z, 2 / (iteration + 2))
-            state = tuned(state, length=Memory(search, centre, state.z))
+            state = tuned(state, length=(search, centre.lerp(state.z, 2 / (iteration + 2)), state.z))
         return super().adapt(density, state, iteration, num_warmup)
 
     # the step size --------------------------------------------------------------------------------------------------
@@ -233,9 +165,8 @@ class MCLMC(TunedKernel):
         return StepSizeAdaptation.start(step_size, 0.0, follow, STEP_GAIN)
 
     def accepts(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        mass = state.tuning.mass
-        momentum = directed(mass.draw(state.z, state.generator), mass)
-        start = PhasePoint(state.z, momentum, state.energy, state.gradient)
+        mass, start = state.tuning.mass, with_fresh_momenta(state, state.tuning.mass)
+        start = start._replace(momentum=directed(start.momentum, mass))
         error = isokinetic(lambda z: evaluated_once(density, z), start, step_size[:, None], mass)[1]
         return self._excess(error.square() / (state.z.shape[-1] * self.energy_error))
 
@@ -245,6 +176,54 @@ class MCLMC(TunedKernel):
     def _excess(self, ratio: Tensor) -> Tensor:
         """The curve of the search, of ratios of energy errors to what was asked: 0 where they are equal."""
         return 1 - ratio.nan_to_num(LARGEST_RATIO).clamp(max=LARGEST_RATIO)
+
+
+def kicked(momentum: Tensor, gradient: Tensor, time: Tensor, mass: Mass) -> tuple[Tensor, Tensor]:
+    """Momenta ``(C, D)`` after a kick that lasts for ``time`` ``(C, 1)``, and what it adds to the energy's change,
+    ``(C,)``."""
+    dim, limits = momentum.shape[-1], torch.finfo(momentum.dtype)
+    along = mass.velocity(gradient)
+    norm = torch.linalg.vecdot(gradient, along).sqrt().clamp(min=limits.tiny)
+    half = norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1))
+    t, gap = torch.tanh(half), 2 * torch.sigmoid(-2 * half)  # gap = 1 - t, which would round to nothing
+    share = t / norm
+    # t (1 + c), as far as directions tell: nothing cancels in what is made of it
+    turn = t - (torch.linalg.vecdot(momentum, along) * share * dim**-0.5)
+    turn = torch.maximum(turn, limits.eps * t)
+    scale = 1 / (gap * gap + 2 * turn).clamp(min=limits.tiny)
+    keep = (gap * (1 + t) * scale).clamp(min=limits.tiny)  # 1 / (cosh + c sinh)
+    push = share * (gap + turn) * scale
+    turned = torch.addcmul(keep[:, None] * momentum, push[:, None], gradient, value=-2 * math.sqrt(dim))
+    return turned, (1 - dim) * keep.log()
+
+
+def directed(momentum: Tensor, mass: Mass) -> Tensor:
+    r"""Momenta ``(C, D)`` of the same directions and of length :math:`\sqrt D`."""
+    return momentum * (momentum.shape[-1] / (2 * mass.kinetic(momentum))).sqrt()[:, None]
+
+
+def isokinetic(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> tuple[PhasePoint, Tensor]:
+    """One step of sizes ``(C, 1)``: where it ends, and the energy's change ``(C,)``. To go back in time, turn the
+    momenta round."""
+    z, half = start.z, 0.5 * step_size
+    p, first = kicked(start.momentum, start.gradient, OUTER * step_size, mass)
+    z = z + half * mass.velocity(p)
+    p, inner = kicked(p, evaluate(z)[1], (1 - 2 * OUTER) * step_size, mass)
+    z = z + half * mass.velocity(p)
+    energy, gradient = evaluate(z)
+    p, last = kicked(p, gradient, OUTER * step_size, mass)
+    return PhasePoint(z, p, energy, gradient), energy - start.energy + first + inner + last
+
+
+def langevin(
+    evaluate: Evaluate, start: PhasePoint, noise: Tensor, spread: Tensor, step_size: Tensor, mass: Mass
+) -> tuple[PhasePoint, Tensor]:
+    r""":func:`isokinetic` of directions that standard normal noise ``(C, D)`` has turned.
+
+    :param spread: :math:`\sqrt D\, \nu`, ``(C, 1)``.
+    """
+    turned = directed(start.momentum + spread * mass.momentum(noise), mass)
+    return isokinetic(evaluate, start._replace(momentum=turned), step_size, mass)
 
 
 def correlation(before: Tensor, after: Tensor, centre: Tensor, mass: Mass) -> Tensor:

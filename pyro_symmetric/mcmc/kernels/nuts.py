@@ -18,22 +18,28 @@ is a program, which serves one number of chains, it stays until all have, and ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import compiles, run
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR, PhasePoint, choose, energy_error, leapfrog
-from pyro_symmetric.mcmc.kernels.kernel import State
-from pyro_symmetric.mcmc.kernels.mass import Mass
-from pyro_symmetric.mcmc.kernels.randomness import uniform
+from pyro_symmetric.mcmc.kernels.kernel import State, uniform
+from pyro_symmetric.mcmc.kernels.phase_space import (
+    MAX_ENERGY_ERROR,
+    Mass,
+    PhasePoint,
+    choose,
+    energy_error,
+    leapfrog,
+    with_fresh_momenta,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,8 +72,7 @@ class NUTS(HamiltonianKernel):
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
         most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
-        start = PhasePoint(state.z, tuning.mass.draw(state.z, state.generator), state.energy, state.gradient)
-        forest = _Forest(density, tuning.mass, state.generator, _planted(start, tuning))
+        forest = _Forest(density, state)
         depth = 0
         while depth < most and forest.doubled(depth):
             depth += 1
@@ -131,16 +136,25 @@ class _Branch(NamedTuple):
 class _Forest:
     """Trajectories that grow in batches of those that haven't finished."""
 
-    def __init__(self, density: Density, mass: Mass, generator: torch.Generator, tree: _Tree):
-        self.density, self.mass, self.generator, self.tree = density, mass, generator, tree
-        self.finished: list[_Tree] = []
-        self.everyone, self.growing = tree.start_energy, torch.ones_like(tree.chain, dtype=torch.bool)
+    def __init__(self, density: Density, state: State):
+        self.density, self.mass, self.generator = density, state.tuning.mass, state.generator
+        start = with_fresh_momenta(state, self.mass)
+        self.everyone = energy = start.total_energy(self.mass)
+        chain, zero = torch.arange(len(energy), device=energy.device), torch.zeros_like(energy)
+        none = torch.zeros_like(chain)
+        cost = _Cost(none, zero, none > 0)
+        self.tree = _Tree(energy, chain, state.tuning.steps, start, start, start.momentum, zero, start, cost, none)
+        self.growing, self.finished = none == 0, list[_Tree]()
         self.keeps_all = compiles(density)
 
     def doubled(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
         finish without it."""
-        branch, spans = _branched(self.tree, self.growing, self._chance()), list[_Span]()
+        tree, forward = self.tree, self._chance() < 0.5
+        step = tree.step * (self.growing * torch.where(forward, 1, -1))[:, None]
+        nothing = torch.full_like(tree.log_weight, -torch.inf)
+        branch = _Branch(choose(forward, tree.right, tree.left), tree.draw, step, nothing)
+        spans: list[_Span] = []
         for leaf in range(2**depth):
             tree = self.tree
             branch, cost = run(
@@ -167,7 +181,7 @@ class _Forest:
         """All trees, in the order of the chains."""
         if not self.finished:
             return self.tree
-        trees = _mapped(lambda *parts: torch.cat(parts), *self.finished, self.tree)
+        trees = tree_map(lambda *parts: torch.cat(parts), self.tree, *self.finished)
         return _select(trees, trees.chain.argsort())
 
     def _chance(self) -> Tensor:
@@ -186,22 +200,6 @@ class _Forest:
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _planted(start: PhasePoint, tuning: HamiltonianTuning) -> _Tree:
-    """Trajectories of one state each."""
-    energy, chain = start.total_energy(tuning.mass), torch.arange(len(start.z), device=start.z.device)
-    zero, none = torch.zeros_like(energy), torch.zeros_like(chain)
-    cost = _Cost(none, zero, none > 0)
-    return _Tree(energy, chain, tuning.steps, start, start, start.momentum, zero, start, cost, none)
-
-
-def _branched(tree: _Tree, growing: Tensor, chance: Tensor) -> _Branch:
-    """A branch without leaves, forwards or backwards in time."""
-    forward = chance < 0.5
-    step = tree.step * (growing * torch.where(forward, 1, -1))[:, None]
-    nothing = torch.full_like(tree.log_weight, -torch.inf)
-    return _Branch(choose(forward, tree.right, tree.left), tree.draw, step, nothing)
 
 
 def _with_leaf(
@@ -249,14 +247,6 @@ def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
     return turning if is_pair else turning.any(0)
 
 
-def _mapped(function: Callable[..., Tensor], *values: Any) -> Any:
-    """Apply a function to every tensor of (nested) tuples and lists of one structure."""
-    first = values[0]
-    if isinstance(first, Tensor):
-        return function(*values)
-    parts = [_mapped(function, *parts) for parts in zip(*values, strict=True)]
-    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-
-
 def _select(value: Any, index: Tensor) -> Any:
-    return _mapped(lambda tensor: tensor.index_select(0, index), value)
+    """These rows of every tensor."""
+    return tree_map(lambda tensor: tensor.index_select(0, index), value)

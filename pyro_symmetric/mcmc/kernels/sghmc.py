@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
-from pyro_symmetric.mcmc.kernels.stochastic import StochasticGradientKernel, StochasticTuning
+from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate, StochasticGradientKernel, StochasticTuning
 
 MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 

@@ -2,8 +2,8 @@ r"""The common part of the stochastic-gradient samplers: mini-batches, warm-up, 
 
 They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
 the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
-``V`` of the mini-batches' gradients. Warm-up measures both (:mod:`~pyro_symmetric.mcmc.kernels.curvature`), so a kernel
-that is given no ``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
+``V`` of the mini-batches' gradients. Warm-up measures both (:class:`CurvatureEstimate`), so a kernel that is given no
+``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
 
 Such a step is short where posteriors are narrow or data many, and then the wide directions take forever. So warm-up
 learns the posterior's variances, too, pooled over the chains, at the ends of the windows in which Hamiltonian kernels
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -32,11 +32,9 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, window_ends
-from pyro_symmetric.mcmc.kernels.curvature import CurvatureEstimate
-from pyro_symmetric.mcmc.kernels.integrator import MAX_ENERGY_ERROR
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.randomness import independent_rows, normal
+from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches, normal
+from pyro_symmetric.mcmc.kernels.phase_space import MAX_ENERGY_ERROR
 
 FIRST_ROUNDS = 6  # measurements of the curvature before the first step in new units
 
@@ -73,6 +71,7 @@ class StochasticGradientKernel(Kernel):
 
     subsampled = True
     has_momentum = False
+    learns_variances = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +90,7 @@ class StochasticGradientKernel(Kernel):
     def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         """The step size ``()`` that keeps the tolerance."""
 
-    def first_preconditioner(self, density: Density, gradient: Tensor) -> Tensor:
+    def first_preconditioner(self, gradient: Tensor) -> Tensor:
         """The preconditioner before anything is learnt."""
         return torch.ones_like(gradient[0])
 
@@ -100,21 +99,17 @@ class StochasticGradientKernel(Kernel):
         """True if warm-up has anything to measure."""
         return self.step_size is None
 
-    @property
-    def learns_variances(self) -> bool:
-        return self.step_size is None
-
     # the contract ---------------------------------------------------------------------------------------------------
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        energy, gradient = density.energy_and_gradient(z, independent_rows(density.row_counts, len(z), generator))
+        energy, gradient = density.energy_and_gradient(z, mini_batches(density.row_counts, len(z), generator))
         momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
         tuning = StochasticTuning(
             z.new_tensor(self.step_size or 0.0),
-            self.first_preconditioner(density, gradient),
+            self.first_preconditioner(gradient),
             z.new_zeros(()),
             CurvatureEstimate.start(z, generator) if self.measures else None,
-            MassEstimate.start(z) if self.learns_variances else None,
+            MassEstimate.start(z) if self.learns_variances and self.step_size is None else None,
         )
         return self._measured(density, State(z, momentum, energy, gradient, tuning, generator), FIRST_ROUNDS)
 
@@ -123,7 +118,7 @@ class StochasticGradientKernel(Kernel):
         z, momentum, virial = state.z.clone(), state.momentum.clone(), torch.zeros_like(state.z)
         move = self.mover(tuning)
         for _ in range(self.num_steps):
-            rows = independent_rows(density.row_counts, chains, generator)
+            rows = mini_batches(density.row_counts, chains, generator)
             energy, gradient = density.energy_and_gradient(z, rows)
             virial.addcmul_(z - tuning.centre, gradient)
             move(z, momentum, gradient, normal(z, generator))
@@ -152,13 +147,20 @@ class StochasticGradientKernel(Kernel):
         if window is None or not ends or not begin <= iteration < ends[-1]:
             return state
         window = window.update(state.z)
-        state = replace(state, tuning=replace(state.tuning, estimate=window))
-        return self._renewed(density, state, window) if iteration + 1 in ends else state
-
-    # small steps ----------------------------------------------------------------------------------------------------
+        if iteration + 1 not in ends:
+            return tuned(state, estimate=window)
+        others = len(state.z) - 1
+        state = tuned(
+            state,
+            preconditioner=window.mass().variance,
+            estimate=MassEstimate.start(state.z),
+            centre=(window.mean.sum(0) - window.mean) / others if others else state.tuning.centre,
+            curvature=CurvatureEstimate.start(state.z, state.generator),
+        )
+        return self._measured(density, state, FIRST_ROUNDS)
 
     def _measured(self, density: Density, state: State, rounds: int = 1) -> State:
-        """Look at the curvature, and take the step that it suggests."""
+        """The state after a look at the curvature, with the step that it suggests."""
         tuning: StochasticTuning = state.tuning
         estimate = tuning.curvature
         if estimate is None:
@@ -166,16 +168,65 @@ class StochasticGradientKernel(Kernel):
         for _ in range(rounds):
             estimate = estimate.update(density, state.z, state.generator, tuning.preconditioner)
         step = self.best_step(estimate) if self.step_size is None else tuning.step_size
-        return replace(state, tuning=replace(tuning, curvature=estimate, step_size=step))
+        return tuned(state, curvature=estimate, step_size=step)
 
-    def _renewed(self, density: Density, state: State, window: MassEstimate) -> State:
-        """At the end of a window: variances, a step in these units, and the mean of each chain's others."""
-        others = len(state.z) - 1
-        tuning = replace(
-            state.tuning,
-            preconditioner=window.mass().variance,
-            estimate=MassEstimate.start(state.z),
-            centre=(window.mean.sum(0) - window.mean) / others if others else state.tuning.centre,
-            curvature=CurvatureEstimate.start(state.z, state.generator),
+
+@dataclass(frozen=True, eq=False)
+class CurvatureEstimate:
+    r"""Curvature and gradient noise where the chains are, averaged over warm-up with weights that grow linearly.
+
+    With a preconditioner ``G`` both are those of the coordinates :math:`G^{-1/2} z`, in which the sampler is plain.
+
+    :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
+    :param curvature: each chain's largest curvature, ``(C,)``.
+    :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
+    :param count: measurements so far.
+    """
+
+    direction: Tensor
+    curvature: Tensor
+    noise: Tensor
+    count: int = 0
+
+    @property
+    def stiffest(self) -> Tensor:
+        """The largest of the chains' curvatures, ``()``."""
+        return self.curvature.max()
+
+    @classmethod
+    def start(cls, z: Tensor, generator: torch.Generator) -> CurvatureEstimate:
+        """Nothing measured yet, for chains ``(C, D)``: directions at random."""
+        direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
+        return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
+
+    def update(
+        self, density: Density, z: Tensor, generator: torch.Generator, preconditioner: Tensor
+    ) -> CurvatureEstimate:
+        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
+
+        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``.
+        """
+        scale = preconditioner.sqrt()
+        rows = mini_batches(density.row_counts, len(z), generator)
+        _, gradient = density.energy_and_gradient(z, rows)
+        along = scale * self.direction
+        # The cube root of the precision balances the rounding of a difference against the curvature's own change.
+        length = torch.finfo(z.dtype).eps ** (1 / 3) * (1 + z.square().mean(-1, keepdim=True).sqrt())
+        distance = length / along.norm(dim=-1, keepdim=True)
+        product = along.mul_(distance).add_(z)  # from here on in place: chains of networks are large
+        product = density.energy_and_gradient(product, rows)[1].sub(gradient).mul_(scale).div_(distance)
+        curvature = product.norm(dim=-1, keepdim=True)
+        usable = torch.isfinite(curvature) & (curvature > 0)
+        noise = torch.zeros_like(z[0])
+        if rows is not None:
+            others = mini_batches(density.row_counts, len(z), generator)
+            change = gradient - density.energy_and_gradient(z, others)[1]
+            # What is no number counts as 0.
+            noise = (scale * change).square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)
+        weight = 2 / (self.count + 2)
+        return CurvatureEstimate(
+            torch.where(usable, product.div_(curvature), self.direction),
+            self.curvature.lerp(torch.where(usable[:, 0], curvature[:, 0], self.curvature), weight),
+            self.noise.lerp(noise, weight),
+            self.count + 1,
         )
-        return self._measured(density, replace(state, tuning=tuning), FIRST_ROUNDS)

@@ -1,17 +1,68 @@
-r"""Chains in phase space, and the leapfrog method that moves them."""
+r"""Chains in phase space: the mass matrix that gives momenta their scale, and the leapfrog method that moves them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.eager import Evaluate
-from pyro_symmetric.mcmc.kernels.mass import Mass
+from pyro_symmetric.mcmc.kernels.kernel import State, normal
 from pyro_symmetric.posterior.statistics import rounding
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
+
+
+@dataclass(frozen=True, eq=False)
+class Mass:
+    r"""A mass matrix :math:`M = W^\top W` with :math:`W \Sigma W^\top = I`. Vectors are batched: ``batch + (D,)``.
+
+    With :math:`M^{-1} = \Sigma`, the covariance of the unconstrained coordinates, all directions move at the same pace
+    and one step size fits them all.
+
+    :param covariance: :math:`\Sigma`, ``(D, D)``, or its diagonal ``(D,)`` if there is nothing else.
+    :param whitener: :math:`W`, likewise.
+    """
+
+    covariance: Tensor
+    whitener: Tensor
+
+    @classmethod
+    def of(cls, covariance: Tensor) -> Mass:
+        """From a positive covariance, ``(D, D)`` or ``(D,)``."""
+        if covariance.dim() == 1:
+            return cls(covariance, covariance.rsqrt())
+        exact = covariance.double()
+        eye = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
+        whitener = torch.linalg.solve_triangular(torch.linalg.cholesky(exact), eye, upper=False)
+        return cls(covariance, whitener.to(covariance.dtype))
+
+    @property
+    def variance(self) -> Tensor:
+        r"""The diagonal of :math:`\Sigma`, ``(D,)``."""
+        return self.covariance if self.covariance.dim() == 1 else self.covariance.diagonal()
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        r""":math:`M^{-1} p = \Sigma p`."""
+        return _product(momentum, self.covariance)
+
+    def whiten(self, z: Tensor) -> Tensor:
+        r""":math:`W z`, whose coordinates have variance 1 and no correlations."""
+        return _product(z, self.whitener.t())
+
+    def momentum(self, noise: Tensor) -> Tensor:
+        r""":math:`W^\top \epsilon`: momenta :math:`\mathcal N(0, M)` from standard normal noise."""
+        return _product(noise, self.whitener)
+
+    def kinetic(self, momentum: Tensor) -> Tensor:
+        r"""Kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape ``batch``."""
+        return 0.5 * (momentum * self.velocity(momentum)).sum(-1)
+
+
+def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
+    return vectors * matrix if matrix.dim() == 1 else vectors @ matrix
 
 
 class PhasePoint(NamedTuple):
@@ -29,6 +80,12 @@ class PhasePoint(NamedTuple):
     def total_energy(self, mass: Mass) -> Tensor:
         """Potential and kinetic energy, ``(C,)``."""
         return self.energy + mass.kinetic(self.momentum)
+
+
+def with_fresh_momenta(state: State, mass: Mass) -> PhasePoint:
+    """Where the chains are, with new momenta."""
+    momentum = mass.momentum(normal(state.z, state.generator))
+    return PhasePoint(state.z, momentum, state.energy, state.gradient)
 
 
 def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoint:
