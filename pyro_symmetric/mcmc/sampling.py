@@ -117,7 +117,7 @@ def chosen(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     """Settings whose kernel and number of chains suit their model, and which say why; and the model's density.
 
     By rules of counts and not by timing, so that every run of a model decides alike and a stored one resumes. What they
-    rest on is measured by ``benchmarks/performance/ordinary_models.py``. **Many chains**, as long as the largest
+    rest on was measured by ``ordinary_models`` of commit 4060604. **Many chains**, as long as the largest
     intermediate result stays in the cache and the draws in memory: there an evaluation for 64 chains costs little more
     than one for 4, and warm-up learns from all of them. Compiled networks go chain by chain, so that only warm-up gains
     by many. **AdaptiveHMC** for many chains, which it moves in step; those of NUTS wait for the longest tree of any.

@@ -1,4 +1,5 @@
-"""Shared by the tests of kernels: potentials with known answers, and a loop without the trappings of ``sample``."""
+"""Shared by the tests of kernels and runs: potentials with known answers, a loop without the trappings of ``sample``,
+and runs that break."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.run import Run
+from pyro_symmetric.posterior.posterior import Posterior
 
 Energy = Callable[[Tensor], Tensor]
 
@@ -98,3 +101,35 @@ def toy() -> Callable[[Energy], ToyPotential]:
 @pytest.fixture(name="drive")
 def drive_() -> Callable[..., tuple[Tensor, dict[str, Tensor], State]]:
     return drive
+
+
+def assert_same_draws(found: Posterior, expected: Posterior) -> None:
+    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+        assert list(have) == list(want)
+        for name, value in want.items():
+            assert torch.equal(have[name], value) or torch.allclose(have[name], value, 0, 0, equal_nan=True), name
+
+
+class Killed(BaseException):
+    """The process ends here, as far as the library can tell."""
+
+
+@pytest.fixture
+def break_after(monkeypatch):
+    """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
+    advance, left = Run._advance, [0]
+
+    def breaking(self):
+        left[0] -= 1
+        if left[0] == 0:
+            self.settings.kernel.step(self.density, self.at.state)
+            raise kind[0]
+        advance(self)
+
+    monkeypatch.setattr(Run, "_advance", breaking)
+    kind: list[type[BaseException]] = [Killed]
+
+    def start(steps: int, error: type[BaseException] = Killed) -> None:
+        left[0], kind[0] = steps, error
+
+    return start

@@ -16,9 +16,9 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, window_ends
-from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior.posterior import Posterior
+
+from .conftest import Killed, assert_same_draws
 
 RUN = {"num_samples": 20, "num_chains": 4, "engine": "eager", "progress": False}
 LENGTHS = HamiltonianKernel.warmups
@@ -53,11 +53,6 @@ def r_hat(draws: np.ndarray) -> float:
         within, between = scores.var(1, ddof=1).mean(), scores.mean(1).var(ddof=1)
         found.append(np.sqrt((halves.shape[1] - 1) / halves.shape[1] + between / within))
     return max(found)
-
-
-def assert_same(found: Posterior, expected: Posterior) -> None:
-    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
-        assert all(torch.equal(have[name], value) for name, value in want.items())
 
 
 # the criterion ------------------------------------------------------------------------------------------------------
@@ -136,7 +131,7 @@ def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kind)
     assert found.metadata["warmup_r_hat"] < LIMIT
     asked = sample(kind(normal), seed=0, num_warmup=found.metadata["num_warmup"], **RUN)
     assert asked.metadata["warmup_r_hat"] is None
-    assert_same(found, asked)
+    assert_same_draws(found, asked)
     json.dumps(found.metadata, allow_nan=False)
 
 
@@ -208,37 +203,24 @@ def test_networks_and_kernels_that_cannot_tell_take_a_fixed_count():
         assert found.metadata["warmup_r_hat"] is None
 
 
-class Killed(BaseException):
-    """The process ends here, as far as the library can tell."""
-
-
 @pytest.mark.parametrize("ends", [24, 32, 40])
-def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_path, monkeypatch):
+def test_a_warm_up_that_is_broken_ends_where_the_unbroken_one_does(ends, tmp_path, monkeypatch, break_after):
     """Broken before, at and after every length at which the chains are asked."""
     answers = {24: [1.0], 32: [2.0, 1.0], 40: [2.0, 2.0, 1.0]}[ends]
     monkeypatch.setattr(Agreement, "r_hat", lambda self, iterations: _answer(self, iterations, answers))
     whole = sample(Brief(normal, num_steps=2), seed=1, **RUN)
     assert whole.metadata["num_warmup"] == ends
-    advance, left = Run._advance, [0]
-
-    def breaking(self):
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
-        advance(self)
-
-    monkeypatch.setattr(Run, "_advance", breaking)
     for steps in (11, 14, 1, 2, 7, 2, 5, 4, 100):
-        left[0] = steps
+        break_after(steps)
         try:
             found = sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", **RUN)
         except Killed:
             continue
         break
-    assert_same(found, whole)
+    assert_same_draws(found, whole)
     assert {**found.metadata, "seconds": 0} == {**whole.metadata, "seconds": 0}
     more = sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", **{**RUN, "num_samples": 30})
-    assert_same(more.select(draws=slice(20)), whole)
+    assert_same_draws(more.select(draws=slice(20)), whole)
     assert more.metadata["num_warmup"] == ends
     with pytest.raises(ValueError, match=f"num_warmup: 'auto' there, {ends} here"):
         sample(Brief(normal, num_steps=2), seed=1, store=tmp_path / "s", num_warmup=ends, **RUN)

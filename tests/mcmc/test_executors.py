@@ -16,6 +16,8 @@ from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 
+from .conftest import assert_same_draws
+
 QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
@@ -27,13 +29,6 @@ def model(y: torch.Tensor) -> None:
     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-
-def assert_same_draws(found: Posterior, expected: Posterior) -> None:
-    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
-        assert list(have) == list(want)
-        for name, value in want.items():
-            assert torch.equal(have[name], value), name
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def test_the_length_makes_draws_as_correlated_as_the_rule_says(gaussian):
 def test_statistics_say_what_an_iteration_cost(gaussian):
     torch.manual_seed(0)
     density = gaussian(torch.ones(4, dtype=torch.float64))
-    kernel = MCLMC(None, step_size=0.25, length=1.0)
+    kernel = MCLMC(None, step_size=0.25)
     state = kernel.init(density, density.sample(3), 0, torch.Generator(torch.empty(0).device).manual_seed(0))
     density.batches.clear()
     state = kernel.step(density, state)

@@ -33,11 +33,13 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import LOCK, Checkpoint, read_store
 
+from .conftest import Killed, assert_same_draws
+
 QUICK = {"num_chains": 3, "num_warmup": 24, "num_samples": 8, "thinning": 2, "progress": False}
 TOTAL = 24 + 2 * 8
 SETTINGS = {
     "HMC": {"num_steps": 2},
-    "NUTS": {"max_treedepth": 2},
+    "NUTS": {"max_treedepth": 2, "mass": "dense"},
     "AdaptiveHMC": {"max_steps": 4},
     "MCLMC": {"max_steps": 4},
 }
@@ -85,38 +87,6 @@ def run(name: str, **options) -> Posterior:
 def unbroken(name: str, seed: int) -> Posterior:
     """The run that several tests compare with."""
     return run(name, seed=seed)
-
-
-def assert_same_draws(found: Posterior, expected: Posterior) -> None:
-    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
-        assert list(have) == list(want)
-        for name, value in want.items():
-            assert torch.equal(have[name], value) or torch.allclose(have[name], value, 0, 0, equal_nan=True), name
-
-
-class Killed(BaseException):
-    """The process ends here, as far as the library can tell."""
-
-
-@pytest.fixture
-def break_after(monkeypatch):
-    """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
-    advance, left = Run._advance, [0]
-
-    def breaking(self):
-        left[0] -= 1
-        if left[0] == 0:
-            self.settings.kernel.step(self.density, self.at.state)
-            raise kind[0]
-        advance(self)
-
-    monkeypatch.setattr(Run, "_advance", breaking)
-    kind: list[type[BaseException]] = [Killed]
-
-    def start(steps: int, error: type[BaseException] = Killed) -> None:
-        left[0], kind[0] = steps, error
-
-    return start
 
 
 @pytest.mark.parametrize(("name", "seed"), [*((name, 7) for name in KERNELS), ("HMC", None), ("SGHMC", None)])

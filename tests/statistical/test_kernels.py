@@ -1,6 +1,6 @@
-"""Hamiltonian kernels: simulation-based calibration and a Geweke test.
+"""Geweke's joint distribution test of Hamiltonian kernels; for calibration see ``mcmc/test_calibration``.
 
-Both need chains that have data of their own. A model without data whose "data" are latent as well, with their
+It needs chains that have data of their own. A model without data whose "data" are latent as well, with their
 coordinates held where they are, is just that: its chains draw from the posterior given each chain's own data, through
 the library's own potential and transforms.
 """
@@ -18,16 +18,11 @@ from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC, Density
 from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.phase_space import Mass
 
 GROUPS, ROWS = 3, 4
-
-
-def fresh_generator() -> torch.Generator:
-    """Seeded from the global one, so that a test's seed decides."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 
 def hierarchy() -> None:
@@ -73,60 +68,24 @@ def holding(density: Density, state: State) -> State:
     return replace(state, tuning=replace(state.tuning, mass=Mass(moving, moving)))
 
 
-def kernels(step_size: float | None) -> dict[str, Kernel]:
-    options = {"step_size": step_size, "adapt_mass": False}
-    return {
-        "HMC": HMC(hierarchy, **options),
-        "NUTS": NUTS(hierarchy, max_treedepth=6, **options),
-        "AdaptiveHMC": AdaptiveHMC(hierarchy, adapt_length=False, **options),
-    }
-
-
-# simulation-based calibration ---------------------------------------------------------------------------------------
-
-
-def calibration_p_values(kernel: Kernel, replications: int, num_warmup: int, draws: int, thinning: int) -> list[float]:
-    """p-values of the ranks' uniformity (chi-squared, 8 bins), one for each quantity (Talts et al. 2018)."""
-    density = Density(hierarchy, dtype=torch.float64)
-    truth = draw_prior(replications)
-    start = {**draw_prior(replications), "scores": truth["scores"]}  # far from the truth: warm-up must find it
-    state = holding(density, kernel.init(density, density.unconstrain(start), num_warmup, fresh_generator()))
-    below = torch.zeros_like(quantities(truth))
-    for iteration in range(num_warmup + draws * thinning):
-        state = kernel.step(density, state)
-        if iteration < num_warmup:
-            state = kernel.adapt(density, state, iteration, num_warmup)
-        elif (iteration + 1 - num_warmup) % thinning == 0:
-            below += quantities(density.layout.constrain(state.z)) < quantities(truth)
-    assert torch.allclose(density.layout.constrain(state.z)["scores"], truth["scores"])  # held
-    bins = (below * 8 / (draws + 1)).long()  # draws + 1 ranks, a multiple of 8
-    counts = torch.stack([(bins == b).sum(0) for b in range(8)])
-    return [float(stats.chisquare(column.numpy()).pvalue) for column in counts.T]
+OPTIONS = {"step_size": 0.2, "adapt_mass": False}
+KERNELS = [
+    HMC(hierarchy, **OPTIONS),
+    NUTS(hierarchy, max_treedepth=6, **OPTIONS),
+    AdaptiveHMC(hierarchy, **OPTIONS),
+]
 
 
 @pytest.mark.stochastic
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["HMC", "NUTS", "AdaptiveHMC"])
-def test_ranks_are_uniform_in_simulation_based_calibration(name):
-    p = calibration_p_values(kernels(0.3)[name], replications=1000, num_warmup=150, draws=63, thinning=4)
-    together = min(1.0, len(p) * min(p))  # Bonferroni's correction: false alarms 0.001
-    print(f"{name}, 1000 replications: p {[round(value, 3) for value in p]}, together {together:.3f}")
-    assert together > 1e-3, p
-
-
-# Geweke's joint distribution test -----------------------------------------------------------------------------------
-
-
-@pytest.mark.stochastic
-@pytest.mark.parametrize("name", ["HMC", "NUTS", "AdaptiveHMC"])
-def test_alternating_with_fresh_data_leaves_the_prior_as_it_is(name):
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+def test_alternating_with_fresh_data_leaves_the_prior_as_it_is(kernel, generator):
     # Successive-conditional simulation (Geweke 2004): parameters move given the data, data are drawn given parameters.
     # Each of 1,000 independent chains starts in the joint distribution and must stay there, so plain two-sample
     # Kolmogorov-Smirnov tests apply: 5 quantities, false alarms 5e-4. About a quarter is rejected, so that the accept
     # step counts. (A density without its Jacobian gives p of 1e-50.)
-    density, kernel = Density(hierarchy, dtype=torch.float64), kernels(0.2)[name]
+    density = Density(hierarchy, dtype=torch.float64)
     weights = draw_prior(1000)
-    state = holding(density, kernel.init(density, density.unconstrain(weights), 0, fresh_generator()))
+    state = holding(density, kernel.init(density, density.unconstrain(weights), 0, generator))
     rates = []
     for _ in range(3):
         state = kernel.step(density, state)

@@ -72,11 +72,6 @@ class HamiltonianTuning:
     blind: bool
     length: Any = None
 
-    @property
-    def steps(self) -> Tensor:
-        """Step sizes as the integrators take them, ``(C, 1)``."""
-        return self.step_size[:, None]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TunedKernel(Kernel):

@@ -21,7 +21,7 @@ Trajectories of all times up to :math:`T` are made anyway, so that the whole cur
 by bin; :math:`T` stays a bin ahead of the best, to see what comes next. The paper climbs the slope of :math:`g` in
 :math:`T` by Adam, an estimate that is noisier the longer trajectories are, and doesn't divide by the cost; its centre
 is the average of all chains, whose distance from a chain says where its mode lies and not how it moves. Here it is each
-chain's own average. ``benchmarks/performance/trajectory_length.py`` compares the two.
+chain's own average.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, Hamiltonia
 from pyro_symmetric.mcmc.kernels.hmc import trajectory, typical, whole_steps
 from pyro_symmetric.mcmc.kernels.kernel import State
 
-START = math.pi  # for which uniform times leave draws of a standard Gaussian uncorrelated
+START = math.pi  # T, until it is learnt: so uniform times leave draws of a standard Gaussian uncorrelated
 BINS, BINS_OF_TWO, SHORTEST = 64, 2, 2.0**-20  # of the curve: two for each doubling of the time, from 1e-6 to 4096
 FADING = 0.98  # of the curve, with every iteration
 RATE = 0.1  # the largest change of log T in one iteration
-MIN_CHAINS = 2  # below, each square is a single trajectory's
+MIN_CHAINS = 2  # below, each square is a single trajectory's, and nothing is learnt
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,25 +122,18 @@ class AdaptiveHMC(HamiltonianKernel):
 
     Other settings are those of :class:`~pyro_symmetric.mcmc.NUTS`.
 
-    :param trajectory_length: :math:`T`, the longest trajectory, where adaptation starts (again after each renewal of
-        the mass matrix, unless a shorter one was learnt) or, with ``adapt_length=False``, stays; the mean is half of
-        it. In units where the mass matrix has made each coordinate's standard deviation 1.
-    :param adapt_length: whether to learn it; with a single chain there is nothing to learn from.
     :param max_steps: upper limit of the leapfrog steps of one iteration.
     """
 
-    trajectory_length: float = START
-    adapt_length: bool = True
     max_steps: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.positive("trajectory_length", self.trajectory_length)
         arguments.whole("max_steps", self.max_steps, 1)
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
         state = super().init(density, z, num_warmup, generator)
-        return tuned(state, length=TrajectoryLength.start(self.trajectory_length, z))
+        return tuned(state, length=TrajectoryLength.start(START, z))
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
@@ -155,7 +148,7 @@ class AdaptiveHMC(HamiltonianKernel):
         first, last = (before.mass.whiten(z - length.centre).square().sum(-1) for z in (length.last, state.z))
         square = (0.25 * (last - first).double().square()).mean()  # what is refused has changed nothing
         length = length.seen(state.statistics["n_steps"][0] * typical(state.statistics["step_size"]), square)
-        learns = self.adapt_length and len(state.z) >= MIN_CHAINS
+        learns = len(state.z) >= MIN_CHAINS
         if learns and not before.blind:
             # By the average step: a single small one would cut off what took long to learn.
             length = length.update(before.search.log_average.median() + math.log(self.max_steps))
@@ -165,7 +158,7 @@ class AdaptiveHMC(HamiltonianKernel):
         state = super().adapt(density, state, iteration, num_warmup)
         if state.tuning.mass is not before.mass:
             # Squares and times in other units say nothing of those to come.
-            log_length = length.log_length.clamp(max=math.log(self.trajectory_length))
+            log_length = length.log_length.clamp(max=math.log(START))
             length = replace(length, log_length=log_length, curve=torch.zeros_like(length.curve), updates=0)
             if before.blind:  # so do the places that chains come from
                 length = replace(length, centre=state.z)

@@ -44,18 +44,16 @@ class HMC(HamiltonianKernel):
     Other settings are those of :class:`~pyro_symmetric.mcmc.NUTS`.
 
     :param trajectory_length: mean length of a trajectory in integration time, in units where the mass matrix has made
-        each coordinate's standard deviation 1. With full jitter, :math:`\pi / 2` is the shortest for which successive
-        draws of a Gaussian are uncorrelated on average. Correlations that the mass matrix doesn't hold need more:
+        each coordinate's standard deviation 1. Each one's is uniform between 0 and twice the mean, against resonance
+        with the target's periods. :math:`\pi / 2` is the shortest for which successive draws of a Gaussian are
+        uncorrelated on average. Correlations that the mass matrix doesn't hold need more:
         :class:`~pyro_symmetric.mcmc.kernels.adaptive_hmc.AdaptiveHMC` finds out how much.
     :param num_steps: mean number of leapfrog steps, instead of a length.
-    :param jitter: lengths are uniform in ``mean * (1 - jitter, 1 + jitter)``, against resonance with the target's
-        periods.
     :param max_steps: upper limit of the steps of one iteration.
     """
 
     trajectory_length: float = math.pi / 2
     num_steps: int | None = None
-    jitter: float = 1.0
     max_steps: int = 256
 
     def __post_init__(self) -> None:
@@ -63,12 +61,11 @@ class HMC(HamiltonianKernel):
         arguments.positive("trajectory_length", self.trajectory_length)
         arguments.whole("num_steps", self.num_steps, 1, none="trajectory_length over the step size")
         arguments.whole("max_steps", self.max_steps, 1)
-        arguments.number("jitter", self.jitter, least=0, most=1)
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
         fraction = uniform(tuning.step_size[0], state.generator).double()
-        steps = (1 + self.jitter * (2 * fraction - 1)) * (self.num_steps or self.trajectory_length)
+        steps = 2 * fraction * (self.num_steps or self.trajectory_length)
         if self.num_steps is None:
             steps = steps / typical(tuning.step_size)
         return trajectory(density, state, whole_steps(steps, self.max_steps, tuning))
@@ -77,7 +74,7 @@ class HMC(HamiltonianKernel):
 def trajectory(density: Density, state: State, num_steps: int) -> State:
     """An iteration: fresh momenta, so many steps, and Metropolis' decision."""
     tuning: HamiltonianTuning = state.tuning
-    mass, steps = tuning.mass, tuning.steps
+    mass, steps = tuning.mass, tuning.step_size[:, None]
     start = end = with_fresh_momenta(state, mass)
     for _ in range(num_steps):
         end = run(density, leapfrog, end, steps, mass)

@@ -64,6 +64,7 @@ from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, choose, wi
 
 OUTER = 0.1931833275037836  # lambda, for which the leading error is least
 GRADIENTS = 2  # of a step
+START = 1.0  # L, until it is learnt
 CORRELATION = 3 / 7  # of successive draws, which makes L 0.4 autocorrelation lengths
 STEP_GAIN = 1 / 6  # of the search for log eps: Newton's, for an error that goes with the sixth power
 LENGTH_GAIN = 1.0  # the change of log L for a correlation that is off by 1
@@ -93,22 +94,15 @@ class MCLMC(TunedKernel):
 
     :param energy_error: :math:`\eta`, the mean squared energy error of a step and coordinate that the step size is
         adapted to. For predictions of networks 0.05 is enough; MILE takes 0.1 to 0.5.
-    :param length: :math:`L` after which directions are forgotten, where adaptation starts or, with
-        ``adapt_length=False``, stays; in the units of HMC's trajectory lengths, :math:`\sqrt D` times those of the
-        papers. An iteration lasts as long.
-    :param adapt_length: whether warm-up learns it.
     :param max_steps: upper limit of the steps of one iteration, each of two gradients.
     """
 
     energy_error: float = 5e-4
-    length: float = 1.0
-    adapt_length: bool = True
     max_steps: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("energy_error", self.energy_error)
-        arguments.positive("length", self.length)
         arguments.whole("max_steps", self.max_steps, 1)
 
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
@@ -117,13 +111,13 @@ class MCLMC(TunedKernel):
                 f"model has {z.shape[-1]} coordinate, but MCLMC needs at least 2, as its chains move by turning; use "
                 "HMC or NUTS"
             )
-        search = StepSizeAdaptation.start(z.new_tensor(self.length), CORRELATION, gain=LENGTH_GAIN)
+        search = StepSizeAdaptation.start(z.new_tensor(START), CORRELATION, gain=LENGTH_GAIN)
         # The search for log L, each chain's average, weighted to the last iterations, and where it was before.
         return tuned(super().init(density, z, num_warmup, generator), length=(search, z, z))
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        length, steps = tuning.length[0].log_step.exp(), tuning.steps
+        length, steps = tuning.length[0].log_step.exp(), tuning.step_size[:, None]
         num_steps = whole_steps(length / typical(tuning.step_size) - 0.5, self.max_steps, tuning)
         spread = torch.expm1(2 * steps / length.to(steps.dtype)).sqrt()
         start = at = PhasePoint(state.z, state.momentum, state.energy, state.gradient)
@@ -146,17 +140,16 @@ class MCLMC(TunedKernel):
         return State(*at, tuning, state.generator, statistics)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        if self.adapt_length:
-            tuning: HamiltonianTuning = state.tuning
-            search, centre, before = tuning.length
+        tuning: HamiltonianTuning = state.tuning
+        search, centre, before = tuning.length
+        if not tuning.blind:
             shortest = typical(state.statistics["step_size"]).log()
-            if not tuning.blind:
-                search = search.update(correlation(before, state.z, centre, tuning.mass))
-                longest = shortest + math.log(self.max_steps)
-                search = replace(search, log_step=search.log_step.clamp(min=shortest, max=longest))
-            if iteration + 1 == num_warmup:
-                search = replace(search, log_step=search.log_average)
-            state = tuned(state, length=(search, centre.lerp(state.z, 2 / (iteration + 2)), state.z))
+            longest = shortest + math.log(self.max_steps)
+            search = search.update(correlation(before, state.z, centre, tuning.mass))
+            search = replace(search, log_step=search.log_step.clamp(min=shortest, max=longest))
+        if iteration + 1 == num_warmup:
+            search = replace(search, log_step=search.log_average)
+        state = tuned(state, length=(search, centre.lerp(state.z, 2 / (iteration + 2)), state.z))
         return super().adapt(density, state, iteration, num_warmup)
 
     # the step size --------------------------------------------------------------------------------------------------

@@ -143,7 +143,8 @@ class _Forest:
         chain, zero = torch.arange(len(energy), device=energy.device), torch.zeros_like(energy)
         none = torch.zeros_like(chain)
         cost = _Cost(none, zero, none > 0)
-        self.tree = _Tree(energy, chain, state.tuning.steps, start, start, start.momentum, zero, start, cost, none)
+        step = state.tuning.step_size[:, None]
+        self.tree = _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, none)
         self.growing, self.finished = none == 0, list[_Tree]()
         self.keeps_all = compiles(density)
 
@@ -186,7 +187,8 @@ class _Forest:
 
     def _chance(self) -> Tensor:
         """A uniform number for each trajectory; one is drawn for each chain, whoever is in the batch."""
-        return uniform(self.everyone, self.generator)[self.tree.chain]
+        chance = uniform(self.everyone, self.generator)
+        return chance[self.tree.chain] if self.finished else chance
 
     def _parted(self, *others: Any) -> tuple[bool, Any]:
         """Take trees that have finished out of the batch: whether any is left, and what is left of ``others``."""

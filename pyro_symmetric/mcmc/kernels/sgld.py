@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import tuned
 from pyro_symmetric.mcmc.kernels.kernel import State
 from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate, StochasticGradientKernel, StochasticTuning
+
+SMOOTHING, DAMPING = 0.99, 1e-5  # alpha and delta of pSGLD
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -82,20 +83,9 @@ class pSGLD(SGLD):
     torch.Size([4, 20, 1, 3])
 
     Other settings are those of :class:`SGLD`, whose ``step_size`` is here that of the preconditioned coordinates.
-
-    :param smoothing: ``α``, the weight of the past in the average of squared gradients.
-    :param damping: ``δ``; the largest preconditioner is its inverse.
     """
 
-    smoothing: float = 0.99
-    damping: float = 1e-5
-
     learns_variances = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        arguments.positive("damping", self.damping)
-        arguments.number("smoothing", self.smoothing, least=0, below=1)
 
     def first_preconditioner(self, gradient: Tensor) -> Tensor:
         # All coordinates start alike: one gradient's own small entries would make preconditioners that explode.
@@ -103,10 +93,10 @@ class pSGLD(SGLD):
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         before = state.tuning.preconditioner
-        moment = state.gradient.square().lerp((1 / before - self.damping).square(), self.smoothing)
+        moment = state.gradient.square().lerp((1 / before - DAMPING).square(), SMOOTHING)
         usable = torch.isfinite(moment).all(-1, keepdim=True)
         state = tuned(state, preconditioner=torch.where(usable, self._of(moment), before))
         return super().adapt(density, state, iteration, num_warmup)
 
     def _of(self, moment: Tensor) -> Tensor:
-        return 1 / (moment.sqrt() + self.damping)
+        return 1 / (moment.sqrt() + DAMPING)
