@@ -1,4 +1,4 @@
-"""What a run resumes from, and a check that it is the run that a call asks for, so that one never takes up another's.
+"""The state that a run resumes from, and a check that it is the run that a call asks for, never another's.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, the data
 by their hash, the model's code with the constants that it reads (:func:`~pyro_symmetric.fingerprint.digest`),

@@ -31,7 +31,7 @@ def seconds(value: float) -> Tensor:
 
 
 def leapfrogs(density, at: PhasePoint, step: Tensor, mass: Mass, num_steps: int) -> tuple[PhasePoint, Tensor]:
-    """Where a trajectory ends, and the energy's change."""
+    """The end of a trajectory, and the energy's change."""
     before = at.total_energy(mass)
     for _ in range(num_steps):
         at = leapfrog(density.energy_and_gradient, at, step, mass)

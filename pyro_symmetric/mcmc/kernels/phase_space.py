@@ -83,7 +83,7 @@ class PhasePoint(NamedTuple):
 
 
 def with_fresh_momenta(state: State, mass: Mass) -> PhasePoint:
-    """Where the chains are, with new momenta."""
+    """The places of the chains, with new momenta."""
     momentum = mass.momentum(normal(state.z, state.generator))
     return PhasePoint(state.z, momentum, state.energy, state.gradient)
 
