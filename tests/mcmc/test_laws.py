@@ -181,7 +181,7 @@ def test_adaptation_reaches_its_target_acceptance(target):
 @pytest.mark.stochastic
 def test_the_mass_matrix_learns_the_scales():
     density = GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
-    state = drive(HMC(None), density, torch.randn(100, 3, dtype=torch.float64), 150, 0)[2]
+    state = drive(HMC(None), density, torch.randn(100, 3, dtype=torch.float64), 150, 1)[2]
     # 100 x 25 draws: relative error of a variance about 5 %, even if only a third of them counts; at five
     # of those: false alarms 6e-7 each.
     assert torch.allclose(state.tuning.mass.variance, density.eigenvalues, rtol=0.25)
