@@ -86,8 +86,6 @@ class MCMC:
     :param kernel: :func:`HMC` or :func:`NUTS` of this module, or any kernel of this library.
     :param num_samples: draws to keep of each chain.
     :param warmup_steps: iterations of each chain before them. ``None``: as many as draws.
-    :param num_chains: how many chains.
-    :param disable_progbar: show no progress bar.
     :param options: of :func:`~pyro_symmetric.sample`: ``initial``, ``hook``, ``seed``, ``engine``, ``store`` ...
     """
 
@@ -104,15 +102,14 @@ class MCMC:
         **options: Any,
     ):
         self.kernel = arguments.instance("kernel", kernel, Kernel, "HMC(model), NUTS(model) or another kernel of ours")
-        self.num_samples = arguments.whole("num_samples", num_samples, 1)
-        self.warmup_steps = num_samples if warmup_steps is None else warmup_steps
-        self.num_chains, self._options = num_chains, {"progress": not disable_progbar, **options}
+        self.num_samples, self.num_chains = num_samples, num_chains
+        self._options = {"num_warmup": num_samples if warmup_steps is None else warmup_steps, **options}
+        self._options |= {"num_samples": num_samples, "num_chains": num_chains, "progress": not disable_progbar}
 
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are the model's. The draws come with all that is known of them."""
         self._args, self._kwargs = args, kwargs  # which ArviZ reads
-        counts = {"num_samples": self.num_samples, "num_warmup": self.warmup_steps, "num_chains": self.num_chains}
-        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **counts, **self._options)
+        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **self._options)
         return self.posterior
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
@@ -120,12 +117,8 @@ class MCMC:
         return self.posterior.get_samples(num_samples, group_by_chain)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, entry by entry, in Pyro's form.
-
-        :return: site -> ``n_eff`` and ``r_hat`` of shape ``site_shape`` (the bulk's effective sample size and the
-            rank-normalised split R-hat; of one chain, between its halves); ``"divergences"`` and
-            ``"acceptance rate"``: ``"chain 0"`` -> numbers.
-        """
+        """Convergence in Pyro's form: site -> ``n_eff`` and ``r_hat`` (the bulk's effective sample size and the
+        rank-normalised split R-hat), ``"divergences"`` and ``"acceptance rate"``: ``"chain 0"`` -> numbers."""
         found = {site: chain_statistics(draws) for site, draws in self.posterior.samples.items()}
         table: dict[str, dict[str, Any]] = {s: {"n_eff": f.ess_bulk, "r_hat": f.r_hat} for s, f in found.items()}
         return table | chains_diagnostics(self.posterior.statistics, self.num_chains)

@@ -35,12 +35,8 @@ def choice(model, *args, num_chains=None, **options) -> Settings:
     return chosen(Settings(NUTS(model), args, engine="eager", **options), num_chains)[0]
 
 
-@pytest.mark.parametrize(("dim", "mass"), [(DENSE, "dense"), (DENSE + 1, "diagonal")])
-def test_the_mass_is_dense_for_few_coordinates(dim, mass):
-    assert choice(wide, dim).kernel.mass == mass
-
-
-def test_a_networks_mass_is_diagonal_and_its_chains_are_fewer():
+def test_the_mass_is_dense_for_few_coordinates_but_for_networks_whose_chains_are_fewer():
+    assert [choice(wide, dim).kernel.mass for dim in (DENSE, DENSE + 1)] == ["dense", "diagonal"]
     found = choice(network(), torch.randn(5, 2), torch.randn(5))
     assert (found.kernel.mass, found.num_chains) == ("diagonal", 16)
 
