@@ -13,7 +13,6 @@ class Error(Exception):
     ...     print(type(error).__name__)
     StoreError
 
-    They are ``ValueError`` at the same time: ``discovery.UntraceableError``, ``discovery.InconclusiveError``,
-    ``storage.StoreError`` and ``mcmc.OtherRun``. Arguments that can't be right raise plain ``TypeError`` or
-    ``ValueError``.
+    They are ``ValueError`` at the same time: ``discovery.UntraceableError``, ``discovery.InconclusiveError`` and
+    ``storage.StoreError``. Arguments that can't be right raise plain ``TypeError`` or ``ValueError``.
     """

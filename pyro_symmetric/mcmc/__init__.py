@@ -8,7 +8,6 @@ from pyro_symmetric.mcmc.kernels.mclmc import MCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
 from pyro_symmetric.mcmc.kernels.sgld import SGLD, pSGLD
-from pyro_symmetric.mcmc.resume import OtherRun
 from pyro_symmetric.mcmc.sampling import sample
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "AdaptiveHMC",
     "Density",
     "Kernel",
-    "OtherRun",
     "State",
     "log_joint",
     "pSGLD",

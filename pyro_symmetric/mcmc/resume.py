@@ -38,21 +38,6 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative: another proc
 MOST_COMPARED = 64  # chains
 
 
-class OtherRun(StoreError):
-    """A store holds another run than the one that a call asks for.
-
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(0.0, 1.0))
-    >>> options = dict(num_warmup=20, num_chains=2, store="draws", progress=False)
-    >>> posterior = ps.sample(ps.HMC(model, num_steps=3), num_samples=20, **options)
-    >>> try:
-    ...     ps.sample(ps.HMC(model, num_steps=4), num_samples=20, **options)
-    ... except ps.mcmc.OtherRun:
-    ...     print("the folder holds draws of 3 steps")
-    the folder holds draws of 3 steps
-    """
-
-
 # the run that a call asks for ---------------------------------------------------------------------------------------
 
 
@@ -93,7 +78,7 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
 def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Check the fingerprint of a store against that of a call.
 
-    :raises OtherRun: naming what differs.
+    :raises StoreError: naming what differs.
     """
     newer = differences(found["versions"], now["versions"]) + [OTHER_CODE] * (found["code"] != now["code"])
     if differing := differences(found["call"], now["call"]):
@@ -113,7 +98,7 @@ def require_same_model(settings: Settings, density: Density, z: Tensor, before: 
     """Check the energies ``before`` of chains at ``z`` against those of the call's density, but for rounding; if one
     isn't finite, the other mustn't be either.
 
-    :raises OtherRun: if they differ.
+    :raises StoreError: if they differ.
     """
     now, near = energies(density, z), TOLERANCE.get(density.dtype, 1e-2) * before.abs().clamp(min=1.0)
     same = (before.isfinite() == now.isfinite()) & (((before - now).abs() <= near) | ~before.isfinite())
@@ -130,8 +115,8 @@ def energies(density: Density, z: Tensor) -> Tensor:
         return density.without_compiling(z, rows or None)[0].to("cpu", torch.float64)
 
 
-def _other_run(settings: Settings, differing: list[str], hint: str = "") -> OtherRun:
-    return OtherRun(
+def _other_run(settings: Settings, differing: list[str], hint: str = "") -> StoreError:
+    return StoreError(
         f"the draw store {settings.store} holds another run; it was left as it is. What differs: "
         f"{'; '.join(differing)}. Name another folder, or call as before{hint}"
     )

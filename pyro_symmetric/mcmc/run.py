@@ -216,7 +216,7 @@ class Run:
             self._commit()
 
     def _resume(self, last: Checkpoint) -> None:
-        """:raises OtherRun: if the store is another run's."""
+        """:raises StoreError: if the store is another run's."""
         settings = self.settings
         if not last.state:
             raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")

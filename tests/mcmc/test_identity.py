@@ -17,8 +17,9 @@ from torch import nn
 from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc import HMC, resume, run, sample
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.resume import OTHER_MODEL, OtherRun
+from pyro_symmetric.mcmc.resume import OTHER_MODEL
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.storage import StoreError
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
@@ -37,7 +38,7 @@ def test_another_model_is_known_by_the_energies_where_its_chains_stand(resuming,
     options = {**QUICK, "store": tmp_path / "s"}
     sample(HMC(of_width(3.0), num_steps=3), **options)
     before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
-    with pytest.raises(OtherRun, match=re.escape(f"it was left as it is. What differs: {OTHER_MODEL}")):
+    with pytest.raises(StoreError, match=re.escape(f"it was left as it is. What differs: {OTHER_MODEL}")):
         sample(HMC(of_width(3.1), num_steps=3), resume=resuming, **options)
     changed = [file.name for file, content in before.items() if file.read_bytes() != content]
     assert set(changed) <= {".pyro_symmetric.lock"}
@@ -87,7 +88,7 @@ def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_
     longer = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
     with monkeypatch.context() as patch:
         patch.setattr("tests.mcmc.test_identity.WIDTH", [3.0])
-        with pytest.raises(OtherRun, match=r"the model's code, or a value that it reads.*pass resume=True"):
+        with pytest.raises(StoreError, match=r"the model's code, or a value that it reads.*pass resume=True"):
             sample(HMC(other, num_steps=3), **longer)
         with pytest.warns(RuntimeWarning, match="the model's code, or a value that it reads"):
             assert sample(HMC(other, num_steps=3), resume=True, **longer).num_samples == 50
