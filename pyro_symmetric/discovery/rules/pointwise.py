@@ -11,7 +11,7 @@ from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.values import Value, opaque
 
 # PyTorch tags most functions of entries in the same place, but not these.
-UNTAGGED = """alias clone detach lift lift_fresh lift_fresh_copy _to_copy type_as _conj _neg_view hardswish log_sigmoid
+UNTAGGED = """alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy type_as _conj _neg_view hardswish log_sigmoid
     special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel rsub rrelu
     threshold"""
 
@@ -33,17 +33,17 @@ def of_another(flow: Flow, call: Call) -> Value:
     return call.value if call.name == "type_as" else flow.expand(call["src"], call.shape)
 
 
-@register_rule("native_dropout")
+@register_rule("dropout", "native_dropout")
 def dropout(flow: Flow, call: Call) -> list[Value]:
-    return [call.value, call.value]
+    return [call.value] * len(call.shapes)
 
 
 # tensors out of nothing ---------------------------------------------------------------------------------------------
 
 
-@register_rule("full", "full_like", "scalar_tensor")
+@register_rule("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like")
 def full(flow: Flow, call: Call) -> Value:
-    filling = call.get("fill_value", call.get("s"))
+    filling = call.get("fill_value", call.get("s", int(call.name.startswith("ones"))))
     whole = isinstance(filling, int) and not isinstance(filling, bool)
     constant = torch.full(call.shape, filling, device="cpu") if whole else None
     value = flow.expand(filling, call.shape) if isinstance(filling, Value) else Value(call.shape)
@@ -133,22 +133,22 @@ def ordered(flow: Flow, call: Call) -> list[Value]:
 # softmax and the normalisations: statistics over some axes, then weights and biases unit by unit ---------------------
 
 
-@register_rule("_softmax", "_log_softmax", "_safe_softmax")
+@register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
 def softmax(flow: Flow, call: Call) -> Value:
     return flow.normalise(call.value, [call["dim"]])
 
 
-@register_rule("native_layer_norm", "_fused_rms_norm")
+@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
 def layer_norm(flow: Flow, call: Call) -> Value:
     value = call["input"]
     first = value.dim - len(call["normalized_shape"])
     return _affine(flow, call, flow.normalise(value, range(first, value.dim)), first)
 
 
-@register_rule("native_group_norm")
+@register_rule("group_norm", "native_group_norm")
 def group_norm(flow: Flow, call: Call) -> Value:
     """Channels move within their group, groups as wholes."""
-    shape, groups = call["input"].shape, call["group"]
+    shape, groups = call["input"].shape, call.get("num_groups") or call["group"]
     split = flow.reshape(call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]])
     return _affine(flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1)
 
@@ -159,7 +159,7 @@ def instance_norm(flow: Flow, call: Call) -> Value:
 
 
 @register_rule(
-    "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
+    "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
     "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
 )  # fmt: skip
 def batch_norm(flow: Flow, call: Call) -> Value:

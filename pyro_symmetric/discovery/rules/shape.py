@@ -17,7 +17,7 @@ from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.values import Value, opaque
 
 
-@register_rule("view", "_unsafe_view", "reshape")
+@register_rule("view", "_unsafe_view", "reshape", "flatten", "unflatten")
 def reshape(flow: Flow, call: Call) -> Value:
     return flow.reshape(call.value, call.shape)
 
@@ -36,6 +36,14 @@ def unsqueeze(flow: Flow, call: Call) -> Value:
 @register_rule("permute")
 def permute(flow: Flow, call: Call) -> Value:
     return flow.relaid(call.value, [call.value.axis(dim) for dim in call["dims"]])
+
+
+@register_rule("transpose")
+def transpose(flow: Flow, call: Call) -> Value:
+    order = list(range(call.value.dim))
+    one, other = (call.value.axis(call[name]) for name in ("dim0", "dim1"))
+    order[one], order[other] = other, one
+    return flow.relaid(call.value, order)
 
 
 @register_rule("expand")
@@ -86,7 +94,7 @@ def _places(call: Call) -> Array:
     return every[[call["index"]]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
 
 
-@register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+@register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def split(flow: Flow, call: Call) -> list[Value]:
     ends = np.cumsum([shape[call.axis] for shape in call.shapes])
     return [
