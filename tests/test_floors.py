@@ -54,10 +54,10 @@ INSIDE = {
         ["checkpoints", "samples", WHOLE],
     ],
     "discovery": [
-        ["arrays", "integer_bases", "invariance", "sizes", "tensors_only"],
+        ["arrays", "integer_bases", "invariance", "tensors_only"],
         ["densities", "nesting", "values"],
         ["flow"],
-        ["cells", "rules", "selection"],
+        ["cells", "rules"],
         ["explain", "units"],
         ["multiplied", "symmetry"],
         ["deterministic", "export", "model_check"],

@@ -35,7 +35,6 @@ class Cells:
     :param cell: class -> cell.
     :param place: class -> number of its unit within the cell.
     :param cells: cell number -> cell.
-    :param individualised: classes that were set apart because their relations have no simple shape.
     """
 
     unit: Array
@@ -44,7 +43,6 @@ class Cells:
     cell: Array
     place: Array
     cells: dict[int, Cell]
-    individualised: Array
 
 
 def solve(flow: Flow) -> Cells:
@@ -65,7 +63,6 @@ class _Refinement:
             np.add.at(self.atom_colour, atoms, mix(salt(2 * number + 1) ^ colours.astype(np.uint64)))
         self.child, self.parent, self.kind = self._memberships()
         self.extra = np.zeros(self.count, dtype=np.uint64)
-        self.individualised = np.zeros(self.count, dtype=bool)
 
     def _memberships(self) -> tuple[Array, Array, Array]:
         """Distinct pairs of classes, of which one is a member of the other, and the fact that says so."""
@@ -87,12 +84,11 @@ class _Refinement:
             except NotNested as ambiguous:
                 self._individualise(ambiguous.classes, ambiguous.colours)
                 continue
-            return Cells(self.unit, self.atom_colour, colour, cell, place, cells, self.individualised)
+            return Cells(self.unit, self.atom_colour, colour, cell, place, cells)
 
     def _individualise(self, classes: Array, colours: Array) -> None:
         """Tell classes apart by further colours."""
         self.extra[classes] = mix(self.extra[classes] ^ mix(mix(colours)))
-        self.individualised[classes] = True
 
     def _refined(self) -> Array:
         """Stable colours, as numbers 0 ... : units of one colour have equally coloured members and owners."""

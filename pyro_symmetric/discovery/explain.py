@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.cells import Cells
 from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.selection import named
 from pyro_symmetric.groups import Units
 
 
@@ -74,6 +74,27 @@ class Explanation(tuple[AxisExplanation, ...]):
         return cls(AxisExplanation(**{**axis, **{name: tuple(axis[name]) for name in tuples}}) for axis in data)
 
 
+Names = str | Iterable[str]
+
+
+def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
+    """Those of some sites that are named: by their own name, by that of a module, or by a pattern such as ``*.bias``.
+
+    :param argument: the name of the argument that holds the names.
+    :raises ValueError: if a name fits no site.
+    """
+    sites, found = list(sites), set()
+    for name in [names] if isinstance(names, str) else arguments.listed(argument, names, str, "names"):
+        own = {site for site in sites if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)}
+        if not own:
+            raise ValueError(
+                f"{argument} names {name!r}, which is no module, parameter or buffer of the network; its sites are "
+                f"{sites[:6]}{' and others' if len(sites) > 6 else ''}, and '*' stands for any text"
+            )
+        found |= own
+    return found
+
+
 def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation:
     """For every axis of every site: who moves it, or which operator pinned it.
 
@@ -86,14 +107,17 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
             own = cells.cell[cells.unit[atoms]]
             moves = np.isin(own, list(cells.cells))
             movers = {up for cell in np.unique(own[moves]).tolist() for up in (cell, *cells.cells[cell].parents)}
-            names = tuple(one.name for mover, one in units.items() if mover in movers)
-            numbers, reasons = _reasons(cells.unit[atoms[~moves]], flow, cells, first)
-            if moves.any():
-                home = units[next(mover for mover in units if mover in movers)].axes[0]
+            lying = [one for mover, one in units.items() if mover in movers]
+            numbers, counts = np.unique(first[cells.unit[atoms[~moves]]], return_counts=True)
+            numbers, chain = numbers[counts.argsort()[::-1]].tolist(), tuple[str, ...]()
+            if lying:
+                home = lying[0].axes[0]
                 chain = chains.between(atoms, flow.leaves[home.site].value.parts[home.dim].atoms)
-            else:
-                chain = chains.between(atoms, flow.refinements[numbers[0]].one) if numbers and numbers[0] >= 0 else ()
-            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reasons, chain))
+            elif numbers and numbers[0] >= 0:
+                chain = chains.between(atoms, flow.refinements[numbers[0]].one)
+            reasons = tuple(dict.fromkeys(_reason(flow, number) for number in numbers))
+            names = tuple(one.name for one in lying)
+            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reasons[:3], chain))
     return Explanation(axes)
 
 
@@ -110,20 +134,12 @@ def _first_refinements(flow: Flow, cells: Cells) -> Array:
     return first
 
 
-def _reasons(classes: Array, flow: Flow, cells: Cells, first: Array) -> tuple[list[int], tuple[str, ...]]:
-    """Why these units stay, the most frequent reasons first: the refinements, and words."""
-    numbers, counts = np.unique(first[classes], return_counts=True)
-    numbers = numbers[counts.argsort()[::-1]].tolist()
-    words = []
-    for number in numbers:
-        why = flow.origins[flow.refinements[number].number] if number >= 0 else ""
-        if number < 0 and cells.individualised[classes[first[classes] < 0]].any():
-            words.append("its units meet each other in a way that no product of symmetric groups describes")
-        elif number < 0:
-            words.append("each of its units plays a role of its own")
-        else:
-            words.append(f"pinned {why}" if why.startswith("because") else f"pinned by {why}")
-    return numbers, tuple(dict.fromkeys(words))[:3]
+def _reason(flow: Flow, number: int) -> str:
+    """Why units stay, by the refinement that gave them a colour of their own."""
+    if number < 0:
+        return "each of its units plays a role of its own"
+    why = flow.origins[flow.refinements[number].number]
+    return f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
 
 
 class _Chains:
@@ -149,18 +165,14 @@ class _Chains:
         if not atoms.size or not target.size:
             return ()
         block, end, steps = self._blocks(atoms)[0], self._blocks(target)[0], list[str]()
-        towards = self.trees.get(end) or self.trees.setdefault(end, self._tree(end))
-        while block != end and block in towards:
-            block, before = towards[block], block
+        if end not in self.trees:
+            self.trees[end], waiting = {end: end}, [end]  # an array -> the next on its way to the end
+            for at in waiting:
+                new = [other for other in self.near.get(at, ()) if other not in self.trees[end]]
+                self.trees[end] |= dict.fromkeys(new, at)
+                waiting += new
+        while block != end and block in self.trees[end]:
+            block, before = self.trees[end][block], block
             origin = self.flow.origins[self.near[before][block]]
             steps.append(f"{self.names[block]} by {origin}" if block in self.names else origin)
         return tuple(steps)
-
-    def _tree(self, end: int) -> dict[int, int]:
-        """An array -> the next on its way to one of them."""
-        tree, waiting = {end: end}, [end]
-        for block in waiting:
-            new = [other for other in self.near.get(block, ()) if other not in tree]
-            tree |= dict.fromkeys(new, block)
-            waiting += new
-        return tree

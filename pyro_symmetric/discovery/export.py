@@ -36,17 +36,7 @@ find_symmetry follows the operators of one forward pass, so the pass may not dep
 
 
 class UntraceableError(Error, ValueError):
-    """The network can't be traced; the message says why, and what to do instead.
-
-    >>> class Net(nn.Linear):
-    ...     def forward(self, x):
-    ...         return super().forward(x) if x.sum() > 0 else x
-    >>> try:
-    ...     ps.find_symmetry(Net(2, 2), torch.randn(3, 2))
-    ... except ps.discovery.UntraceableError:
-    ...     print("what is computed depends on the data")
-    what is computed depends on the data
-    """
+    """The network can't be traced; the message says why, and what to do instead."""
 
 
 def exported(net: TensorsOnly) -> ExportedProgram:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,13 +27,12 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.cells import solve
 from pyro_symmetric.discovery.conservation_law import with_multipliers
-from pyro_symmetric.discovery.explain import Explanation, explain
+from pyro_symmetric.discovery.explain import Explanation, Names, explain, named
 from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.multiplied import grouped
-from pyro_symmetric.discovery.selection import Names, frozen_sites
 from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator, walked
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator
 from pyro_symmetric.discovery.units import fixed_units, permuted_units
 from pyro_symmetric.discovery.verify import repaired
 from pyro_symmetric.groups import Group
@@ -83,33 +81,53 @@ def find_symmetry(
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     _require_parameters(net)
-    held = frozen_sites(net, site_names(net), only, freeze)
+    held = frozen_sites(net, only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:
         require_finite(parameters, "net")
     inputs = example_inputs or (() if kwargs else _default_inputs(net))
     traced = copied(net).eval()  # tracing leaves marks on some modules
     try:
-        traces = _traces(traced, inputs, kwargs)
+        traces = [_traced(traced, inputs, kwargs)]
     except UntraceableError:
         try_out(copied(net).eval(), inputs, kwargs)
         raise
-    used = _used(traces)
+    used = traces[0].used_sites()
     if any(name not in used for name, _ in traced.named_parameters()):  # another (training) branch may use them
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
-            traces += _traces(traced.train(), inputs, kwargs)
-    used = _used(traces)
-    flow, _ = walked(traces)
+            traces.append(_traced(traced.train(), inputs, kwargs))
+            used |= traces[1].used_sites()
+    flow = Flow()
+    for trace in traces:
+        trace.propagate(flow)
     stay = {site: f"because {site} {why}" for site, why in held.items()}
     stay |= dict.fromkeys(set(flow.leaves) - used, "because no forward pass uses it")
     for site, why in stay.items():
         if site in flow.leaves:
             flow.pin(flow.leaves[site].value, why)
-    symmetry = Symmetry(*_solved(traced, flow, traces, set(held), logits), logits)
+    group, explanation = _solved(traced, flow, traces, set(held), logits)
+    symmetry = Symmetry(group, explanation, logits, at_least=any(trace.calls_again() for trace in traces))
     _report_lost(flow, strict)
-    symmetry = replace(symmetry, at_least=any(trace.calls_again() for trace in traces))
     symmetry = symmetry if buffers else symmetry.holding(net)
     return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def frozen_sites(net: nn.Module, only: Names | None, freeze: Names) -> dict[str, str]:
+    """The sites that stay, and why; see :func:`find_symmetry`."""
+    first_names = site_names(net)
+    if only is None:
+        trained = {name: value.requires_grad for name, value in net.named_parameters()}
+        still = (name for name, trains in trained.items() if any(trained.values()) and not trains)
+        frozen = dict.fromkeys(still, "is frozen (requires_grad=False)")
+    else:
+        chosen = {first_names[name] for name in named("only", only, first_names)}
+        if not chosen:
+            raise ValueError("only is empty; it must name at least one module, parameter or buffer that may move")
+        frozen = dict.fromkeys(set(first_names.values()) - chosen, "isn't among those that may move")
+    return frozen | {first_names[name]: "is among those that stay" for name in named("freeze", freeze, first_names)}
 
 
 def _require_parameters(net: nn.Module) -> None:
@@ -137,18 +155,14 @@ def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
     return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
 
 
-def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
+def _traced(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Trace:
     """One forward pass: what it draws from NumPy or Python stands for all that it may draw."""
     trace = Trace(net, inputs, kwargs)
     if not trace.returned:
         raise ValueError(
             f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
         )
-    return [trace]
-
-
-def _used(traces: Sequence[Trace]) -> set[str]:
-    return {site for trace in traces for site in trace.used_sites()}
+    return trace
 
 
 def _report_lost(flow: Flow, strict: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +20,8 @@ from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.export import exported, site_names
 from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.rules.pointwise import NOISE
+from pyro_symmetric.discovery.rules.pointwise import drawn
 from pyro_symmetric.discovery.rules.registry import Call, bound, operator_name, rule_for
-from pyro_symmetric.discovery.sizes import TAKE_SIZES, closed, is_open
 from pyro_symmetric.discovery.tensors_only import TensorsOnly
 from pyro_symmetric.discovery.values import Value, opaque
 
@@ -31,20 +31,16 @@ STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "
 CUTTING = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
 # A matrix with more entries isn't cut: units of slices are found entry by entry.
 CUT_LIMIT = 2**22
+# Sizes that depend on the data, of what a mask selects, say, have symbols. Such an axis is never labelled, so that its
+# length doesn't matter: each symbol has a prime number as its stand-in, of which this is the number of the first.
+FIRST = 26
+# Operators that take such a size (or a factor) and make no other use of its value.
+TAKE_SIZES = """view _unsafe_view reshape expand full full_like empty zeros ones new_full new_empty rand randn arange
+    mul div add sub""".split()  # noqa: SIM905
 
 
 class UnknownOperator(UserWarning):
-    """An operator without a rule was met; what reaches it was left out of the group.
-
-    >>> import warnings
-    >>> class Net(nn.Sequential):
-    ...     def forward(self, x):
-    ...         return self[1](torch.linalg.pinv(self[0](x)).mT)
-    >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     symmetry = ps.find_symmetry(Net(nn.Linear(2, 4), nn.Linear(4, 1)), torch.randn(3, 2))
-    >>> any(warning.category is ps.discovery.UnknownOperator for warning in caught), symmetry.group.factors
-    (True, {})
-    """
+    """An operator without a rule was met; what reaches it was left out of the group."""
 
 
 class Trace:
@@ -81,14 +77,12 @@ class Trace:
     def propagate(self, flow: Flow) -> dict[Node, Any]:
         """Let axes flow through the graph; returns what is known of every node's value."""
         values: dict[Node, Any] = {}
-        needed, noise = _needed(self._graph), _noise(self._graph)
+        needed = _needed(self._graph)
         for node in self._graph.nodes:
-            if node not in needed:
-                continue
-            if node.op in ("placeholder", "get_attr"):
+            if node in needed and node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, flow)
-            elif node.op == "call_function":
-                flow.where = f"{operator_name(node.target)} in {module_of(node)}{self._circumstances(node, noise)}"
+            elif node in needed and node.op == "call_function":
+                flow.where = f"{operator_name(node.target)} in {_module_of(node)}{self._circumstances(node)}"
                 values[node] = self._applied(node, values, flow)
         flow.where = "the network's output"
         for node in self.returned:
@@ -116,12 +110,12 @@ class Trace:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _circumstances(self, node: Node, noise: Mapping[Node, str]) -> str:
+    def _circumstances(self, node: Node) -> str:
         """The values that meet the units there besides, in words that a network's author knows."""
-        near = [node, *node.all_input_nodes, *(n for own in node.all_input_nodes for n in own.all_input_nodes)]
-        name = next((noise[n] for n in near if n in noise), None)
-        if name:
-            return f", where each unit meets a random number of its own ({name}): a symmetry in law at most"
+        near = [*node.all_input_nodes, *(n for own in node.all_input_nodes for n in own.all_input_nodes)]
+        random = next((operator_name(n.target) for n in near if rule_for(n.target) is drawn), None)
+        if random:
+            return f" with random numbers ({random})"
         specs = [self._specs[n.name] for n in node.all_input_nodes if n.op == "placeholder" and n.name in self._specs]
         if any(spec.kind == InputKind.USER_INPUT for spec in specs):
             return " with the network's input"
@@ -156,15 +150,15 @@ class Trace:
             return _number(node, args, flow)
         rule = rule_for(node.target)
         given = bound(node.target, args, kwargs)
-        call = Call(node.target, given, tuple(tuple(closed(n) for n in t.shape) for t in tensors), self._read(node))
-        open_sizes = any(is_open(n.meta.get("val")) for n in node.all_input_nodes)
+        call = Call(node.target, given, tuple(tuple(_closed(n) for n in t.shape) for t in tensors), self._read(node))
+        open_sizes = any(_is_open(n.meta.get("val")) for n in node.all_input_nodes)
         if open_sizes and _minds_sizes(call):
             results = [flow.give_up(call.operands, s, "a place or a size depends on data") for s in call.shapes]
         elif rule is None:
             results = [flow.give_up(call.operands, s, "there is no rule") for s in call.shapes]
         else:
             results = _results(rule(flow, call), call, flow)
-        known = not open_sizes and not any(is_open(n) for t in tensors for n in t.shape)
+        known = not open_sizes and not any(_is_open(n) for t in tensors for n in t.shape)
         constants = _constants(call, args, kwargs, tensors) if known else [None] * len(tensors)
         results = [
             replace(r, constant=r.constant if known and c is None else c, mask=t.dtype == torch.bool)
@@ -182,20 +176,12 @@ class Trace:
         )
 
 
-def walked(traces: Sequence[Trace]) -> tuple[Flow, list[dict[Node, Any]]]:
-    """Facts that the operators of one forward pass, or of several, state; and what is known of all values."""
-    flow = Flow()
-    return flow, [trace.propagate(flow) for trace in traces]
-
-
-def module_of(node: Node) -> str:
+def _module_of(node: Node) -> str:
     """The innermost module that the operator was called in."""
     stack = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "")
-    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
-    path = path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("net").removeprefix(".")
-    kind = kind.rsplit(".", 1)[-1]
-    return f"{path} ({kind})" if path else (kind or "the network")
+    path, kind = list(stack.values())[-1] if stack else ("", "the network")
+    path, kind = path.removeprefix("net").removeprefix("."), getattr(kind, "__name__", kind).rsplit(".", 1)[-1]
+    return f"{path} ({kind})" if path else kind
 
 
 def _results(given: Any, call: Call, flow: Flow) -> list[Value]:
@@ -235,7 +221,7 @@ def _number(node: Node, args: Any, flow: Flow) -> Any:
         for value in args:
             if isinstance(value, Value):
                 flow.pin(value)
-    return closed(node.meta.get("val"))
+    return _closed(node.meta.get("val"))
 
 
 def _minds_sizes(call: Call) -> bool:
@@ -243,6 +229,23 @@ def _minds_sizes(call: Call) -> bool:
     if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):
         return call.value.part_on(call.axis) is not None
     return call.name not in TAKE_SIZES
+
+
+def _is_open(value: Any) -> bool:
+    """True if a number is known only when data flows."""
+    return isinstance(value, torch.SymInt | torch.SymFloat) and bool(value.node.expr.free_symbols)
+
+
+def _closed(value: Any) -> Any:
+    """A number, or its stand-in; no stand-in of a fraction may be taken for a number that is known."""
+    if isinstance(value, torch.SymFloat) and _is_open(value):
+        return float("nan")
+    if not isinstance(value, torch.SymInt):
+        return value
+    from sympy import prime
+
+    symbols = value.node.expr.free_symbols
+    return int(value.node.expr.subs({s: prime(FIRST + int(re.sub(r"\D", "", s.name) or 0)) for s in symbols}))
 
 
 def _slices(node: Node) -> Array | None:
@@ -274,20 +277,3 @@ def _needed(graph: Graph) -> set[Node]:
         if node.op != "call_function" or any(user in needed for user in node.users):
             needed.add(node)
     return needed
-
-
-def _noise(graph: Graph) -> dict[Node, str]:
-    """Nodes whose values are random numbers, and nothing else but numbers -> the operator that draws them."""
-    plain: set[Node] = set()
-    noise: dict[Node, str] = {}
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        drawn = next((noise[n] for n in node.all_input_nodes if n in noise), None)
-        if operator_name(node.target) in NOISE:
-            noise[node] = operator_name(node.target)
-        elif all(n in noise or n in plain for n in node.all_input_nodes):
-            plain.add(node)
-            if drawn:
-                noise[node] = drawn
-    return noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from pyro_symmetric.discovery.cells import Cells
 from pyro_symmetric.discovery.flow import Flow, Leaf
 from pyro_symmetric.groups import Axis, Units
 
-Place = tuple[str, int, int, bool]  # site, axis, how many axes it spans, whether the site is a buffer
+# Site, axis, how many axes it spans, whether the site is a buffer; whether units lie along the columns of both axes.
+Place = tuple[str, int, int, bool, bool]
 
 
 def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
@@ -34,34 +36,31 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     What operators hold for one unit is one, and so are places with the same numbers along several axes, as far as is
     known: of a mask's, or the network's inputs'.
     """
-    axes, where, tied = list[Axis](), list[Array](), dict[bytes, Array]()
-    one, other, units = list[Array](), list[Array](), list[Array]()
+    axes, tied, pairs = list[Axis](), dict[bytes, Array](), list[tuple[Array, Array]]()
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
             own = cells.unit[part.atoms]
             fixed = np.flatnonzero(~np.isin(cells.cell[own], list(cells.cells)))
-            if not len(fixed) or (leaf.kernel and part.axes[0] > 1):  # pixels have no multipliers
-                continue
-            axes.append(Axis(leaf.site, part.axes[0], torch.from_numpy(fixed)[None], buffer=leaf.buffer))
-            where.append(fixed)
-            units.append(own[fixed])
-            one.append(tied.setdefault(fixed.tobytes(), own[fixed]))
-            other.append(own[fixed])
+            if len(fixed) and not (leaf.kernel and part.axes[0] > 1):  # pixels have no multipliers
+                axes.append(Axis(leaf.site, part.axes[0], torch.from_numpy(fixed)[None], buffer=leaf.buffer))
+                pairs.append((tied.setdefault(fixed.tobytes(), own[fixed]), own[fixed]))
     if not axes:
         return []
-    unit = components(len(cells.cell), np.concatenate(one), np.concatenate(other))[1][np.concatenate(units)]
-    place, position = np.repeat(np.arange(len(axes)), list(map(len, where))), np.concatenate(where)
-    order = np.lexsort([position, place, unit])
-    unit, place, position = unit[order], place[order], position[order]
-    alike: dict[bytes, list[Array]] = {}
-    for start, count in zip(*np.unique(unit, return_index=True, return_counts=True)[1:], strict=True):
-        own = slice(start, start + count)
-        alike.setdefault(place[own].tobytes(), []).append(position[own])
-    found = []
-    for key, rows in alike.items():
-        lying = zip(np.frombuffer(key, dtype=place.dtype), torch.from_numpy(np.stack(rows, 1)), strict=True)
-        found.append([replace(axes[number], index=row[None]) for number, row in lying])
-    return [Units(f"fixed {k}", own[0].index.shape[1], tuple(own), moves=frozenset()) for k, own in enumerate(found)]
+    _, unit = components(len(cells.cell), *map(np.concatenate, zip(*pairs, strict=True)))
+    lying = defaultdict[int, list[tuple[int, int]]](list)  # of each unit: the number of an axis, and a position there
+    for number, (axis, (_, own)) in enumerate(zip(axes, pairs, strict=True)):
+        for one, position in zip(unit[own].tolist(), axis.index[0].tolist(), strict=True):
+            lying[one].append((number, position))
+    alike = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
+    for places in lying.values():
+        numbers, positions = zip(*places, strict=True)
+        alike[numbers].append(positions)
+    found = list[Units]()
+    for numbers, rows in alike.items():
+        lines = zip(numbers, torch.tensor(rows, device="cpu").T, strict=True)
+        own_axes = tuple(replace(axes[number], index=line[None]) for number, line in lines)
+        found.append(Units(f"fixed {len(found)}", len(rows), own_axes, moves=frozenset()))
+    return found
 
 
 class _Assembly:
@@ -86,48 +85,31 @@ class _Assembly:
         lying = self._lying(atoms, leaf)
         for mover, units in lying.items():
             key = self._key(atoms, lying, {mover, *self.cells[mover].parents})
-            self._add_blocks(mover, units, key, (leaf.site, dim, 1, leaf.buffer))
+            self._add_blocks(mover, units, key, (leaf.site, dim, 1, leaf.buffer, False))
 
     def add_sliced(self, leaf: Leaf, slices: Array) -> None:
-        """Note where units lie in a matrix whose rows fall into slices with columns of their own.
+        """Note entry by entry where units lie in a matrix whose rows fall into slices with columns of their own.
 
-        Rows take whole slices along, column by column. If slices that are exchanged have their columns in different
-        orders, that isn't enough: then rows, too, move entry by entry.
+        Units that hold all columns of a slice move with its rows.
         """
         rows, every, *rest = (part.atoms for part in leaf.value.parts)
         columns = every[np.searchsorted(slices, np.arange(slices[-1] + 1))]
-        by_row, by_column = self._lying(rows, leaf), self._lying(columns.reshape(-1), leaf)
-        same = {m: (u.reshape(columns.shape) == u.reshape(columns.shape)[:, :1]).all(1) for m, u in by_column.items()}
-        inside = {
-            m: np.where(np.repeat(same[m], columns.shape[1]), -1, u) for m, u in by_column.items() if not same[m].all()
-        }
+        by_row, inside = self._lying(rows, leaf), dict[int, Array]()
+        for mover, units in self._lying(columns.reshape(-1), leaf).items():
+            apart = (units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]).any(1)
+            if apart.any():
+                inside[mover] = np.where(np.repeat(apart, columns.shape[1]), units, -1)
         row, column = (grid.reshape(-1) for grid in np.indices(every.shape))
         column = slices[row] * columns.shape[1] + column
-
-        def place(mover: int, units: Array, of_row: set[int], of_column: set[int]) -> None:
-            one, other = self._key(rows, by_row, of_row)[row], self._key(columns.reshape(-1), inside, of_column)[column]
-            self._add_blocks(mover, units, one * (other.max() + 1) + other, (leaf.site, 0, 2, leaf.buffer))
-
-        aligned = all(
-            self._aligned(by_column[m].reshape(columns.shape)[:, 0], same[m], inside, columns.shape) for m in by_column
-        )
-        for mover, units in by_row.items():
-            own = {mover, *self.cells[mover].parents}
-            if aligned:
-                self._add_blocks(mover, units, self._key(rows, by_row, own), (leaf.site, 0, 1, leaf.buffer))
-            else:
-                place(mover, units[row], own, own - {mover})
-        for mover, units in inside.items():
-            above = set(self.cells[mover].parents)
-            place(mover, units[column], above, {mover, *above})
+        for lying, where in ((by_row, row), (inside, column)):
+            for mover, units in lying.items():
+                above, along = set(self.cells[mover].parents), lying is inside
+                of_row = self._key(rows, by_row, above if along else {mover, *above})[row]
+                of_column = self._key(columns.reshape(-1), inside, {mover, *above} if along else above)[column]
+                place = leaf.site, 0, 2, leaf.buffer, along
+                self._add_blocks(mover, units[where], of_row * (of_column.max() + 1) + of_column, place)
         for dim, atoms in enumerate(rest, start=2):
             self.add(leaf, dim, atoms)
-
-    def _aligned(self, owner: Array, whole: Array, inside: dict[int, Array], shape: tuple[int, ...]) -> bool:
-        """True if slices that move as wholes have the units inside them in the same order of columns."""
-        chosen = whole & (owner >= 0)
-        ranks = (np.where(u < 0, -1, self.rank[m][u]).reshape(shape)[chosen] for m, u in inside.items())
-        return all((rank == rank[:1]).all() for rank in ranks)
 
     def _lying(self, atoms: Array, leaf: Leaf) -> dict[int, Array]:
         """Cell -> for each of some positions, the unit of this cell that it belongs to, or -1."""
@@ -167,7 +149,7 @@ class _Assembly:
         for mover in self._order():
             axes = tuple(
                 _narrowed(Axis(site, dim, _in_order(blocks), 0, buffer, None, span), shapes[site])
-                for (site, dim, span, buffer), blocks in self.blocks[mover].items()
+                for (site, dim, span, buffer, _), blocks in self.blocks[mover].items()
             )
             size, direct = int(self.rank[mover].max()) + 1, self.cells[mover].direct
             name = module_name(axes[0].site)

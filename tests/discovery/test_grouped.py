@@ -377,16 +377,6 @@ def test_symmetries_survive_json_with_their_spans(block) -> None:
     assert any(line.startswith("2.weight[1]: 4 of 4 move with") for line in explained)
 
 
-def test_a_group_with_a_wrong_span_is_refused(block) -> None:
-    _, symmetry, _ = block
-    units = [
-        replace(one, axes=tuple(replace(a, index=a.index[:2]) if a.span == 2 else a for a in one.axes))  # one row only
-        for one in symmetry.permutations.units.values()
-    ]
-    with pytest.raises(ValueError, match="no group"):
-        Group(units, symmetry.site_shapes)
-
-
 def test_axes_that_span_the_last_axes_of_a_site_act_beside_others() -> None:
     """Declared by hand: (stack, row, column), with rows and columns exchanged entry by entry."""
     entry = torch.arange(6)[None]
@@ -409,12 +399,6 @@ def test_axes_that_span_the_last_axes_of_a_site_act_beside_others() -> None:
         assert torch.equal(moved["v"][i], expected)
 
 
-def test_inputs_of_a_group_are_sorted_by_what_enters_them(block) -> None:
-    _, symmetry, weights = block
-    largest = canonicalize(weights, symmetry, "max", None)["0.weight"].flatten(2).amax(-1).unflatten(1, (2, 2))
-    assert bool((largest[..., 0] <= largest[..., 1]).all())
-
-
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 @pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_canonical_forms_are_equal_on_orbits(block, key: str, rule: str) -> None:
@@ -433,15 +417,6 @@ def test_canonical_forms_are_equal_on_orbits(block, key: str, rule: str) -> None
         )
 
 
-def test_signs_are_removed_from_the_columns_of_a_group() -> None:
-    net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1, groups=2), nn.Conv2d(6, 2, 1), between=nn.Tanh).double()
-    symmetry = find_symmetry(net, images().double())
-    weights = {site: torch.randn(30, *shape, dtype=torch.float64) for site, shape in symmetry.site_shapes.items()}
-    form, moved = canonicalize(weights, symmetry), canonicalize(symmetry.sample((30,))(weights), symmetry)
-    for site, value in form.items():
-        torch.testing.assert_close(moved[site], value)
-
-
 def test_the_minimal_mass_balances_each_channel_of_a_group(block) -> None:
     _, symmetry, weights = block
     found = minimal_mass(weights, symmetry)
@@ -453,14 +428,6 @@ def test_the_minimal_mass_balances_each_channel_of_a_group(block) -> None:
     moved = minimal_mass(symmetry.scalings.sample((30,), dtype=torch.float64)(weights), symmetry)
     torch.testing.assert_close(moved.mass, found.mass, rtol=1e-8, atol=0)
     torch.testing.assert_close(moved.weights["2.weight"], found.weights["2.weight"], rtol=1e-6, atol=1e-8)
-
-
-def test_exact_steps_of_units_that_meet_on_one_flattened_axis_never_raise_the_mass(block) -> None:
-    _, symmetry, weights = block
-    spread = symmetry.scalings.sample((30,), spread=4.0, dtype=torch.float64)(weights)  # far from the minimum
-    found = minimal_mass(spread, symmetry)
-    torch.testing.assert_close(found.mass, minimal_mass(weights, symmetry).mass, rtol=1e-8, atol=0)
-    assert float(found.imbalance.max()) < 1e-10
 
 
 def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
@@ -509,15 +476,6 @@ def test_a_permutation_planted_in_inputs_and_outputs_is_found(block) -> None:
     aligned = align(moved, planted, symmetry.permutations).element(moved)
     for site, value in planted.items():
         torch.testing.assert_close(aligned[site], value, rtol=0, atol=0)
-
-
-def test_a_permutation_of_inputs_alone_is_found() -> None:
-    net = chain(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1, groups=2))  # the outputs stay, so the inputs can be aligned
-    group = find_symmetry(net, images()).permutations
-    planted = {site: torch.randn(shape) for site, shape in group.site_shapes.items()}
-    p = group.sample()
-    aligned = align(p(planted), planted, group)
-    assert torch.equal(aligned.element(p(planted))["2.weight"], planted["2.weight"])
 
 
 def test_scalings_that_meet_on_one_flattened_axis_multiply() -> None:

@@ -39,11 +39,10 @@ def matmul_rule(flow: Flow, call: Call) -> Value:
     return matmul(flow, *call.operands)
 
 
-@register_rule("addmm", "addbmm", "baddbmm", "addmv")
+@register_rule("addmm", "baddbmm", "addmv")
 def addmm(flow: Flow, call: Call) -> Value:
     start, one, other = call.operands
-    product = matmul(flow, one, other)
-    return flow.elementwise([start, flow.reduce(product, [0]) if call.name == "addbmm" else product])
+    return flow.elementwise([start, matmul(flow, one, other)])
 
 
 @register_rule("bilinear")

@@ -10,16 +10,16 @@ from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.values import Value, opaque
 
-# PyTorch tags most functions of entries in the same place, but not these.
-UNTAGGED = """alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy type_as _conj _neg_view hardswish log_sigmoid
-    special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel rsub rrelu
-    threshold"""
+# PyTorch tags most functions of entries in the same place, but not these. Dropout is the identity, or its mean.
+UNTAGGED = """alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
+    log_sigmoid special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel
+    rsub rrelu threshold dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
 
 
 @register_rule(torch.Tag.pointwise, *UNTAGGED.split())
-def pointwise(flow: Flow, call: Call) -> Value:
+def pointwise(flow: Flow, call: Call) -> list[Value]:
     """Units of all operands are the same."""
-    return flow.elementwise(call.operands) if call.operands else opaque(call.shape)
+    return [flow.elementwise(call.operands) if call.operands else opaque(call.shape)] * len(call.shapes)
 
 
 @register_rule("view.dtype")
@@ -31,11 +31,6 @@ def other_numbers(flow: Flow, call: Call) -> Value:
 def of_another(flow: Flow, call: Call) -> Value:
     """One operand's entries, in another's place or of its type."""
     return call.value if call.name == "type_as" else flow.expand(call["src"], call.shape)
-
-
-@register_rule("dropout", "native_dropout")
-def dropout(flow: Flow, call: Call) -> list[Value]:
-    return [call.value] * len(call.shapes)
 
 
 # tensors out of nothing ---------------------------------------------------------------------------------------------
@@ -57,23 +52,22 @@ def arange(flow: Flow, call: Call) -> Value:
     return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if whole else None)
 
 
-# A network that draws random numbers is taken as a function of its weights with these numbers fixed. So every entry
-# meets a number of its own, and entries can't be exchanged, even if they are in law.
-OF_A_SHAPE = """rand rand_like randn randn_like randint randint_like randperm normal.float_float normal_functional
-    uniform exponential cauchy log_normal geometric random"""
-OF_PARAMETERS = """bernoulli.default normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor multinomial poisson
-    binomial _standard_gamma _sample_dirichlet"""
-NOISE = frozenset(name.partition(".")[0] for name in f"{OF_A_SHAPE} {OF_PARAMETERS}".split())
-
-
-@register_rule("empty_like", "new_empty", "new_empty_strided", *OF_A_SHAPE.split())
+@register_rule("empty_like", "new_empty", "new_empty_strided")
 def anything(flow: Flow, call: Call) -> Value:
     return opaque(call.shape)
 
 
-@register_rule(*OF_PARAMETERS.split())
+# Random numbers whose law depends on an operand; others have its shape alone.
+OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
+
+
+@register_rule(torch.Tag.nondeterministic_seeded)
 def drawn(flow: Flow, call: Call) -> Value:
-    for value in call.operands:
+    """A network that draws random numbers is taken as a function of its weights with these numbers fixed.
+
+    So every entry meets a number of its own, and entries can't be exchanged, even if they are in law.
+    """
+    for value in call.operands if call.name in OF_PARAMETERS else ():
         flow.pin(value)
     return opaque(call.shape)
 
@@ -102,18 +96,13 @@ def _in_order(flow: Flow, call: Call) -> Value:
 
 @register_rule(
     "sum", "mean", "nansum", "amax", "amin", "std", "var", "var_mean", "std_mean", "max", "min", "median", "kthvalue",
-    "logsumexp", "prod", "any", "all", "count_nonzero", "linalg_vector_norm",
+    "logsumexp", "prod", "any", "all", "count_nonzero", "linalg_vector_norm", "argmax", "argmin",
 )  # fmt: skip
 def symmetric(flow: Flow, call: Call) -> list[Value]:
-    """A symmetric function, alone or with the places of its entries, which aren't symmetric."""
-    places = len(call.shapes) > 1 and not call.name.endswith("_mean") and bool(call.read - {0})
-    value = _in_order(flow, call) if places else call.value
+    """A symmetric function, or the places of its entries, which aren't symmetric."""
+    second = len(call.shapes) > 1 and not call.name.endswith("_mean") and bool(call.read - {0})
+    value = _in_order(flow, call) if second or call.name.startswith("arg") else call.value
     return [flow.reduce(value, _axes(call), bool(call.get("keepdim", False)))] * len(call.shapes)
-
-
-@register_rule("argmax", "argmin")
-def place_of_maximum(flow: Flow, call: Call) -> Value:
-    return flow.reduce(_in_order(flow, call), _axes(call), bool(call["keepdim"]))
 
 
 @register_rule("sort", "topk")
@@ -159,8 +148,8 @@ def instance_norm(flow: Flow, call: Call) -> Value:
 
 
 @register_rule(
-    "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_native_batch_norm_legit",
-    "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
+    "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
 )  # fmt: skip
 def batch_norm(flow: Flow, call: Call) -> Value:
     """Statistics are taken over all axes but that of the channels, so units along the others may move, too."""

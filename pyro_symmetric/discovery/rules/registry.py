@@ -146,10 +146,10 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
 
 
 def rule_for(target: Any) -> Rule | None:
-    """The rule of an operator overload: its own, that of all overloads, or that of all functions entry by entry."""
-    packet = getattr(target, "overloadpacket", None)
+    """The rule of an operator overload: its own, that of all overloads, or that of PyTorch's tag."""
+    packet, tags = getattr(target, "overloadpacket", None), getattr(target, "tags", ())
     keys = [target, packet, getattr(packet, "_qualified_op_name", None)]
-    keys += [torch.Tag.pointwise] if torch.Tag.pointwise in getattr(target, "tags", ()) else []
+    keys += [tag for tag in (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded) if tag in tags]
     return next((RULES[key] for key in keys if key in RULES), None)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.rules.registry import Call, register_rule
-from pyro_symmetric.discovery.values import Value, opaque
+from pyro_symmetric.discovery.values import Value
 
 
-@register_rule("view", "_unsafe_view", "reshape", "flatten", "unflatten")
+@register_rule("view", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten")
 def reshape(flow: Flow, call: Call) -> Value:
     return flow.reshape(call.value, call.shape)
 
@@ -33,20 +33,16 @@ def unsqueeze(flow: Flow, call: Call) -> Value:
     return flow.unsqueeze(call.value, call["dim"])
 
 
-@register_rule("permute")
+@register_rule("permute", "transpose")
 def permute(flow: Flow, call: Call) -> Value:
-    return flow.relaid(call.value, [call.value.axis(dim) for dim in call["dims"]])
+    axes = [*range(call.value.dim)]
+    if call.name == "transpose":
+        one, other = call.value.axis(call["dim0"]), call.value.axis(call["dim1"])
+        axes[one], axes[other] = other, one
+    return flow.relaid(call.value, [call.value.axis(axis) for axis in call.get("dims", axes)])
 
 
-@register_rule("transpose")
-def transpose(flow: Flow, call: Call) -> Value:
-    order = list(range(call.value.dim))
-    one, other = (call.value.axis(call[name]) for name in ("dim0", "dim1"))
-    order[one], order[other] = other, one
-    return flow.relaid(call.value, order)
-
-
-@register_rule("expand")
+@register_rule("expand", "expand_as")
 def expand(flow: Flow, call: Call) -> Value:
     return flow.expand(call.value, call.shape)
 
@@ -166,18 +162,25 @@ def embedding(flow: Flow, call: Call) -> Value:
     return flow.value(call.shape, rows.parts, rows.fixed.union(lead))
 
 
-@register_rule("index_select")
-def index_select(flow: Flow, call: Call) -> Value:
-    return _look_up(flow, call.value, {call.axis: call["index"]}, call.shape)
-
-
-@register_rule("index")
+@register_rule("index", "index_select")
 def index(flow: Flow, call: Call) -> Value:
-    return _look_up(flow, call.value, _by_axis(call), call.shape)
+    value, indices = call.value, _by_axis(call)
+    (axis, entry), *others = indices.items()
+    if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
+        return flow.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
+    for entry in indices.values():
+        flow.pin(entry)
+    axes, shape = _axes(indices), call.shape
+    kept = [axis for axis in range(value.dim) if axis not in axes]
+    first, new = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0, len(shape) - len(kept)
+    result = flow.relaid(flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape)
+    return flow.value(shape, result.parts, result.fixed.union(range(first, first + new)))
 
 
 def _by_axis(call: Call) -> dict[int, Value]:
     """The axis where each index starts."""
+    if "dim" in call.arguments:
+        return {call.axis: call["index"]}
     indices, axis = dict[int, Value](), 0
     for entry in call["indices"]:
         if entry is not None:
@@ -194,19 +197,6 @@ def _width(entry: Value | None) -> int:
 def _axes(indices: dict[int, Value]) -> list[int]:
     """The axes that indices stand for."""
     return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
-
-
-def _look_up(flow: Flow, value: Value, indices: dict[int, Value], shape: tuple[int, ...]) -> Value:
-    (axis, entry), *others = indices.items()
-    if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
-        return flow.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
-    for entry in indices.values():
-        flow.pin(entry)
-    axes = _axes(indices)
-    kept = [axis for axis in range(value.dim) if axis not in axes]
-    first, new = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0, len(shape) - len(kept)
-    result = flow.relaid(flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape)
-    return flow.value(shape, result.parts, result.fixed.union(range(first, first + new)))
 
 
 @register_rule("gather")
@@ -240,17 +230,10 @@ def _expanded(chosen: Value) -> Value:
     return replace(chosen, fixed=frozenset(changing))
 
 
-@register_rule("index_add", "index_reduce", "index_copy")
-def index_add(flow: Flow, call: Call) -> Value:
-    """Whole slices go to places along one axis."""
-    flow.pin(call["index"])
-    return _written(flow, call, [flow.off(x, [call.axis]) for x in (call["self"], call["source"])], [call.axis])
-
-
-@register_rule("index_put", "_index_put_impl", "_unsafe_index_put")
+@register_rule("index_put", "_index_put_impl", "_unsafe_index_put", "index_add", "index_reduce", "index_copy")
 def index_put(flow: Flow, call: Call) -> Value:
     """``self[indices] = values``, or ``+=``: places along the indexed axes, which must be neighbours."""
-    value, source, indices = call["self"], call["values"], _by_axis(call)
+    value, source, indices = call["self"], call.get("values", call.get("source")), _by_axis(call)
     for entry in indices.values():
         flow.pin(entry)
     axes = _axes(indices)
@@ -268,14 +251,3 @@ def _written(flow: Flow, call: Call, operands: Sequence[Value], axes: Collection
     """Old and new entries have the same units; along the indexed axes all entries differ."""
     tied = flow.elementwise(operands)
     return flow.value(call.shape, tied.parts, tied.fixed.union(axes))
-
-
-@register_rule(
-    "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "histc",
-    "searchsorted", "bucketize", "repeat_interleave.Tensor",
-)  # fmt: skip
-def depends_on_all(flow: Flow, call: Call) -> list[Value]:
-    """Nothing may move in what decides about places and sizes."""
-    for operand in call.operands:
-        flow.pin(operand)
-    return [opaque(shape) for shape in call.shapes]
