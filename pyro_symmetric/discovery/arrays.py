@@ -32,13 +32,6 @@ def rank_within(owner: Array, by: Array | None = None) -> Array:
     return rank
 
 
-def by_appearance(labels: Array) -> tuple[Array, Array]:
-    """The distinct labels in the order in which they first appear, and the number of each label in that order."""
-    distinct, first, where = np.unique(labels, return_index=True, return_inverse=True)
-    order = first.argsort()
-    return distinct[order], order.argsort()[where]
-
-
 def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
     """Connected components of a graph: their number, and the component of each node."""
     graph = coo_matrix((np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size))

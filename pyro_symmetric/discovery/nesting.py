@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from pyro_symmetric.discovery.arrays import Array, by_appearance, components, distinct_rows, rank_within
+from pyro_symmetric.discovery.arrays import Array, components, distinct_rows, rank_within
 
 
 @dataclass(eq=False)
@@ -92,7 +92,8 @@ class _Nesting:
         colour = self.given.colour
         _, unit = components(len(colour), child, parent)
         _, together = components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])
-        _, self.cell = by_appearance(together[colour])
+        _, first, label = np.unique(together[colour], return_index=True, return_inverse=True)
+        self.cell = first.argsort().argsort()[label]  # in the order of their first units
         rows, where, _ = distinct_rows(self.cell, unit)
         self.place = where - np.searchsorted(self.cell[rows], self.cell)
         numbers, sizes = np.unique(self.cell[rows], return_counts=True)

@@ -74,8 +74,8 @@ class Trace:
         ends = [n for n, s in zip(ends, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
         self.returned = [node for node in ends if isinstance(node, Node)]
 
-    def propagate(self, flow: Flow) -> dict[Node, Any]:
-        """Let axes flow through the graph; returns what is known of every node's value."""
+    def propagate(self, flow: Flow) -> None:
+        """Let axes flow through the graph."""
         values: dict[Node, Any] = {}
         needed = _needed(self._graph)
         for node in self._graph.nodes:
@@ -88,7 +88,6 @@ class Trace:
         for node in self.returned:
             if isinstance(values[node], Value):
                 flow.pin(values[node])
-        return values
 
     def constant(self, target: str | None) -> Any:
         """The value of a buffer or a constant of the graph, by its name in the network."""
