@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributions import Normal
 
 from pyro_symmetric import find_symmetry
-from pyro_symmetric._process import forked, running_pyro, with_both_branches, without_messages, without_warnings
+from pyro_symmetric._process import forked, running_pyro, without_messages, without_warnings
 from pyro_symmetric.discovery import UntraceableError
 
 
@@ -112,30 +112,7 @@ def test_a_forked_process_finds_nothing_changed_and_waits_for_no_thread_of_its_p
         assert os.waitpid(child, 0)[1] == 0
 
 
-def test_both_branches_of_a_condition_are_computed_and_the_function_is_put_back():
-    cond = torch.cond
-    x = torch.tensor([-1.0, 2.0])
-    with with_both_branches():
-        for side in (True, False):
-            expected = x.relu() if side else x.tanh()
-            for pred in (side, torch.tensor(side), torch.tensor([side])):
-                found = torch.cond(pred, lambda v: {"y": (v.relu(),)}, lambda v: {"y": (v.tanh(),)}, (x,))
-                assert torch.equal(found["y"][0], expected)
-    assert torch.cond is cond
-
-
 # the global generators while they are forked -------------------------------------------------------------------------
-
-
-def test_a_seed_reproduces_and_leaves_the_generator_as_it_was():
-    torch.manual_seed(5)
-    with forked(1):
-        first = torch.rand(3, device="cpu")
-    after = torch.rand(3, device="cpu")
-    with forked(1):
-        assert torch.equal(torch.rand(3, device="cpu"), first)
-    torch.manual_seed(5)
-    assert torch.equal(torch.rand(3, device="cpu"), after)
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -161,9 +138,6 @@ def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
         assert not torch.equal(torch.rand(3, device="cuda"), first)
     torch.cuda.manual_seed(5)
     assert torch.equal(torch.rand(3, device="cuda"), after)
-
-
-# threads ------------------------------------------------------------------------------------------------------------
 
 
 HOST = {

@@ -1,7 +1,4 @@
-"""A ResNet-20 under stochastic-gradient HMC: with filter-response normalisation; batch normalisation is refused."""
-
-import importlib.util
-from pathlib import Path
+"""A ResNet-20 with filter-response normalisation under stochastic-gradient HMC; batch normalisation is refused."""
 
 import pytest
 import torch
@@ -10,45 +7,26 @@ from torch import nn
 from pyro_symmetric.mcmc import SGHMC, Density, sample
 from pyro_symmetric.mcmc.starts import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
-
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "networks.py"
-ROWS, BATCH = 32, 4
+from pyro_symmetric.networks import resnet20
 
 
-def resnet20() -> nn.Module:
-    spec = importlib.util.spec_from_file_location("benchmark_networks", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.resnet20()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SOURCE.exists(), reason="the benchmarks aren't part of an installed package")
-def test_sixteen_chains_of_a_resnet20_take_steps_along_the_gradient_of_their_own_batches():
-    x, y = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 10
-    model = BayesianModel(resnet20(), GaussianPrior(1.0, fan_in=True))
-    density = Density(model, args=(x, y), batch_size=BATCH, subsampled=True)
+def test_chains_of_a_resnet20_have_the_gradients_of_their_own_batches_and_part():
+    x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 10
+    net = resnet20(width=2)
+    model = BayesianModel(net, GaussianPrior(1.0, fan_in=True))
+    density = Density(model, args=(x, y), batch_size=4, subsampled=True)
     z = starting_points(density, 2, model.initial_weights())
     rows = torch.stack([torch.arange(4), torch.arange(10, 14)])
     _, gradient = density.energy_and_gradient(z, {"rows": rows})
     for chain in range(2):  # by plain backpropagation
-        net = resnet20()
-        net.load_state_dict(model.initial_weights())
-        loss = nn.functional.cross_entropy(net(x[rows[chain]]), y[rows[chain]], reduction="sum") * ROWS / BATCH
-        priors = model.priors()
-        loss = loss - sum(priors[name].log_prob(p) for name, p in net.named_parameters())
+        loss = nn.functional.cross_entropy(net(x[rows[chain]]), y[rows[chain]], reduction="sum") * 16 / 4
+        loss = loss - sum(model.priors()[name].log_prob(p) for name, p in net.named_parameters())
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
         assert (gradient[chain] - expected).norm() < 1e-4 * expected.norm()
-
-    kernel = SGHMC(model, batch_size=BATCH, step_size=0.003, friction=10.0, num_steps=2)
-    posterior = sample(
-        kernel, x, y, num_chains=16, num_samples=2, num_warmup=1, initial=model.initial_weights(), progress=False
-    )
-    weights = posterior.samples["0.weight"]
-    assert weights.shape == (16, 2, 16, 3, 3, 3)
-    assert torch.isfinite(weights).all()
-    assert not posterior.statistics["diverging"].any()
-    assert weights[:, -1].flatten(1).unique(dim=0).shape[0] == 16  # one start, sixteen ways
+    kernel = SGHMC(model, batch_size=4, step_size=0.003, friction=10.0, num_steps=1)
+    options = {"num_chains": 2, "num_samples": 1, "num_warmup": 1, "initial": model.initial_weights()}
+    weights = sample(kernel, x, y, progress=False, **options).samples["0.weight"]
+    assert weights.flatten(1).unique(dim=0).shape[0] == 2  # one start, two ways
 
 
 def test_batch_normalisation_in_train_mode_is_refused_and_in_eval_mode_sampled():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_symmetric._process import LOCK, without_warnings
+from pyro_symmetric._process import LOCK, OwnLock, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, same_evaluation
 from pyro_symmetric.mcmc.density.targets import Rows
 
@@ -82,7 +81,7 @@ class Compiled:
     def __init__(self, eager: Eager, most_chains: int):
         self.eager, self.most_chains = eager, most_chains
         self._programs: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}
-        self._lock = threading.RLock()
+        self._lock = OwnLock()
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
@@ -115,10 +114,7 @@ class Compiled:
         return lambda z, *batches: self.eager.raw(z, dict(zip(names, batches, strict=True)) or None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"eager": self.eager, "most_chains": self.most_chains}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return {**vars(self), "_programs": {}}
 
     def _made(
         self, function: Callable[..., Any], names: tuple[str, ...], kinds: Any, inputs: list[Tensor]

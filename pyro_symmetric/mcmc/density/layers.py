@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.layout import Layout, is_identity
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.mcmc.density.eager import Evaluation, Unavailable
+from pyro_symmetric.mcmc.density.eager import Evaluate, Evaluation, Unavailable
 from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
 from pyro_symmetric.models import normal_base
 from pyro_symmetric.traced import TracedTarget
@@ -70,7 +70,7 @@ class Layers:
         self._others = {name: fn for name, fn in target.sites.items() if name not in names}
         self._layout = Layout.of(self._others)
         self.tiled = is_tiled(problem)
-        self._loss: Batched | Tiled = Tiled(problem) if self.tiled else Batched(problem)
+        self._loss: Evaluate = Tiled(problem) if self.tiled else partial(batched_loss, problem)
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         index, z = None if rows is None else rows[ROWS], z.detach()
@@ -114,8 +114,7 @@ class Layer(NamedTuple):
     slope: float = 0.0  # of a rectifier below 0
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """A network and the data that it is fitted to.
 
     :param x: inputs ``(N, inputs)``.
@@ -129,35 +128,28 @@ class Problem:
     labels: bool
 
 
-class Batched:
-    """Losses by batched products, on any device and in any dtype."""
+def batched_loss(problem: Problem, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
+    """The loss ``(C,)``, summed over rows, and ``scale`` times its gradient ``(C, W)``, by batched products.
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
-
-    def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
-        """Return the loss ``(C,)``, summed over rows, and ``scale`` times its gradient ``(C, W)``.
-
-        :param w: flat weights ``(C, W)``.
-        :param scale: ``(C,)``.
-        :param index: rows of each chain's mini-batch ``(C, B)``; ``None`` for all.
-        """
-        problem = self.problem
-        h, y = (problem.x, problem.y) if index is None else (problem.x[index], problem.y[index])
-        with torch.enable_grad():
-            leaf = w.detach().requires_grad_()
-            for layer in problem.layers:
-                end = layer.weight + layer.outputs * layer.inputs
-                h = h @ leaf[:, layer.weight : end].unflatten(1, (layer.outputs, layer.inputs)).mT
-                if layer.bias >= 0:
-                    h = h + leaf[:, None, layer.bias : layer.bias + layer.outputs]
-                h = FUNCTIONS[layer.kind](h, layer.slope)
-            if problem.labels:
-                loss = functional.cross_entropy(h.mT, y[..., 0].expand(h.shape[:2]), reduction="none").sum(1)
-            else:
-                loss = 0.5 * (h - y).square().sum((1, 2))
-            (gradient,) = torch.autograd.grad((loss * scale).sum(), leaf)
-        return loss.detach(), gradient
+    :param w: flat weights ``(C, W)``.
+    :param scale: ``(C,)``.
+    :param index: rows of each chain's mini-batch ``(C, B)``; ``None`` for all.
+    """
+    h, y = (problem.x, problem.y) if index is None else (problem.x[index], problem.y[index])
+    with torch.enable_grad():
+        leaf = w.detach().requires_grad_()
+        for layer in problem.layers:
+            end = layer.weight + layer.outputs * layer.inputs
+            h = h @ leaf[:, layer.weight : end].unflatten(1, (layer.outputs, layer.inputs)).mT
+            if layer.bias >= 0:
+                h = h + leaf[:, None, layer.bias : layer.bias + layer.outputs]
+            h = FUNCTIONS[layer.kind](h, layer.slope)
+        if problem.labels:
+            loss = functional.cross_entropy(h.mT, y[..., 0].expand(h.shape[:2]), reduction="none").sum(1)
+        else:
+            loss = 0.5 * (h - y).square().sum((1, 2))
+        (gradient,) = torch.autograd.grad((loss * scale).sum(), leaf)
+    return loss.detach(), gradient
 
 
 class Tiled:
@@ -172,7 +164,7 @@ class Tiled:
         self._tiles: Any = None
 
     def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
-        """Return as :class:`Batched` does.
+        """Return as :func:`batched_loss` does.
 
         :raises IndexError: if there are no such rows.
         """
