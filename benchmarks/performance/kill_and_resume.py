@@ -31,11 +31,12 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import raw_bytes
 from pyro_symmetric.store import CHECKPOINT, Checkpoint
 
-KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "SGLD", "pSGLD", "SGHMC"]
+KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "MCLMC", "SGLD", "pSGLD", "SGHMC"]
 SHORT_TRAJECTORIES: dict[str, dict[str, Any]] = {
     "HMC": {"num_steps": 5},
     "NUTS": {"max_treedepth": 4},
     "AdaptiveHMC": {"max_steps": 16},
+    "MCLMC": {"max_steps": 16},
 }
 
 
