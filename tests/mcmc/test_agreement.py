@@ -16,6 +16,7 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianKernel, window_ends
+from pyro_symmetric.mcmc.run import Settings
 from pyro_symmetric.models import BayesianModel
 
 from .conftest import Killed, assert_same_draws
@@ -124,12 +125,12 @@ def test_every_window_is_one_of_the_longest_warm_up():
 # runs ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [HMC, NUTS, AdaptiveHMC])
-def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kind):
-    found = sample(kind(normal), seed=0, **RUN)
+@pytest.mark.parametrize("kernel", [HMC(normal), NUTS(normal, max_treedepth=3), AdaptiveHMC(normal, max_steps=16)])
+def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kernel):
+    found = sample(kernel, seed=0, **RUN)
     assert found.metadata["num_warmup"] in LENGTHS[:-1]
     assert found.metadata["warmup_r_hat"] < LIMIT
-    asked = sample(kind(normal), seed=0, num_warmup=found.metadata["num_warmup"], **RUN)
+    asked = sample(kernel, seed=0, num_warmup=found.metadata["num_warmup"], **RUN)
     assert asked.metadata["warmup_r_hat"] is None
     assert_same_draws(found, asked)
     json.dumps(found.metadata, allow_nan=False)
@@ -143,16 +144,14 @@ class Brief(HMC):
 
 
 def test_chains_whose_energies_differ_end_at_the_cap_and_say_so():
+    kernel, start = Brief(two_modes, max_steps=16), {"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}
     with pytest.warns(RuntimeWarning, match=r"the chains didn't agree when warm-up ended: .* 40 iterations"):
-        found = sample(Brief(two_modes), initial={"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}, seed=0, **RUN)
+        found = sample(kernel, initial=start, seed=0, **RUN)
     assert found.metadata["num_warmup"] == 40
     assert found.metadata["warmup_r_hat"] > 1.5
     assert diagnose(found)["weights"].status == "fail"
     with pytest.warns(RuntimeWarning, match="didn't agree"):
-        tasks = sample(
-            Brief(two_modes), initial={"w": torch.tensor([-30.0, 30.0, 30.0, -30.0])}, seed=0, chains_per_task=2, **RUN
-        )
-    assert tasks.num_chains == 4
+        assert sample(kernel, initial=start, seed=0, chains_per_task=2, **RUN).num_chains == 4
 
 
 def mirrored():
@@ -192,15 +191,10 @@ def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(c
     assert found.metadata["num_warmup"] <= most
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # so few draws disagree
 def test_networks_and_kernels_that_cannot_tell_take_a_fixed_count():
-    torch.manual_seed(0)
-    network = BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian")
-    x, y = torch.randn(5, 2), torch.randn(5)
-    for kernel, data in ((HMC(network, num_steps=1), (x, y)), (SGHMC(normal, step_size=0.01, num_steps=1), ())):
-        found = sample(kernel, *data, seed=0, **RUN)
-        assert found.metadata["num_warmup"] == Kernel.warmups[0] == 500
-        assert found.metadata["warmup_r_hat"] is None
+    network, data = BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian"), (torch.randn(5, 2), torch.randn(5))
+    for settings in (Settings(HMC(network), data, engine="eager"), Settings(SGHMC(normal), engine="eager")):
+        assert settings.warmups(settings.density()) == Kernel.warmups == (500,)
 
 
 @pytest.mark.parametrize("ends", [24, 32, 40])
