@@ -6,14 +6,12 @@ import functools
 import io
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -384,29 +382,3 @@ def test_a_kernel_of_twenty_lines_runs_in_memory_on_disk_resumed_and_in_a_pool(t
         with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
             stored = {"executor": pool, "store": tmp_path / "tasks"}
             assert_same_draws(sample(Walk(model), Y, chains_per_task=2, **stored, **options), cut)
-
-
-# how much of the library a run touches ------------------------------------------------------------------------------
-
-MOST_FILES, MOST_FUNCTIONS = 22, 153
-
-
-@pytest.mark.cpu
-def test_a_run_in_memory_touches_few_files_and_functions():
-    seen, root = set(), str(Path(mcmc.__file__).parents[1])
-
-    def note(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        sample(mcmc.NUTS(model), Y, num_chains=2, num_warmup=30, num_samples=5, progress=False)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    functions = {name for name in seen if not name[1].rpartition(".")[2].startswith("<")}
-    files = sorted({file.removeprefix(root) for file, _ in functions})
-    assert len(files) <= MOST_FILES, files
-    assert len(functions) <= MOST_FUNCTIONS, sorted(functions)

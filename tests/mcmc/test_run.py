@@ -1,5 +1,9 @@
 """The runner: shapes, seeds, thinning, interruption, what is recorded."""
 
+import sys
+import threading
+from pathlib import Path
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -9,6 +13,7 @@ from scipy import integrate, stats
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import pyro_symmetric as ps
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, sample
 from pyro_symmetric.models import BayesianModel
 
@@ -160,14 +165,15 @@ def test_the_progress_bar_counts_draws_however_thin_they_are(monkeypatch):
     assert (bars[0].total, bars[0].n) == (16, 16)
 
 
+def noises(y: Tensor) -> None:
+    scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(0.0, scale), obs=y)
+
+
 @pytest.mark.stochastic
 def test_posterior_on_a_positive_site_matches_quadrature():
     y = torch.tensor([0.3, -1.2, 2.1, 0.4])
-
-    def model(y: Tensor) -> None:
-        scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
-        with pyro.plate("data", len(y)):
-            pyro.sample("y", dist.Normal(0.0, scale), obs=y)
 
     def density(s: float) -> float:
         return stats.gamma.pdf(s, 2) * stats.norm.pdf(y.numpy(), 0, s).prod()
@@ -175,9 +181,35 @@ def test_posterior_on_a_positive_site_matches_quadrature():
     evidence = integrate.quad(density, 0, 50)[0]
     mean = integrate.quad(lambda s: s * density(s), 0, 50)[0] / evidence
     square = integrate.quad(lambda s: s * s * density(s), 0, 50)[0] / evidence
-    draws = sample(HMC(model), y, num_chains=250, num_warmup=60, num_samples=40, progress=False)
+    draws = sample(HMC(noises), y, num_chains=250, num_warmup=60, num_samples=40, progress=False)
     s = draws.get_samples()["scale"].double()
     # 10,000 draws, nearly independent; deviations about 0.5 and 2: five standard errors are 0.03 and 0.12:
     # false alarms 6e-7 each.
     assert s.mean().item() == pytest.approx(mean, abs=0.03)
     assert s.square().mean().item() == pytest.approx(square, abs=0.12)
+
+
+# how much of the library a run touches ------------------------------------------------------------------------------
+
+MOST_FILES, MOST_FUNCTIONS = 22, 153
+
+
+@pytest.mark.cpu
+def test_a_run_in_memory_touches_few_files_and_functions():
+    seen, root = set(), str(Path(ps.__file__).parent)
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            seen.add((frame.f_code.co_filename, frame.f_code.co_qualname))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        sample(NUTS(noises), torch.randn(5), num_chains=2, num_warmup=30, num_samples=5, progress=False)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    functions = {name for name in seen if not name[1].rpartition(".")[2].startswith("<")}
+    files = sorted({file.removeprefix(root) for file, _ in functions})
+    assert len(files) <= MOST_FILES, files
+    assert len(functions) <= MOST_FUNCTIONS, sorted(functions)

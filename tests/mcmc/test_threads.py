@@ -88,30 +88,6 @@ def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_refused_thread_does_not_disturb_the_one_that_holds_the_lock(tmp_path):
-    alone, done, refused = RUNS[0](), threading.Event(), []
-
-    def knock():
-        while not done.is_set():
-            try:
-                RUNS[0](store=tmp_path / "s", seed=7)
-            except (OSError, ValueError) as error:  # in use, or of another seed
-                refused.append(error)
-
-    def initial(count):  # called within the run, when it holds the store
-        knocking.start()
-        while not refused:
-            pass
-        return {site: prior.sample((count,)) for site, prior in NET.priors().items()}
-
-    knocking = threading.Thread(target=knock)
-    found = RUNS[0](store=tmp_path / "s", initial=initial)
-    done.set()
-    knocking.join(120)
-    assert isinstance(refused[0], BlockingIOError)
-    assert same(found, alone)
-
-
 def test_a_run_may_ask_for_another_by_threads_from_its_starting_points_function():
     """Itself or through an executor; neither waits for ever nor disturbs."""
     alone = RUNS[0]()
