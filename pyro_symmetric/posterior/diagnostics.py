@@ -50,8 +50,7 @@ TOO_LARGE = "the step size is too large for all of them, or the density or its g
 class Check:
     """One thing that was looked at.
 
-    :param name: what it is.
-    :param status: ``"pass"``, ``"warn"``, ``"fail"``, or ``"unknown"`` if the draws don't suffice to tell.
+    :param status: ``"unknown"`` if the draws don't suffice to tell.
     :param words: what was found, what it should be, and what to do about it.
     :param value: the number that it rests on; NaN if there is none.
     """
@@ -84,14 +83,14 @@ def checked(name: str, value: float, limits: tuple[float, float], found: str, ad
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
     """Check that all draws ``(chains, draws, ...)`` are finite; what they are called in the sentence -> the draws."""
-    bad = {name: count for name, value in draws.items() if bool((count := non_finite(value)).any())}
-    if not bad:
-        return Check("finite", "pass", "all draws are finite")
-    name, count = next(iter(bad.items()))
-    found = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({named(count.nonzero().flatten().tolist())})"
-    more = f", and so are {len(bad) - 1} more" if len(bad) > 1 else ""
-    advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
-    return Check("finite", "fail", f"{found}{more}: {advice}")
+    for name, value in draws.items():
+        count = non_finite(value)
+        if bool(count.any()):
+            where = named(count.nonzero().flatten().tolist())
+            found = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({where})"
+            advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
+            return Check("finite", "fail", f"{found}: {advice}")
+    return Check("finite", "pass", "all draws are finite")
 
 
 def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
@@ -116,8 +115,8 @@ def moving(samples: Mapping[str, Tensor]) -> Check:
     moves, spread = (heads.diff(dim=1) != 0).any(2).double().mean(1), heads.std(1)
     shares = torch.minimum(moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values)
     slow = (shares < MOVING[0]).nonzero().flatten().tolist()
-    advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
     found = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
+    advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
     return checked("moving", float(shares.min()), MOVING, found if slow else "every chain moves", advice)
 
 
@@ -128,8 +127,8 @@ def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
     if not worst:
         return Check("weights", "unknown", f"no chain moves: {TOO_LARGE}")
     site = max(worst, key=worst.__getitem__)
-    advice = f"run longer, with a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
     found = f"the chains disagree, so the draws are no posterior's yet: R-hat of site {site!r} is {worst[site]:.3f}"
+    advice = f"run longer, with a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
     return checked("weights", worst[site], R_HAT, found, advice)
 
 
@@ -147,12 +146,9 @@ def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
     """Judge whether the chains of a run agreed when their warm-up ended, if that was left to them; of tasks the worst
     counts."""
     parts = [own for own in (metadata, *metadata.get("parts", ())) if own.get("warmup_r_hat") is not None]
-    if parts:
-        worst = max(parts, key=lambda own: float(own["warmup_r_hat"]))
-        length, r_hat = worst.get("num_warmup", metadata.get("num_warmup")), float(worst["warmup_r_hat"])
-        found = (
-            f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over the second half of {length} iterations"
-        )
+    for own in sorted(parts, key=lambda own: own["warmup_r_hat"])[-1:]:
+        length, r_hat = own.get("num_warmup", metadata.get("num_warmup")), own["warmup_r_hat"]
+        found = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
         advice = f"{RELABELLED}. If not, pass mass='dense' or a larger num_warmup, or reparametrise the model"
         yield checked("warm-up", r_hat, (R_HAT[1], math.inf), found, advice)
 
@@ -194,14 +190,12 @@ def acceptance(rates: Tensor) -> Check:
     by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
     stuck = (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist()
     found = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
-    limits = ACCEPTANCE if rates.shape[1] >= LEAST_DRAWS else (ACCEPTANCE[0], -math.inf)  # so few are no failure
-    advice = "use a smaller step_size, a longer warm-up or dtype=torch.float64"
-    if len(stuck) == len(by_chain):
-        advice = f"{TOO_LARGE}; {advice}"
-    elif stuck:
-        advice = f"start them elsewhere (initial=), or leave them out by posterior.select; {advice}"
     if stuck:
         found = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {found}"
+    elsewhere = "start them elsewhere (initial=), or leave them out by posterior.select; "
+    advice = f"{TOO_LARGE}; " if len(stuck) == len(by_chain) else elsewhere if stuck else ""
+    advice += "use a smaller step_size, a longer warm-up or dtype=torch.float64"
+    limits = ACCEPTANCE if rates.shape[1] >= LEAST_DRAWS else (ACCEPTANCE[0], -math.inf)  # so few are no failure
     return checked("acceptance", float(by_chain.min()), limits, found, advice)
 
 
@@ -211,8 +205,8 @@ def energy_error(ratios: Tensor) -> Check:
     :param ratios: squared errors in units of what was asked, ``(chains, draws)``; NaN of what was taken back.
     """
     by_chain = ratios.double().nanmean(1)
-    mean, worst = float(by_chain.nanmean()), int(by_chain.nan_to_num(math.inf).argmax())
-    found = f"squared energy errors are {mean:.3g} times what was asked (chain {worst}: {by_chain[worst]:.3g})"
+    mean, worst = float(by_chain.nanmean()), float(by_chain.nan_to_num(math.inf).max())
+    found = f"squared energy errors are {mean:.3g} times what was asked, in the worst chain {worst:.3g}"
     advice = "the draws are biased by more than was agreed to. Use a longer warm-up, or NUTS"
     return checked("energy error", mean, ENERGY_ERROR, found, advice)
 
@@ -229,15 +223,14 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
     margin = error * (SURE_OF_ONE if site else SURE)
     status: Status = graded(abs(mean - 1), TEMPERATURE) if abs(mean - 1) > margin else "pass"
     found = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
-    if status == "pass" and margin <= TEMPERATURE[1]:
-        return Check(name, status, found, mean)
-    smaller = "smaller steps, larger batches, or " if subsampled else ""
-    spread = (
-        "the draws spread too little; run longer" if mean < 1 else f"they spread too widely; {smaller}a longer warm-up"
-    )
     if status == "pass":
-        status, spread = "unknown", "and is too uncertain: more draws would tell"
-    advice = spread if arrived else "the chains don't agree yet: first a longer warm-up"
+        told = margin <= TEMPERATURE[1]
+        return Check(name, status if told else "unknown", found if told else f"{found}: more draws would tell", mean)
+    advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
+    if not arrived:
+        advice = "the chains don't agree yet: first a longer warm-up"
+    elif mean < 1:
+        advice = "the draws spread too little; run longer"
     return Check(name, status, f"{found}, should be 1: {advice}", mean)
 
 

@@ -83,30 +83,17 @@ class Posterior:
                     raise ValueError(f"{held}[{name!r}] is {described(value)}; it must be {wanted}")
 
     @classmethod
-    def from_samples(
-        cls,
-        weights: Mapping[str, Tensor],
-        *,
-        kind: Kind,
-        num_chains: int = 1,
-        statistics: Mapping[str, Tensor] | None = None,
-        metadata: dict[str, Any] | None = None,
-    ) -> Posterior:
+    def from_samples(cls, weights: Mapping[str, Tensor], *, kind: Kind, num_chains: int = 1) -> Posterior:
         """A posterior of flat draws: independent ones (an ensemble, draws of a guide), or chains laid end to end.
 
         >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), kind="independent")
 
         :param weights: site -> ``(S, *site_shape)``.
-        :param kind: ``"independent"`` or ``"chains"``, as of a :class:`Posterior`.
         :param num_chains: into how many chains of ``S / num_chains`` consecutive draws to cut them.
-        :param statistics: name -> ``(S,)``.
         """
         arguments.weights("weights", weights)
-        samples, numbers = (
-            {name: value.unflatten(0, (num_chains, len(value) // num_chains)) for name, value in entries.items()}
-            for entries in (weights, statistics or {})
-        )
-        return cls(samples, numbers, metadata or {}, kind=kind)
+        shape = (num_chains, len(next(iter(weights.values()))) // num_chains)
+        return cls({site: value.unflatten(0, shape) for site, value in weights.items()}, kind=kind)
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
@@ -155,12 +142,6 @@ class Posterior:
     def site_shapes(self) -> dict[str, torch.Size]:
         """Shape of every site, without chains and draws."""
         return {site: value.shape[2:] for site, value in self.samples.items()}
-
-    @property
-    def divergences(self) -> Tensor:
-        """Number of divergent draws of each chain, ``(chains,)``; zeros if the sampler knows no divergence."""
-        none = torch.zeros(self.num_chains, 0, dtype=torch.long, device="cpu")
-        return self.statistics.get("diverging", none).long().sum(1)
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
         """The draws as weights, as Pyro's ``MCMC.get_samples`` gives them: without deterministic sites, which
@@ -268,7 +249,7 @@ class Posterior:
         arguments.fraction("prob", prob)
         told = self.counted()
         if "diverging" in self.statistics:
-            told += f"; {int(self.divergences.sum())} of {self.num_chains * self.num_samples} diverged"
+            told += f"; {int(self.statistics['diverging'].sum())} of {self.num_chains * self.num_samples} diverged"
         if "acceptance_rate" in self.statistics:
             told += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
         print("\n".join([*summary_tables(self.samples, prob, chains=self.kind == "chains"), told]))

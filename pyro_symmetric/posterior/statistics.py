@@ -160,23 +160,36 @@ def _r_hat(split: Array) -> Array:
 def effective_size(split: NDArray[Any]) -> Array:
     """Effective sample size of each row of split chains ``(quantities, 2 * chains, half)``, two draws or more."""
     _, chains, length = split.shape
-    means, padded = split.mean(-1, dtype=np.float64), fft.next_fast_len(2 * length, real=True)
-    spectrum = fft.rfft(split - means[..., None], n=padded)
-    parts = spectrum.view(np.float64)
-    squares = np.einsum("qcf,qcf->qf", parts, parts) / chains  # over chains, before it is transformed back
-    power = squares[:, ::2] + squares[:, 1::2]
-    covariance = fft.irfft(power, n=padded)[:, :length] / length
-    pooled = covariance[:, 0] + means.var(1, ddof=1)
-    rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
-    rho[:, 0] = 1
-    tau = np.maximum(_autocorrelation_time(rho), 1 / np.log10(chains * length))
+    means = split.mean(-1, dtype=np.float64)
+    centred, between = split - means[..., None], means.var(1, ddof=1)
+    for lags in (min(length, 16 + length // 4), length):  # the first are mostly enough
+        covariance = _autocovariance(centred, lags)
+        pooled = covariance[:, 0] + between
+        rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
+        rho[:, 0] = 1
+        tau, last = _autocorrelation_time(rho, max(0, (length - 3) // 2))
+        if not last.any():
+            break
     constant = (split == split[:, :1, :1]).all((1, 2))
-    return chains * length / np.where(constant, 1, tau)
+    return chains * length / np.where(constant, 1, np.maximum(tau, 1 / np.log10(chains * length)))
 
 
-def _autocorrelation_time(rho: Array) -> Array:
-    """Sum over lags by Geyer's initial monotone sequence: pairs of lags up to the first that isn't positive."""
-    pairs, rows = max(0, (rho.shape[1] - 3) // 2), np.arange(len(rho))
+def _autocovariance(centred: Array, lags: int) -> Array:
+    """Of each row the mean over its chains, at the first lags."""
+    _, chains, length = centred.shape
+    padded = fft.next_fast_len(length + lags, real=True)
+    parts = fft.rfft(centred, n=padded).view(np.float64)
+    squares = np.einsum("qcf,qcf->qf", parts, parts) / chains  # over chains, before it is transformed back
+    return fft.irfft(squares[:, ::2] + squares[:, 1::2], n=padded)[:, :lags] / length
+
+
+def _autocorrelation_time(rho: Array, most: int) -> tuple[Array, NDArray[np.bool_]]:
+    """Sum over lags by Geyer's initial monotone sequence: pairs of lags up to the first that isn't positive.
+
+    :param most: pairs that there may be.
+    :return: the sums, and which of them may go on beyond the lags that there are.
+    """
+    pairs, rows = min(most, rho.shape[1] // 2 - 1), np.arange(len(rho))
     sums = rho[:, : 2 * pairs + 2].reshape(len(rho), pairs + 1, 2).sum(-1)
     ends = ~(sums > 0)
     ends[:, pairs] = True
@@ -184,7 +197,8 @@ def _autocorrelation_time(rho: Array) -> Array:
     total = np.minimum.accumulate(sums, axis=1).cumsum(1)[rows, kept - 1] * (kept > 0)
     # The even lag of the pair that ended the sequence still counts, once, if it is positive.
     even = rho[rows, 2 * kept]
-    return -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)
+    tau = -1 + 2 * total + np.where((even > 0) | (sums[rows, kept] >= 0), even, 0)
+    return tau, (kept == pairs) & (pairs < most)
 
 
 # of chains ----------------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
         "ess_weights": min(site["ess_bulk"] for site in sites),
         "r_hat_predictions": followed["r_hat"],
         "ess_predictions": followed["ess_bulk"],
-        "divergences": int(posterior.divergences.sum()) if "diverging" in mean else None,
+        "divergences": int(posterior.statistics["diverging"].sum()) if "diverging" in mean else None,
         "acceptance": mean.get("acceptance_rate"),
         "kinetic_temperature": mean.get("kinetic_temperature"),
     }

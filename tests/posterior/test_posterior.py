@@ -54,10 +54,9 @@ def test_get_samples_selects_as_pyro_does(posterior, num_samples, group_by_chain
 
 def test_from_samples_cuts_consecutive_draws_into_chains():
     w = torch.arange(24.0).reshape(12, 2)
-    posterior = Posterior.from_samples({"w": w}, num_chains=3, statistics={"lp": torch.arange(12.0)}, kind="chains")
+    posterior = Posterior.from_samples({"w": w}, num_chains=3, kind="chains")
     assert torch.equal(posterior.samples["w"][1], w[4:8])
     assert torch.equal(posterior.get_samples()["w"], w)
-    assert posterior.statistics["lp"].shape == (3, 4)
 
 
 # diagnostics --------------------------------------------------------------------------------------------------------

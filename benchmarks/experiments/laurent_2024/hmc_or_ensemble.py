@@ -86,7 +86,7 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
         "noise": noise,
         "seed": seed,
         "seconds": sum(chains.metadata["seconds"].values()),
-        "divergences": int(chains.divergences.sum()),
+        "divergences": int(chains.statistics["diverging"].sum()),
         "independent": pooled,
     }
     return [{**shared, **row} for row in rows]
