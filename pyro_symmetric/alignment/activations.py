@@ -12,8 +12,8 @@ included. Units that no layer reads whole (of the lower layers of an ``nn.LSTM``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,12 @@ LAYERS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+class Shown(NamedTuple):
     """Features of what units do.
 
-    :param group: the units whose activations show, and the signs that these tell, along the layers' inputs.
-    :param left: the permutations and signs of the weights' group that don't show.
-    :param reference: weight that reads them -> features ``(1, 1, columns, samples)``; ``source``: ``(1, B, ...)``.
+    :ivar group: the units whose activations show, and the signs that these tell, along the layers' inputs.
+    :ivar left: the permutations and signs of the weights' group that don't show.
+    :ivar reference: weight that reads them -> features ``(1, 1, columns, samples)``; ``source``: ``(1, B, ...)``.
     """
 
     group: Group

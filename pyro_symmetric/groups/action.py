@@ -71,9 +71,6 @@ class Action:
         simplex = type(constraints.simplex)
         self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(_of_entries(supports[s]), simplex))
 
-    def __repr__(self) -> str:
-        return f"Action(dim={self.dim}, sites={list(self.sites)}, log_order={self.group.log_order():.1f})"
-
     def __call__(self, vector: Tensor, element: Element) -> Tensor:
         """Act on vectors; batch shapes broadcast. Bijections are computed in float64, as those of simplices need it."""
         if vector.shape[-1:] != (self.dim,):

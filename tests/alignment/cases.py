@@ -33,6 +33,18 @@ def squared_distance(a: Weights, b: Weights, batch_dims: int = 0) -> Tensor:
     return sum((a[site].double() - b[site].double()).square().flatten(batch_dims).sum(-1) for site in b)
 
 
+class Convolutional(nn.Module):
+    """A flatten makes blocks of channels, and nothing in it is a module with one output per factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(5 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(torch.nn.functional.conv2d(x, self.a.weight, self.a.bias))
+        return self.c(torch.nn.functional.max_pool2d(torch.relu(self.b(x)), 2).flatten(1))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], inputs: int = 5, width: int = 8, **options: Any) -> None:
         super().__init__()

@@ -8,20 +8,7 @@ from pyro_symmetric.alignment import align
 from pyro_symmetric.alignment.activations import shown_by
 from pyro_symmetric.discovery.find import find_symmetry
 
-from .cases import Recurrent, Transformer
-
-
-class Convolutional(nn.Module):
-    """A flatten makes blocks of channels, and nothing in it is a module with one output per factor."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(5 * 4, 3)
-
-    def forward(self, x):
-        x = torch.relu(torch.nn.functional.conv2d(x, self.a.weight, self.a.bias))
-        return self.c(torch.nn.functional.max_pool2d(torch.relu(self.b(x)), 2).flatten(1))
-
+from .cases import Convolutional, Recurrent, Transformer
 
 NETWORKS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 2)), (50, 4)),

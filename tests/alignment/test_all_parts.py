@@ -10,9 +10,10 @@ from torch import nn
 
 from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups import Group
 
-from .cases import Recurrent, Transformer
+from .cases import Convolutional, Recurrent, Transformer, squared_distance, weights_of
+from .cases import mlp as layers
 
 
 def mlp(activation, *widths):
@@ -25,6 +26,7 @@ def mlp(activation, *widths):
 NETWORKS = {
     "tanh": (lambda: mlp(nn.Tanh, 4, 7, 8, 3), (3, 4)),
     "relu": (lambda: mlp(nn.ReLU, 4, 7, 8, 3), (3, 4)),
+    "convolution": (Convolutional, (2, 1, 8, 8)),
     "tanh recurrent": (lambda: Recurrent(nn.RNN), (2, 6, 5)),
     "relu recurrent": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), (2, 6, 5)),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), (2, 6, 5)),
@@ -41,11 +43,6 @@ def network(name):
     return symmetry, {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
 
 
-def distance(one, other):
-    sites = [site for site in one if "running" not in site]
-    return float(sum((one[site] - other[site]).square().sum() for site in sites))
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_planted_element_of_the_whole_symmetry_is_undone(name):
     symmetry, weights = network(name)
@@ -55,7 +52,7 @@ def test_a_planted_element_of_the_whole_symmetry_is_undone(name):
         # Of squared distances; scales are found to rounding.
         assert result.cost <= 1e-18 * result.initial_cost
         moved = result.element(source)
-        assert distance(moved, weights) == pytest.approx(result.cost, abs=1e-15 * result.initial_cost)
+        assert float(squared_distance(moved, weights)) == pytest.approx(result.cost, abs=1e-15 * result.initial_cost)
         for site in weights:  # running statistics come along
             torch.testing.assert_close(moved[site], weights[site], rtol=1e-6, atol=1e-8)
 
@@ -87,28 +84,17 @@ def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
         assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
 
 
-def scaled(shapes, n, moves=("scale",)):
-    index = torch.arange(n)[None]
-    axes = (Axis("in", 0, index, 1), Axis("bias", 0, index, 1), Axis("out", 1, index, -1))
-    return Group([Units("h", n, axes, moves=frozenset(moves))], shapes)
-
-
 def scaled_cost(source, reference, log_scales):
     scale = torch.as_tensor(log_scales).exp()
-    moved = {
-        "in": scale[:, None] * source["in"],
-        "bias": scale * source["bias"],
-        "out": source["out"] / scale,
-    }
-    return sum((moved[site] - reference[site]).square().sum() for site in moved)
+    moved = {"0.weight": scale[:, None] * source["0.weight"], "0.bias": scale * source["0.bias"]}
+    return squared_distance({**source, **moved, "1.weight": source["1.weight"] / scale}, reference)
 
 
 def test_permutations_and_scales_come_near_the_optimum_of_scipy_over_every_permutation():
-    shapes = {"in": torch.Size((3, 4)), "bias": torch.Size((3,)), "out": torch.Size((2, 3))}
-    group = scaled(shapes, 3, ("permute", "scale"))
+    group = layers(4, 3, 2, moves=("permute", "scale"))
     permutations = group.permutations
     for _ in range(3):
-        source, reference = ({k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()} for _ in range(2))
+        source, reference = weights_of(group), weights_of(group)
         best = float("inf")
         for k in range(permutations.order()):
             moved = permutations.enumerate().select(k)(source)

@@ -41,20 +41,10 @@ class Gated(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
-class Decoder(nn.Module):
+def decoder() -> nn.Module:
     """A tiny Llama: attention and a gated layer between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList([Attention(6, 2), Gated()])
-        self.norm, self.head = nn.RMSNorm(6), nn.Linear(6, 11, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    head = nn.Linear(6, 11, bias=False)
+    return nn.Sequential(nn.Embedding(11, 6), Attention(6, 2), Gated(), nn.RMSNorm(6), head)
 
 
 def convolutions() -> nn.Module:
@@ -64,7 +54,7 @@ def convolutions() -> nn.Module:
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "decoder": (Decoder, lambda: torch.arange(10).reshape(2, 5)),
+    "decoder": (decoder, lambda: torch.arange(10).reshape(2, 5)),
     "tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), lambda: torch.randn(3, 4)),
     "convolutions": (convolutions, lambda: torch.randn(2, 2, 9, 9)),
 }
