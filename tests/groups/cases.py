@@ -12,7 +12,6 @@ from pyro_symmetric.groups import Axis, Element, Group, Units
 from pyro_symmetric.weights import Weights
 
 ALL = frozenset({"permute", "flip", "scale"})
-KINDS = ("permute", "flip", "scale", "shift")
 
 
 def plain(n: int) -> Tensor:
@@ -205,10 +204,3 @@ def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: float = 1
         a[site].shape == b[site].shape and torch.allclose(a[site], b[site], rtol=tolerance, atol=tolerance)
         for site in a
     )
-
-
-def alike(a: Element, b: Element, tolerance: float = 1e-12) -> bool:
-    """True if two elements have the same numbers, up to rounding."""
-    pairs = [(a.signs, b.signs), (a.log_scales, b.log_scales), (a.shifts, b.shifts)]
-    same = all(torch.equal(value, b.permutations[name]) for name, value in a.permutations.items())
-    return same and a.batch_shape == b.batch_shape and all(close(one, other, tolerance) for one, other in pairs)

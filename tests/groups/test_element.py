@@ -18,7 +18,6 @@ from .cases import (
     close,
     convolve,
     grouped,
-    plain,
     weights_of,
 )
 
@@ -124,20 +123,6 @@ def test_elements_act_on_the_device_of_the_weights(name):
         assert close({site: value.cpu() for site, value in moved.items()}, (g @ h)(weights), 1e-9)
     drawn = group.sample((3,), device="cuda")
     assert all(v.is_cuda for v in (drawn.permutations | drawn.signs | drawn.log_scales | drawn.shifts).values())
-
-
-# given elements -----------------------------------------------------------------------------------------------------
-
-
-def test_buffers_move_along_and_are_missed_if_they_are_absent():
-    axes = (Axis("w", 0, plain(3)), Axis("mean", 0, plain(3), buffer=True))
-    group = Group([Units("channel", 3, axes)], {"w": (3,), "mean": (3,)})
-    p = group.element({"channel": [2, 0, 1]})
-    assert p({"w": torch.arange(3), "mean": torch.arange(3)})["mean"].tolist() == [2, 0, 1]
-    with pytest.raises(ValueError, match=r"running statistics \['mean'\]"):
-        p({"w": torch.arange(3)})
-    alone = group.without_buffers().element({"channel": [2, 0, 1]})
-    assert alone({"w": torch.arange(3)})["w"].tolist() == [2, 0, 1]
 
 
 def test_units_that_share_some_positions_of_an_axis_are_all_multiplied_there() -> None:

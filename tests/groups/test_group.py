@@ -18,7 +18,6 @@ from pyro_symmetric.groups.places import rows
 from .cases import (
     ALL,
     GROUPS,
-    alike,
     close,
     normalised,
     plain,
@@ -45,7 +44,7 @@ def test_enumeration_lists_every_element_once_and_the_identity_first(name):
     every = group.enumerate()
     assert every.batch_shape == (finite.order(),) == (group.order(),)
     assert number_of_images(every, weights_of(group)) == group.order()
-    assert alike(every.select(0), group.identity())
+    assert every.select(0).equal(group.identity())
     assert group.log_order() == pytest.approx(math.log(group.order()))
 
 
