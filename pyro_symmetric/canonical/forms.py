@@ -83,21 +83,24 @@ def canonicalize(
     arguments.one_of("permutations", permutations, (*get_args(PermutationKey), None))
     arguments.one_of("scalings", scalings, (*get_args(ScalingRule), None))
     group = group_of(symmetry)
-    require_of_posterior(symmetry, weights)
+    if isinstance(weights, Posterior):
+        require_of_posterior(symmetry, weights)
     form = weights_of(weights, group)
     require_finite(form)
     acted_shape(group, form)
     form = dict(form)
     if scalings and group.names("scale"):
         unit_norm = scalings == "unit_norm"
-        form = removing_element(form, group, "scale", NORM)(form) if unit_norm else _least(form, group, scalings)
+        form = (
+            removing_element(form, group, "scale", NORM).on_sites(form) if unit_norm else _least(form, group, scalings)
+        )
     if signs and group.names("flip"):
         rounding = 16 * max((torch.finfo(v.dtype).eps for v in form.values() if v.dtype.is_floating_point), default=0.0)
-        form = removing_element(form, group, "flip", partial(largest_sign, tie=rounding))(form)
+        form = removing_element(form, group, "flip", partial(largest_sign, tie=rounding)).on_sites(form)
     if permutations and group.names("permute"):
-        form = sorting_permutation(form, group, permutations)(form)
+        form = sorting_permutation(form, group, permutations).on_sites(form)
     if shifts and group.names("shift"):
-        form = _centring(form, group.shifts)(form)
+        form = _centring(form, group.shifts).on_sites(form)
     asked: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
     if warn and (share := uncertain_share(form, group, 1, [move for move in asked if asked[move]])) > RARE:
         warnings.warn(

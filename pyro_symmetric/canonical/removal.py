@@ -150,14 +150,13 @@ def _sorted(group: Group, name: str, weights: Weights, key: PermutationKey, firs
 
     :param first: the key, if that depends on the order of neighbours.
     """
-    first = first if first is not None else next(_keys(group, name, weights, key))
-    order, close = _refined(group, name, first)
+    order, close = _refined(group, name, next(_keys(group, name, weights, key)) if first is None else first)
     tied = close.flatten(1).any(-1)
     if not bool(tied.any()):
         return order
     rank = torch.zeros_like(order[tied])
     some = {site: value[tied] for site, value in weights.items()}
-    for value in itertools.chain([first[tied]], _keys(group, name, some, key)):
+    for value in itertools.chain([] if first is None else [first[tied]], _keys(group, name, some, key)):
         suborder, close = _refined(group, name, value, rank)
         rank = torch.zeros_like(rank).scatter(-1, suborder[..., 1:], (~close).cumsum(-1))
         if not bool(close.any()):
@@ -177,9 +176,9 @@ def _keys(group: Group, name: str, weights: Weights, key: PermutationKey) -> Ite
         yield entries_of(group, weights, matrices or others or incoming[:1]).amax(-1)
     for axis in incoming + outgoing:
         entries = entries_of(group, weights, [axis])
-        yield entries.amax(-1)
         yield entries.amin(-1)
         yield _squared(entries)
+        yield entries.amax(-1)
 
 
 def _matrices(group: Group, axes: Axes) -> Axes:

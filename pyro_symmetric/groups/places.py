@@ -209,6 +209,12 @@ def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -
         if index.dim() == 1:
             value = value.index_select(dim - site_dims, index)
             continue
-        shape = (*torch.broadcast_shapes(value.shape[: value.dim() - site_dims], index.shape[:-1]), *site)
-        value = value.expand(shape).gather(dim - site_dims, along_axis(index, dim, site_dims).expand(shape))
+        batch = torch.broadcast_shapes(value.shape[: value.dim() - site_dims], index.shape[:-1])
+        value = value.expand(*batch, *site)
+        if dim == 0 and site_dims > 1:  # whole rows, which are copied many times as fast as their entries one by one
+            first = site[0] * torch.arange(batch.numel(), device=value.device).reshape(*batch, 1)
+            rows_of_all = value.reshape(-1, *site[1:]).index_select(0, (index + first).flatten())
+            value = rows_of_all.reshape(*batch, *site)
+        else:
+            value = value.gather(dim - site_dims, along_axis(index, dim, site_dims).expand(*batch, *site))
     return value
