@@ -124,58 +124,36 @@ def ours(
 
 
 def numpyro_run(problem: Problem, warmup: int, draws: int, chains: int, dense: bool, method: str = "vectorized") -> Run:
-    """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another (``"sequential"``)."""
-    from numpyro.infer import NUTS
-
-    together = chains if method == "vectorized" else 1
-    kernel = NUTS(problem.in_numpyro(), dense_mass=dense)
-    found, *seconds = numpyro_draws(kernel, warmup, draws, together, repeats=chains // together)
-    return Run(coordinates({name: torch.as_tensor(np.array(value)) for name, value in found.items()}), *seconds)
-
-
-def numpyro_draws(
-    kernel: Any, warmup: int, draws: int, chains: int, initial: Any = None, repeats: int = 1
-) -> tuple[Any, float, float, float]:
-    """Draws of NumPyro's kernel, and seconds of sampling, of warm-up, and of both with compiling.
+    """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another (``"sequential"``).
 
     NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are compiled here, once, so that
-    the second one is all sampling.
-
-    :param initial: where chains start, if the kernel has a ``potential_fn``.
-    :param repeats: runs of so many chains, one after another.
+    the second run is all sampling.
     """
     import jax
-    from numpyro.infer import MCMC
+    from numpyro.infer import MCMC, NUTS
 
+    together = chains if method == "vectorized" else 1
     mcmc = MCMC(
-        kernel,
+        NUTS(problem.in_numpyro(), dense_mass=dense),
         num_warmup=warmup,
         num_samples=draws,
-        num_chains=chains,
+        num_chains=together,
         chain_method="vectorized",
         progress_bar=False,
     )
 
+    @jax.jit
     def warmed_up(key: Any) -> Any:
-        mcmc.warmup(key, init_params=initial)
+        mcmc.warmup(key)
         return mcmc.last_state
 
+    @jax.jit
     def drawn(state: Any, key: Any) -> Any:
         mcmc.post_warmup_state = state
         mcmc.run(key)
         return mcmc.get_samples(group_by_chain=True)
 
-    return timed_twice(jax.jit(warmed_up), jax.jit(drawn), repeats)
-
-
-def timed_twice(
-    warmed_up: Callable[[Any], Any], drawn: Callable[[Any, Any], Any], repeats: int = 1
-) -> tuple[Any, float, float, float]:
-    """Draws of JAX's functions of a key, and of the state and a key, chains first, and seconds: of sampling and of
-    warm-up the second time, and of all the first time."""
-    import jax
-
-    keys = jax.random.split(jax.random.PRNGKey(0), (repeats, 2))
+    keys = jax.random.split(jax.random.PRNGKey(0), (chains // together, 2))
 
     def timed() -> tuple[Any, float, float]:
         begun = processor_seconds()
@@ -186,7 +164,8 @@ def timed_twice(
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts), *seconds
 
     _, *compiling = timed()
-    return *timed(), sum(compiling)
+    found, *seconds = timed()
+    return Run(coordinates({name: torch.as_tensor(value) for name, value in found.items()}), *seconds, sum(compiling))
 
 
 def pyro_run(problem: Problem, warmup: int, draws: int) -> Run:

@@ -99,6 +99,23 @@ class Results:
             if not self.find(**key):
                 self.add({**key, **run(**key)})
 
+    def table(
+        self, title: str, by: Sequence[str], columns: Mapping[str, tuple[str | Callable[[Row], float], int]], **key: Any
+    ) -> None:
+        """Print mean and deviation over seeds, a line for each combination of the entries ``by``.
+
+        :param columns: heading -> an entry, or a function of a row, and digits.
+        """
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.find(**key):
+            groups.setdefault(tuple(row[name] for name in by), []).append(row)
+        lines = []
+        for group, rows in groups.items():
+            lines.append([" ".join(map(str, group))])
+            for what, digits in columns.values():
+                lines[-1].append(spread([what(row) if callable(what) else row[what] for row in rows], digits))
+        print_table(f"{title}; mean ± sd over seeds", [", ".join(by), *columns], lines)
+
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
     """Mean and, from two values on, standard deviation over seeds."""

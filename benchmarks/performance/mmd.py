@@ -1,4 +1,4 @@
-"""Time and memory of the maximum mean discrepancy, beside a naive double loop over pairs of samples.
+"""The time of the maximum mean discrepancy, beside a naive double loop over pairs of samples.
 
     python -m benchmarks.performance.mmd --threads 2
 
@@ -6,55 +6,19 @@ Two sets of samples with 10⁴, 10⁵ and 10⁶ parameters each; ten Gaussian an
 visits every pair and takes both distances and twenty exponentials there. It is timed on the first
 ``--naive-samples`` of each side, where the two results are compared, and its time for all pairs is *extrapolated* by
 their number. The ratio is one of processor time, which other work on the machine changes less.
-
-Peak memory is what the process held beyond the samples themselves while the distances were taken (anonymous resident
-memory, sampled every 10 ms).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Results, Row, parse, parser, print_table
+from benchmarks.harness import Results, Row, parse, parser
 from pyro_symmetric.compare import mmd
-
-
-class Peak:
-    """The largest anonymous resident memory of this process over a block of code, beyond what it was at its start."""
-
-    def __enter__(self) -> Peak:
-        self.start, self.most, self.running = resident(), 0, True
-        self.thread = threading.Thread(target=self.watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def watch(self) -> None:
-        while self.running:
-            self.most = max(self.most, resident())
-            time.sleep(0.01)
-
-    def __exit__(self, *error: object) -> None:
-        self.running = False
-        self.thread.join()
-
-    @property
-    def mebibytes(self) -> float:
-        return max(0, self.most - self.start) / 2**20
-
-
-def resident() -> int:
-    """Anonymous resident bytes (Linux)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("this kernel doesn't report RssAnon")
 
 
 def naive(x: Tensor, y: Tensor, bandwidths: Tensor) -> Tensor:
@@ -88,8 +52,7 @@ def measure(count: int, parameters: int, seed: int, few: int) -> Row:
     x, y = torch.randn(2, count, parameters)
     y += 0.5 / math.sqrt(parameters)
     began, began_cpu = time.perf_counter(), time.process_time()
-    with Peak() as peak:
-        result = mmd({"w": x}, {"w": y})
+    result = mmd({"w": x}, {"w": y})
     seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
     part = mmd({"w": x[:few]}, {"w": y[:few]}).parts["w"]
     began = time.process_time()
@@ -100,8 +63,6 @@ def measure(count: int, parameters: int, seed: int, few: int) -> Row:
     return {
         "seconds": seconds,
         "cpu": cpu,
-        "peak": peak.mebibytes,
-        "data": 2 * x.numel() * x.element_size() / 2**20,
         "naive_seconds": per_pair * (2 * count * (count - 1) + count * count),
         "error": error,
         "median": result["median"],
@@ -120,28 +81,17 @@ def main(argv: list[str] | None = None) -> None:
     results = Results.of(options, "samples", "naive_samples", "threads")
     measured = functools.partial(measure, options.samples, few=options.naive_samples)
     results.fill(measured, seed=range(options.seeds), parameters=options.parameters)
-    print_table(
+    results.table(
         f"{options.samples:,} samples against {options.samples:,}; the loop's time is extrapolated from "
         f"{options.naive_samples} of each",
-        (
-            "parameters",
-            "seconds",
-            "processor",
-            "peak MiB",
-            "samples MiB",
-            "loop seconds",
-            "ratio",
-            "largest difference",
-        ),
-        [
-            (
-                f"{row['parameters']:,}",
-                *(f"{row[name]:,.2f}" for name in ("seconds", "cpu", "peak", "data", "naive_seconds")),
-                f"{row['naive_seconds'] / row['cpu']:.0f}",
-                f"{row['error']:.1e}",
-            )
-            for row in results.rows
-        ],
+        ["parameters"],
+        {
+            "seconds": ("seconds", 2),
+            "processor": ("cpu", 2),
+            "loop seconds": ("naive_seconds", 0),
+            "ratio": (lambda row: row["naive_seconds"] / row["cpu"], 0),
+            "largest difference": ("error", 12),
+        },
     )
 
 

@@ -3,11 +3,10 @@
     python -m benchmarks.performance.saas [--contestants "NUTS, dense, 16 chains" "Pyro"] [--rows 30] [--columns 20]
 
 The model of BoTorch 0.16.1's ``SaasPyroModel`` (Eriksson & Jankowiak 2021, arXiv 2103.00349), written so that Pyro and
-NumPyro run it: a Matérn-5/2 kernel whose inverse squared lengthscales have half-Cauchy priors, in float64. If BoTorch
-is installed, its own model's density is compared with this one's first. Pyro runs with ``jit_compile=True`` and a
-dense mass matrix, as BoTorch asks for with ``jit_compile``, one chain of as many iterations as asked. Columns as those
-here: the worst coordinate's effective draws over seconds of processor time, of sampling alone, with
-warm-up, and with compiling.
+NumPyro run it: a Matérn-5/2 kernel whose inverse squared lengthscales have half-Cauchy priors, in float64. Pyro runs
+with ``jit_compile=True`` and a dense mass matrix, as BoTorch asks for with ``jit_compile``, one chain of as many
+iterations as asked. Columns as those here: the worst coordinate's effective draws over seconds of processor time, of
+sampling alone, with warm-up, and with compiling.
 """
 
 from __future__ import annotations
@@ -85,19 +84,6 @@ if importlib.util.find_spec("numpyro"):
 CONTESTANTS["Pyro, dense, 1 chain"] = pyro_jit
 
 
-def botorch_agrees(arrays: tuple[NDArray[Any], ...]) -> None:
-    """:raises AssertionError: if BoTorch's own model has another density."""
-    from botorch.models.fully_bayesian import SaasFullyBayesianSingleTaskGP
-
-    x, y = (torch.as_tensor(array) for array in arrays)
-    theirs = SaasFullyBayesianSingleTaskGP(x, y[:, None]).pyro_model.sample
-    twin = Problem(saas, arrays, torch.float64).in_pyro()
-    sites = ("outputscale", "mean", "noise", "kernel_tausq", "_kernel_inv_length_sq")
-    batch = {site: torch.rand(8, *((x.shape[-1],) if site.startswith("_") else ())).double() + 0.1 for site in sites}
-    torch.testing.assert_close(ps.log_joint(twin)(batch), ps.log_joint(theirs)(batch))
-    print("BoTorch's own model has the same density")
-
-
 def main() -> None:
     arguments = parser(__doc__, seeds=1)
     arguments.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), metavar="NAME")
@@ -109,8 +95,6 @@ def main() -> None:
     if options.quick:
         options.rows, options.columns, options.draws, options.warmup = 8, 3, 20, 20
     arrays = data(options.rows, options.columns)
-    if importlib.util.find_spec("botorch"):
-        botorch_agrees(arrays)
 
     def row(contestant: str) -> Row:
         problem = Problem(saas, arrays, torch.float64)

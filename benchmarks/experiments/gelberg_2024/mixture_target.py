@@ -14,35 +14,25 @@ float64. (Gelberg et al. 2024, arXiv 2408.05496, show such a mixture by simulati
    gradually.
 2. Least KL(guide || target), over the distance, of the mean-field guide, of InfoNCE(K) with the group's two elements
    (the bound's expectation, an upper bound of the symmetrised guide's KL), and of the symmetrised guide (exact).
-3. The same by stock SVI with the library's guides, two units of one weight, from random starts over seeds: what share
-   of the seeds ends in the middle, and the KL reached, by quadrature.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-import pyro
-import pyro.distributions as dist
-import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide.initialization import init_to_value
 from scipy.optimize import brentq, minimize
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-import pyro_symmetric as ps
-from benchmarks.harness import Results, Row, parse, parser, print_table, spread
+from benchmarks.harness import Results, Row, parse, parser, print_table
 
 # The trapezoid rule, which converges exponentially for what is smooth and falls off on both sides.
 NODES = np.linspace(-10, 10, 1601)
 WEIGHTS = np.exp(-0.5 * NODES**2) / np.exp(-0.5 * NODES**2).sum()
 DISTANCES = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0]
 THRESHOLDS = ("onset", "switch", "loss")
-TRAINED = [1.0, 2.0, 3.0, 3.5, 4.0, 5.0, 6.0]
 UNIT_WEIGHTS = [0, 1, 4, 16, 64, 256]
 
 Divergence = Callable[[float, float, float], float]
@@ -152,50 +142,6 @@ def thresholds(n: int) -> dict[str, float | None]:
     return {"onset": onset, "switch": switch, "loss": None if never else loss}
 
 
-# the library's guides ------------------------------------------------------------------------------------------------
-
-
-def fit(d: float, estimator: Any, steps: int, seed: int) -> tuple[float, float, float, float]:
-    """Train on the target of two units of one weight; returns the guide's means and scales."""
-    pyro.clear_param_store()
-    pyro.set_rng_seed(seed)
-    centre = torch.tensor([1.0, -1.0]) * d / math.sqrt(8)
-
-    def model() -> None:
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1).mask(False))
-        near = dist.Normal(centre, 1.0).to_event(1).log_prob(w)
-        far = dist.Normal(-centre, 1.0).to_event(1).log_prob(w)
-        pyro.factor("target", torch.logaddexp(near, far) - math.log(2))
-
-    group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
-    start = torch.randn(2) * 0.5
-    guide = ps.AutoSymmetrized(
-        model, group, estimator=estimator, init_loc_fn=init_to_value(values={"w": start}), init_scale=0.5
-    )
-    loss = Trace_ELBO(num_particles=64, vectorize_particles=True, max_plate_nesting=0)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.02 ** (1 / steps)}), loss)
-    for _ in range(steps):
-        svi.step()
-    base = guide.base.get_posterior()
-    loc, scale = base.mean.tolist(), base.stddev.tolist()
-    return (*loc, *scale)
-
-
-def kl_in_the_plane(moments: tuple[float, float, float, float], d: float, symmetrized: bool) -> float:
-    """KL of a fitted guide to the target by two-dimensional quadrature over the guide."""
-    m1, m2, s1, s2 = moments
-    nodes, weights = NODES[::8], WEIGHTS[::8] / WEIGHTS[::8].sum()
-    x, y = np.meshgrid(m1 + s1 * nodes, m2 + s2 * nodes, indexing="ij")
-    a = d / math.sqrt(8)
-    target = np.logaddexp(
-        log_normal(x, a, 1) + log_normal(y, -a, 1), log_normal(x, -a, 1) + log_normal(y, a, 1)
-    ) - math.log(2)
-    own = log_normal(x, m1, s1) + log_normal(y, m2, s2)
-    swapped = log_normal(y, m1, s1) + log_normal(x, m2, s2)
-    guide = np.logaddexp(own, swapped) - math.log(2) if symmetrized else own
-    return float(weights @ (guide - target) @ weights)
-
-
 # the experiment ------------------------------------------------------------------------------------------------------
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -204,7 +150,6 @@ DIVERGENCES: dict[str, Divergence] = {
     "infonce-15": lambda m, s, d: kl_infonce(m, s, d, 15, 1),
     "exact": lambda m, s, d: kl_symmetrized(m, s, d, 1),
 }
-ESTIMATORS = {"mean-field": ps.InfoNCE(0), "infonce-1": ps.InfoNCE(1), "exact": ps.ExactOrbit()}
 
 
 def optimum(method: str, d: float) -> Row:
@@ -212,51 +157,24 @@ def optimum(method: str, d: float) -> Row:
     return {"kl": kl, "mean": m, "scale": s}
 
 
-def trained(method: str, d: float, seed: int, steps: int) -> Row:
-    moments = fit(d, ESTIMATORS[method], steps, seed)
-    kl = kl_in_the_plane(moments, d, symmetrized=method != "mean-field")
-    return {"kl": kl, "mean": abs(moments[0] - moments[1]) / math.sqrt(2), "moments": moments}
-
-
 def main(argv: list[str] | None = None) -> None:
-    options = parse(parser(__doc__, seeds=5), argv)
-    steps = 60 if options.quick else 400
+    options = parse(parser(__doc__, seeds=1), argv)
     unit_weights = UNIT_WEIGHTS[:2] if options.quick else UNIT_WEIGHTS
     distances = [1.0, 4.0] if options.quick else DISTANCES
-    fitted = [d for d in distances if d in TRAINED]
-    results = Results(
-        options.json, {"steps": steps, "distances": distances, "unit_weights": unit_weights}, options.progress
-    )
+    results = Results(options.json, {"distances": distances, "unit_weights": unit_weights}, options.progress)
     results.fill(lambda part, n: thresholds(n), part=["thresholds"], n=unit_weights)
     results.fill(lambda part, **key: optimum(**key), part=["optimum"], d=distances, method=DIVERGENCES)
-    seeds = range(options.seeds)
-    results.fill(lambda part, **key: trained(**key, steps=steps), part=["svi"], d=fitted, method=ESTIMATORS, seed=seeds)
     rows = []
     for n in unit_weights:
         (row,) = results.find(part="thresholds", n=n)
         name = f"units of {n} weights" if n else "one dimension"
         rows.append([name, *("never" if row[k] is None else f"{row[k]:.4f}" for k in THRESHOLDS)])
     print_table("1. Thresholds of the mean-field guide", ["", *THRESHOLDS], rows)
-    rows = []
-    for d in distances:
-        found = [results.find(part="optimum", method=method, d=d)[0] for method in DIVERGENCES]
-        rows.append([f"{d:g}", *(f"{row['kl']:.4f}" for row in found), *(f"{row['mean']:.3f}" for row in found)])
-    print_table(
+    title = (
         "2. Least KL by quadrature (nats), units of one weight; for InfoNCE the expectation of its upper bound; and "
-        "where the mean is (a mode is at d/2)",
-        ["d", *DIVERGENCES, *(f"|m| {method}" for method in DIVERGENCES)],
-        rows,
+        "where the mean is (a mode is at d/2)"
     )
-    rows = []
-    for d in fitted:
-        cells = [f"{d:g}"]
-        for method in ESTIMATORS:
-            found = [row for row in results.find(part="svi", method=method, d=d) if row["seed"] < options.seeds]
-            middle_share = sum(row["mean"] < d / 10 for row in found) / len(found)
-            cells += [spread((row["kl"] for row in found), 4), f"{middle_share:.0%}"]
-        rows.append(cells)
-    head = [text for method in ESTIMATORS for text in (f"KL, {method}", "in the middle")]
-    print_table(f"3. By SVI, {steps} steps, seeds 0..{options.seeds - 1}", ["d", *head], rows)
+    results.table(title, ["d", "method"], {"KL": ("kl", 4), "|m|": ("mean", 3)}, part="optimum")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ closest two of its units: equivalent modes crowd together (Gelberg et al. 2024, 
 hidden layer of ``n`` units, ``u_i`` all weights of unit ``i`` (incoming, bias, outgoing):
 
 * the **nearest** equivalent mode is the swap of the closest pair, ``sqrt(2) min |u_i - u_j|`` away: an element that
-  moves units moves at least two, and each by no less than to its nearest neighbour. (The script checks it against
-  enumeration at width 6.)
+  moves units moves at least two, and each by no less than to its nearest neighbour.
 * for any weights whatever it is at most ``2 / sqrt(n - 1)`` times the norm of the units' weights away, because the mean
   of ``|u_i - u_j|^2`` over pairs is at most ``2/(n-1) sum |u_i|^2``: the **bound** that the table shows, of slope -1/2.
 * the nearest mode that moves **all** units is a linear assignment with a forbidden diagonal.
@@ -19,9 +18,9 @@ Units that training has shrunk to nothing coincide, which makes the nearest mode
 
 Shown for prior draws and for networks trained to the posterior's mode (MAP) on scikit-learn's digits, one and two
 hidden layers (of which each is moved by itself: an upper bound of the nearest), as a share of the norm of the layer's
-units; and how close an independently trained network comes after ``ps.align``. A second table has what matters to a
-guide: distances in posterior standard deviations, for mean-field guides trained by SVI. ``mixture_target.py`` finds
-that a mean-field guide sits between two modes that are closer than 2.92 to 3.74 standard deviations.
+units. A second table has what matters to a guide: distances in posterior standard deviations, for mean-field guides
+trained by SVI. ``mixture_target.py`` finds that a mean-field guide sits between two modes that are closer than 2.92 to
+3.74 standard deviations.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, mean_over, parse, parser, print_table, spread
+from benchmarks.harness import Results, mean_over, parse, parser
 from benchmarks.networks import perceptron
 from pyro_symmetric.groups.places import rows
 
@@ -77,20 +76,6 @@ def distances(weights: dict[str, Tensor], group: ps.Group, name: str) -> dict[st
         "bound": 2 / math.sqrt(n - 1),
         "norm": norm,
     }
-
-
-def check_against_enumeration() -> float:
-    """The largest error of "nearest" and "any" at width 6, over ten random layers."""
-    group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.Size([6, 4])})
-    worst = 0.0
-    for seed in range(10):
-        weights = {"w": torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
-        moved = group.enumerate()(weights)["w"] - weights["w"]
-        every = moved.flatten(1).norm(dim=1) / weights["w"].norm()
-        found = distances(weights, group, "unit")
-        rms = float(every.square().mean().sqrt())
-        worst = max(worst, abs(float(every[1:].min()) - found["nearest"]), abs(rms - found["any"]))
-    return worst
 
 
 def trained(model: ps.BayesianModel, x: Tensor, y: Tensor, steps: int, rate: float = 0.01) -> dict[str, Tensor]:
@@ -144,10 +129,6 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.widths, options.steps = [8, 16], 20
     results = Results(options.json, {"steps": options.steps})
-    error = check_against_enumeration()
-    print(f"largest deviation from enumeration, width 6: {error:.1e}")
-    if error > 1e-9:
-        raise SystemExit("the closed forms are wrong")
     x, y = digits()
     runs = [(seed, depth, width) for seed in range(options.seeds) for depth in (1, 2) for width in options.widths]
     for seed, depth, width in tqdm(runs, disable=not options.progress):
@@ -157,18 +138,12 @@ def main(argv: list[str] | None = None) -> None:
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
         group = ps.find_symmetry(net, x[:2]).permutations
         pyro.set_rng_seed(seed)
-        first, second = (trained(model, x, y, options.steps) for _ in range(2))
-        states = {"prior": {k: p.sample() for k, p in model.priors().items()}, "trained": first}
+        states = {"prior": {k: p.sample() for k, p in model.priors().items()}}
+        states["trained"] = trained(model, x, y, options.steps)
         for state, weights in states.items():
             for layer, name in enumerate(group.factors):
                 found = distances(weights, group, name)
                 results.add({"seed": seed, "depth": depth, "width": width, "state": state, "layer": layer, **found})
-        norm = float(torch.cat([v.flatten() for v in first.values()]).norm())
-        aligned = ps.align(second, first, group, "l2")
-        results.add(
-            {"seed": seed, "depth": depth, "width": width, "state": "two networks",
-             "before": math.sqrt(aligned.initial_cost) / norm, "after": math.sqrt(aligned.cost) / norm}
-        )  # fmt: skip
         if depth == 1:
             found = in_deviations(model, group, x, y, 2 * options.steps)
             results.add({"seed": seed, "depth": depth, "width": width, "state": "guide", **found})
@@ -180,38 +155,25 @@ def slope(widths: list[int], values: list[float]) -> float:
 
 
 def report(results: Results, options: Any) -> None:
-    over = f"mean ± sd over seeds 0..{options.seeds - 1}"
-    for depth in (1, 2):
-        for layer in range(depth):
-            for state in ("prior", "trained"):
-                key = {"depth": depth, "layer": layer, "state": state}
-                lines = []
-                for width in options.widths:
-                    rows = results.find(width=width, **key)
-                    working = spread((r["working"] for r in rows), 1)
-                    lines.append([str(width), *(spread((r[n] for r in rows), 4) for n in NAMES), working])
-                means = {n: [mean_over(results.find(width=w, **key), n) for w in options.widths] for n in NAMES}
-                lines.append(["slope", *(f"{slope(options.widths, means[n]):.3f}" for n in NAMES), ""])
-                where = "the hidden layer" if depth == 1 else f"hidden layer {layer + 1} of 2"
-                what = "prior draws" if state == "prior" else "trained networks (MAP)"
-                header = ["width", "nearest", "of working units", "all moved", "any (rms)", "bound", "working units"]
-                print_table(f"{what}, {where}: distance / norm, {over}", header, lines)
-    lines = []
-    for width in options.widths:
-        cells = [str(width)]
-        for depth in (1, 2):
-            rows = results.find(state="two networks", depth=depth, width=width)
-            cells += [spread((r[n] for r in rows), 3) for n in ("before", "after")]
-        lines.append(cells)
-    header = ["width", "1 layer: as they come", "aligned", "2 layers: as they come", "aligned"]
-    print_table(f"Two independently trained networks: distance / norm, {over}", header, lines)
-    lines = []
-    for width in options.widths:
-        rows = results.find(state="guide", width=width)
-        cells = [(n, d) for n, d in (("closest", 2), ("median", 2), ("within", 3), ("active", 1))]
-        lines.append([str(width), *(spread((r[n] for r in rows), d) for n, d in cells)])
-    header = ["width", "closest pair", "median unit", f"share within {THRESHOLD}", "active units"]
-    print_table(f"Mean-field guides: distance to a unit's nearest swap in standard deviations, {over}", header, lines)
+    columns: dict[str, tuple[Any, int]] = {name: (name, 4) for name in NAMES}
+    for depth, layer in ((1, 0), (2, 0), (2, 1)):
+        for state in ("prior", "trained"):
+            key = {"depth": depth, "layer": layer, "state": state}
+            title = f"{state}, hidden layer {layer + 1} of {depth}: distance / norm"
+            results.table(title, ["width"], {**columns, "working units": ("working", 1)}, **key)
+            means = {n: [mean_over(results.find(width=w, **key), n) for w in options.widths] for n in NAMES}
+            print("  slopes: " + ", ".join(f"{n} {slope(options.widths, means[n]):.3f}" for n in NAMES))
+    results.table(
+        "Mean-field guides: distance to a unit's nearest swap in standard deviations",
+        ["width"],
+        {
+            "closest pair": ("closest", 2),
+            "median unit": ("median", 2),
+            f"share within {THRESHOLD}": ("within", 3),
+            "active units": ("active", 1),
+        },
+        state="guide",
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""The network of two weights, whose posterior is known: what guides make of two copies of a mode.
 
-    python -m benchmarks.experiments.gelberg_2024.two_weight_network --json two.json --out plots
+    python -m benchmarks.experiments.gelberg_2024.two_weight_network --json two.json
 
 ``f(x) = relu(w1 x) + relu(w2 x)``, no biases, N(0, 1) priors, Gaussian noise of known scale. Data come from the weights
 (a, -a), ``DISTANCE = a sqrt(8)`` from their mirror image (Gelberg et al. 2024, arXiv 2408.05496, section 5.1). A seed
@@ -24,7 +24,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, Row, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import Results, Row, parse, parser
 
 ESTIMATORS: dict[str, Any] = {
     "mean-field": ps.InfoNCE(0),
@@ -32,7 +32,6 @@ ESTIMATORS: dict[str, Any] = {
     "exact": ps.ExactOrbit(),
 }
 DISTANCES = [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-SHOWN = [1.0, 2.0, 4.0]
 NOISE = 1.0
 NUM_DATA = 10
 HALF_WIDTH = 7.0  # of the square that holds the posterior: prior and data leave nothing beyond
@@ -62,9 +61,8 @@ class Problem:
         grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
         log_joint = self.log_joint(grid)
         cell = float(axis[1] - axis[0]) ** 2
-        self.axis, self.log_evidence = axis, float(log_joint.logsumexp((0, 1))) + math.log(cell)
-        self.density = (log_joint - self.log_evidence).exp()
-        self.posterior_scores = self.scores(grid[::3, ::3], self.density[::3, ::3])
+        self.log_evidence = float(log_joint.logsumexp((0, 1))) + math.log(cell)
+        self.posterior_scores = self.scores(grid[::3, ::3], (log_joint - self.log_evidence).exp()[::3, ::3])
 
     def truth(self, x: Tensor) -> Tensor:
         return torch.relu(self.a * x[:, 0]) + torch.relu(-self.a * x[:, 0])
@@ -162,73 +160,29 @@ def main(argv: list[str] | None = None) -> None:
         return {"log_evidence": problem.log_evidence, **run(problem, method, steps, seed), **reference}
 
     results.fill(fitted, distance=distances, seed=range(options.seeds), method=ESTIMATORS)
-    report(results, distances, options.seeds)
-    if options.out is not None:
-        plot_densities(results, [d for d in SHOWN if d in distances], options)
-
-
-def report(results: Results, distances: list[float], seeds: int) -> None:
-    def rows_of(distance: float, name: str) -> list[dict[str, Any]]:
-        return [r for r in results.find(distance=distance, method=name) if r["seed"] < seeds]
-
-    over = f"mean ± sd over seeds 0..{seeds - 1}, by quadrature"
-    header = ["distance", *ESTIMATORS]
-    for title, value in (
-        ("Log-evidence minus ELBO of the guide as trained (symmetrised unless mean-field)", _gap),
-        ("Log-evidence minus ELBO of the guide symmetrised, all methods alike", _symmetrized_gap),
-        ("|w1 - w2| of the guide's mean", lambda r: r["apart"]),
-        ("NLL of new targets minus that of the true posterior, in millinats", _nll_excess),
-    ):
-        table = [[f"{d:g}", *(spread([value(r) for r in rows_of(d, m)], 3) for m in ESTIMATORS)] for d in distances]
-        print_table(f"{title}; {over}", header, table)
-    table = [
-        [
-            f"{d:g}",
-            *(spread([r["rmse"] for r in rows_of(d, m)], 3) for m in ESTIMATORS),
-            spread([r["posterior_rmse"] for r in rows_of(d, "exact")], 3),
-        ]
-        for d in distances
-    ]
-    print_table(f"Test error (RMSE of the mean prediction to the true function); {over}", [*header, "posterior"], table)
-    gaps = [_symmetrized_gap(r) for r in results.rows if r["seed"] < seeds]
+    results.table(
+        "By quadrature: nats that the guide's ELBO lacks, as it was trained and once it is symmetrised; |w1 - w2| of "
+        "its mean; millinats of new targets' NLL over the posterior's; RMSE to the true function",
+        ["distance", "method"],
+        {
+            "as trained": (_gap, 3),
+            "symmetrised": (_symmetrized_gap, 3),
+            "apart": ("apart", 3),
+            "NLL": (lambda row: 1000 * (row["nll"] - row["posterior_nll"]), 3),
+            "RMSE": ("rmse", 3),
+            "posterior's": ("posterior_rmse", 3),
+        },
+    )
+    gaps = [_symmetrized_gap(row) for row in results.rows]
     print(f"\nsmallest (log-evidence - symmetrised ELBO) of all {len(gaps)} fits: {min(gaps):.6f} (never below 0)")
 
 
-def _gap(row: dict[str, Any]) -> float:
+def _gap(row: Row) -> float:
     return row["log_evidence"] - row["elbo" if row["method"] == "mean-field" else "symmetrized_elbo"]
 
 
-def _symmetrized_gap(row: dict[str, Any]) -> float:
+def _symmetrized_gap(row: Row) -> float:
     return row["log_evidence"] - row["symmetrized_elbo"]
-
-
-def _nll_excess(row: dict[str, Any]) -> float:
-    return 1000 * (row["nll"] - row["posterior_nll"])
-
-
-def plot_densities(results: Results, distances: list[float], options: Any) -> None:
-    columns = tuple(ESTIMATORS)
-    figure, axes = new_figure(len(distances), 1 + len(columns), size=(9.5, 2.5 * len(distances)))
-    for line, distance in zip(axes, distances, strict=True):
-        problem = Problem(distance, 0)
-        inner = problem.axis.abs() <= 3
-        axis, density = problem.axis[inner], problem.density[inner][:, inner]
-        panels = {f"posterior, distance {distance:g}": density}
-        w = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1)
-        for name in columns:
-            (row,) = results.find(distance=distance, seed=0, method=name)
-            loc, scale = (torch.tensor(m, dtype=torch.float64) for m in row["moments"])
-            base = torch.distributions.Normal(loc, scale)
-            found = base.log_prob(w).sum(-1).exp()
-            if name != "mean-field":
-                found = (found + base.log_prob(w.flip(-1)).sum(-1).exp()) / 2
-            panels[f"{name}, {_gap(row):.3f} nats short"] = found
-        for ax, (title, values) in zip(line, panels.items(), strict=True):
-            ax.contourf(axis, axis, values.T, levels=12, cmap="Blues")
-            ax.contour(axis, axis, density.T, levels=5, colors="#555", linewidths=0.4)
-            ax.plot([-3, 3], [-3, 3], color="#bbb", lw=0.6, ls="--")
-            ax.set(title=title, aspect="equal", xlabel="$w_1$", ylabel="$w_2$")
-    save_figure(figure, options.out, "two_weight_densities.png")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, Row, load_images, mini_batches, parse, parser, print_table, spread
+from benchmarks.harness import Results, Row, load_images, mini_batches, parse, parser
 from benchmarks.networks import perceptron
 
 METHODS = ("mean-field", "infonce-15", "infonce-127", "sinkhorn-4")
@@ -130,34 +130,23 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(results: Results, options: Any) -> None:
-    columns: tuple[tuple[str, str, int], ...] = (
-        ("accuracy", "accuracy", 4),
-        ("nll", "test NLL", 4),
-        ("elbo", "ELBO", 1),
-        ("symmetrized_elbo", "symmetrised ELBO ≥", 1),
-        ("symmetrized_gain", "gain ≥", 1),
-        ("own_gain", "seen by own objective", 1),
-        ("active_units", "active units", 1),
-        ("seconds_per_step", "s/step", 4),
-    )
+    columns: dict[str, tuple[Any, int]] = {
+        "accuracy": ("accuracy", 4),
+        "test NLL": ("nll", 4),
+        "ELBO": ("elbo", 1),
+        "symmetrised ELBO ≥": ("symmetrized_elbo", 1),
+        "gain ≥": ("symmetrized_gain", 1),
+        "of log |G|": ("log_order", 1),
+        "seen by own objective": ("own_gain", 1),
+        "active units": ("active_units", 1),
+        "s/step": ("seconds_per_step", 4),
+    }
     for name in options.data:
-        found = [r for r in results.find(data=name) if r["seed"] < options.seeds]
-        if not found:
-            continue
-        lines = []
-        for width in options.widths:
-            for method in options.methods:
-                rows = [r for r in found if (r["width"], r["method"]) == (width, method)]
-                cells = [spread((r[column] for r in rows), digits) for column, _, digits in columns]
-                lines.append([f"{width} {method}", *cells])
-        print_table(
-            f"{found[0]['title']}: {options.train} training rows, inputs pooled {options.pool} x {options.pool}, "
-            f"{options.steps} steps of {options.batch} rows; mean ± sd over seeds 0..{options.seeds - 1}; in nats; "
-            f"symmetrised ELBO by SinkhornImportance({options.judge}) for all",
-            ["width, trained by", *(title for _, title, _ in columns)],
-            lines,
+        title = (
+            f"{options.train} training rows of {name}, inputs pooled {options.pool} x {options.pool}, {options.steps} "
+            f"steps of {options.batch} rows; in nats; symmetrised ELBO by SinkhornImportance({options.judge}) for all"
         )
-        print("  log|G|: " + ", ".join(f"width {w}: {math.lgamma(w + 1):.1f}" for w in options.widths))
+        results.table(title, ["width", "method"], columns, data=name)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Do independent networks collapse onto one function? Mutual information of all pairs of members, in and out of
 distribution (figures 3, 15 and 16 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
-    python -m benchmarks.experiments.laurent_2024.functional_collapse --out figures
+    python -m benchmarks.experiments.laurent_2024.functional_collapse
 
 A thousand perceptrons of each width on scikit-learn's digits 0 to 7, trained at once; digits 8 and 9 are out of
 distribution. Of every pair of members the mutual information between prediction and member is taken on both kinds of
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from benchmarks.harness import Results, parse, parser
 from pyro_symmetric.compare import functional_collapse
 from pyro_symmetric.ensembles import ensemble
 
@@ -71,8 +71,6 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
     )
     result = functional_collapse(within, outside)
     scores = ps.scores.classification(within, data.test_y[: options.inputs], outside)
-    if options.out is not None:
-        figure(result, f"{network}_{width}_{seed}", options)
     return {
         "members": members,
         **{kind: {"mean": float(getattr(result, kind).mean())} for kind in ("within", "outside")},
@@ -83,17 +81,6 @@ def run(network: str, width: int, seed: int, data: Any, options: Any) -> dict[st
         "auroc": scores.detection["maximum_probability"].auroc,
         "single_accuracy": float((within.argmax(-1) == data.test_y[: options.inputs]).double().mean()),
     }
-
-
-def figure(result: Any, name: str, options: Any) -> None:
-    picture, axes = new_figure(1, 1, size=(4.2, 3.6))
-    axes[0, 0].hexbin(result.within, result.outside, gridsize=60, bins="log", cmap="Blues", linewidths=0)
-    axes[0, 0].set(
-        title=f"{len(result.within):,} pairs, correlation {result.correlation:.2f}",
-        xlabel="mutual information of a pair, test digits (nats)",
-        ylabel="digits 8 and 9",
-    )
-    save_figure(picture, options.out, f"functional_collapse_{name}.png")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,27 +100,19 @@ def main(argv: list[str] | None = None) -> None:
     one = functools.partial(run, data=data, options=options)
     for network, sizes in (("perceptron", options.widths), ("residual", options.channels)):
         results.fill(one, seed=range(options.seeds), network=[network], width=sizes)
-    head = (
-        "network, seed",
-        "accuracy one / all",
-        "AUROC",
-        "mean within",
-        "outside",
-        f"< {COLLAPSED} within",
-        "outside",
-    )
-    rows = [
-        (
-            f"{row['members']} {row['network']} {row['width']}, seed {row['seed']}",
-            f"{row['single_accuracy']:.3f} / {row['accuracy']:.3f}",
-            f"{row['auroc']:.3f}",
-            *(f"{row[kind]['mean']:.4f}" for kind in ("within", "outside")),
-            *(f"{share:.2%}" for share in row["below"]),
-            f"{row['correlation']:.3f} ({row['rank_correlation']:.3f})",
-        )
-        for row in results.rows
-    ]
-    print_table("mutual information of pairs of members, nats", (*head, "correlation (of ranks)"), rows)
+    columns: dict[str, tuple[Any, int]] = {
+        "accuracy of one": ("single_accuracy", 3),
+        "of all": ("accuracy", 3),
+        "AUROC": ("auroc", 3),
+        **{f"mean {kind}": (lambda row, kind=kind: row[kind]["mean"], 4) for kind in ("within", "outside")},
+        **{
+            f"< {COLLAPSED} {kind}": (lambda row, k=k: row["below"][k], 4)
+            for k, kind in enumerate(("within", "outside"))
+        },
+        "correlation": ("correlation", 3),
+        "of ranks": ("rank_correlation", 3),
+    }
+    results.table("mutual information of pairs of members, nats", ["members", "network", "width"], columns)
 
 
 if __name__ == "__main__":

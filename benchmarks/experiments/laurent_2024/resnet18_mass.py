@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, mini_batches, parse, parser, print_table
+from benchmarks.harness import Results, mini_batches, parse, parser
 
 
 def run(seed: int, data: Any, options: Any) -> dict[str, Any]:
@@ -60,20 +60,15 @@ def main(argv: list[str] | None = None) -> None:
     data = ps.datasets.load("digits", hold_out=None, dtype=torch.float32)
     results = Results.of(options, "epochs", "rate")
     results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds))
-    head = ("seed", "accuracy", "mass", "least mass", "ratio", "outputs change", "seconds")
-    rows = [
-        [
-            str(row["seed"]),
-            f"{row['accuracy']:.3f}",
-            f"{row['mass']:.0f}",
-            f"{row['least']:.1f}",
-            f"{row['mass'] / row['least']:.0f}",
-            f"{row['change']:.1e}",
-            f"{row['seconds']:.1f}",
-        ]
-        for row in results.rows
-    ]
-    print_table(f"ResNet-18 on digits, {options.epochs} epochs, {results.rows[0]['scalings']:,} scalings", head, rows)
+    columns: dict[str, tuple[Any, int]] = {
+        "accuracy": ("accuracy", 3),
+        "mass": ("mass", 0),
+        "least mass": ("least", 1),
+        "ratio": (lambda row: row["mass"] / row["least"], 1),
+        "outputs change": ("change", 6),
+        "seconds": ("seconds", 1),
+    }
+    results.table(f"ResNet-18 on digits, {options.epochs} epochs", ["scalings"], columns)
 
 
 if __name__ == "__main__":

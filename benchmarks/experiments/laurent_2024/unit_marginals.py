@@ -1,7 +1,7 @@
 """Marginals of a layer's units over thousands of networks, with Kolmogorov-Smirnov tests of whether they are equal
 (figure 17 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
-    python -m benchmarks.experiments.laurent_2024.unit_marginals --root data --out figures
+    python -m benchmarks.experiments.laurent_2024.unit_marginals --root data
 
 Perceptrons on a regression set (UCI energy, from ``--root/uci/energy``), all trained at once. Independent networks
 carry no order of their units, so that the units' output weights must have equal marginals; once units are sorted they
@@ -20,7 +20,7 @@ from scipy.stats import ks_2samp
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, without_symmetries
+from benchmarks.harness import Results, parse, parser, print_table, without_symmetries
 from pyro_symmetric.compare import invariance_tests
 from pyro_symmetric.ensembles import ensemble
 
@@ -55,8 +55,6 @@ def run(seed: int, options: Any) -> dict[str, Any]:
     symmetry = ps.find_symmetry(net, x[:2])
     stages = without_symmetries(weights, symmetry)
     p_values = {name: pair_p_values(stage["2.weight"][:, 0]) for name, stage in stages.items()}
-    if options.out is not None:
-        figure(stages, p_values, options, seed)
     means = ps.predict(posterior, net, data.test_x, progress=False).squeeze(-1)
     return {
         "rmse": float((means.mean(0) - data.test_y).square().mean().sqrt()),
@@ -66,21 +64,6 @@ def run(seed: int, options: Any) -> dict[str, Any]:
             name: invariance_tests(independent(stage), symmetry.permutations).verdict for name, stage in stages.items()
         },
     }
-
-
-def figure(stages: dict[str, dict[str, Tensor]], p_values: dict[str, Tensor], options: Any, seed: int) -> None:
-    shown = min(4, options.width)
-    picture, axes = new_figure(len(stages), shown, size=(2.4 * shown, 2 * len(stages)))
-    for row, (name, stage) in zip(axes, stages.items(), strict=True):
-        units = stage["2.weight"][:, 0]
-        low, high = units.quantile(torch.tensor([0.005, 0.995])).tolist()
-        for k, axis in enumerate(row):
-            axis.hist(units[:, k].numpy(), bins=60, range=(low, high), color="#4269d0")
-            # the pairs of unit 0 come first
-            against = "" if k == 0 else f", against unit 0: p = {float(p_values[name][k - 1]):.2g}"
-            axis.set(title=f"unit {k}{against}", yticks=[])
-        row[0].set_ylabel(name.replace(" and", "\nand"))
-    save_figure(picture, options.out, f"unit_marginals_{seed}.png")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.experiments.rossi_2023.barrier_curves import fit_perceptron, started
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import Results, new_figure, parse, parser, save_figure
 from benchmarks.networks import perceptron
 
 Weights = dict[str, Tensor]
@@ -97,19 +97,15 @@ def main(argv: list[str] | None = None) -> None:
     data = ps.datasets.load("digits", dtype=torch.float32)
     results = Results.of(options, "steps", "points")
     results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), width=options.widths)
-    lines = []
-    for width in options.widths:
-        rows = [row for row in results.find(width=width) if row["seed"] < options.seeds]
-        cells = [spread(row["falls"][name] for row in rows) for name in ("as they come", "aligned")]
-        lengths = [spread((row["lengths"][k] for row in rows), 2) for k in (0, 1)]
-        other = [spread((row["cosine"] for row in rows), 2), spread((row["error"] for row in rows), 3)]
-        lines.append([str(width), *cells, *lengths, *other])
-    header = ["width", "fall, as they come", "fall, aligned", "distance", "aligned", "cosine", "test error of m0"]
-    print_table(
-        f"how far the log-joint falls below the line between its ends, nats for each row; seeds 0..{options.seeds - 1}",
-        header,
-        lines,
-    )
+    columns: dict[str, tuple[Any, int]] = {
+        "fall, as they come": (lambda row: row["falls"]["as they come"], 3),
+        "fall, aligned": (lambda row: row["falls"]["aligned"], 3),
+        "distance": (lambda row: row["lengths"][0], 2),
+        "aligned": (lambda row: row["lengths"][1], 2),
+        "cosine": ("cosine", 2),
+        "test error of m0": ("error", 3),
+    }
+    results.table("fall of the log-joint below the line between its ends, nats for each row", ["width"], columns)
     if options.out is not None:
         plot(results, options)
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal, kl_divergence
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, Row, parse, parser, print_table, spread
+from benchmarks.harness import Results, Row, parse, parser, print_table
 from pyro_symmetric.alignment import GaussianWeights
 
 COSTS = ("wasserstein", "l2", "gaussian")
@@ -177,21 +177,10 @@ def main(argv: list[str] | None = None) -> None:
         return {"found": sum(found) / len(found), "left": sum(left) / len(left)}
 
     results.fill(run, seed=range(options.seeds), separation=options.separations, cost=RULES)
-    report(results, options)
-
-
-def report(results: Results, options: Any) -> None:
-    for column, title in (("found", "share of pairs in which the exchange is found"), ("left", "squared W2 left")):
-        lines = []
-        for separation in options.separations:
-            cells = [results.find(separation=separation, cost=cost) for cost in RULES]
-            kept = [[r[column] for r in rows if r["seed"] < options.seeds] for rows in cells]
-            lines.append([f"{separation:g}", *(spread(values, 3) for values in kept)])
-        print_table(
-            f"{title}; deviations 1 and {options.elongation:g}, {options.pairs} pairs, seeds 0..{options.seeds - 1}",
-            ["means apart by", *RULES],
-            lines,
-        )
+    title = (
+        f"share of {options.pairs} pairs in which the exchange is found, and squared W2 left; means apart by separation"
+    )
+    results.table(title, ["separation", "cost"], {"found": ("found", 3), "left": ("left", 3)})
 
 
 if __name__ == "__main__":
