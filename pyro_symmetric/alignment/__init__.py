@@ -1,10 +1,7 @@
 """Bring posteriors together across a symmetry, and measure what lies between them.
 
-``matching`` (:func:`align`), ``many`` (:func:`align_many`) and ``relabel`` (:func:`relabel`) are what a user calls.
-They rest on ``features`` (what is compared, and what a cost is), ``descent`` (the search over permutations and signs),
-``assignment``, ``scales``, ``activations`` and ``gaussian`` (what was given, as Gaussian moments). Beside them,
-``barrier`` (:func:`loss_barrier`): the path between two, and what is lost along it; ``proximity``
-(:func:`nearest_copy`): the closest of a network's own copies.
+What a user calls (``matching``, ``many``, ``relabel``) rests on ``features`` (what is compared, and what a cost is),
+``descent`` (the search over permutations and signs), ``scales``, ``activations`` and ``gaussian`` (what was given).
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier

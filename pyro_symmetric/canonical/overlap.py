@@ -41,12 +41,9 @@ def uncertain_share(
     Of several sets of units, of the worst. 0 of fewer than 100 draws, which don't tell.
     """
     worst = 0.0
-    if group.batch_shape(draws).numel() < FEW:
-        return worst
-    for move in moves:
+    for move in moves if group.batch_shape(draws).numel() >= FEW else ():
         for units in _units(draws, group, move):
-            against = _exchange_odds(units) if move == "permute" else _flip_odds(units)
-            worst = max(worst, float((against < math.log(odds)).any(-1).double().mean(0).max()))
+            worst = max(worst, float((_log_odds(units, move) < math.log(odds)).any(-1).double().mean(0).max()))
     return worst
 
 
@@ -66,27 +63,18 @@ def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Ten
             yield entries_of(group, viewed, axes).unflatten(1, (group[name].copies, group[name].size)).double()
 
 
-def _exchange_odds(units: Tensor) -> Tensor:
-    """Log-odds of a draw's labels against those with two exchanged, ``(draws, copies, pairs)``; of many units fewer
-    draws."""
+def _log_odds(units: Tensor, move: Move) -> Tensor:
+    """Log-odds of a draw's labels against those with one sign flipped, or two units exchanged (of many units fewer
+    draws), ``(draws, copies, units or pairs)``; where nothing varies the precision is 1."""
+    mean, variance = units.mean(0), units.var(0, correction=0)
+    precision = torch.where(variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0).reciprocal()
+    if move == "flip":
+        return 2 * (units * mean * precision).sum(-1)
     copies, n = units.shape[1:3]
-    mean, precision = _fitted(units)
     units = units[: max(1, SCORES // (copies * n**2))]
     scores = units @ (mean * precision).mT - 0.5 * units.square() @ precision.mT  # of units (rows) for places
     scores -= 0.5 * (mean.square() * precision - precision.log()).sum(-1).unsqueeze(-2)
     own = scores.diagonal(dim1=-2, dim2=-1)
     odds = own.unsqueeze(-1) + own.unsqueeze(-2) - scores - scores.mT
-    pairs = torch.triu_indices(n, n, 1, device=units.device)
-    return odds[..., pairs[0], pairs[1]]
-
-
-def _flip_odds(units: Tensor) -> Tensor:
-    """Log-odds of each draw's signs against those with one flipped, ``(draws, copies, units)``."""
-    mean, precision = _fitted(units)
-    return 2 * (units * mean * precision).sum(-1)
-
-
-def _fitted(units: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and precisions over draws, ``(copies, units, weights)``; of what doesn't vary the precision is 1."""
-    mean, variance = units.mean(0), units.var(0, correction=0)
-    return mean, torch.where(variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0).reciprocal()
+    first, second = torch.triu_indices(n, n, 1, device=units.device)
+    return odds[..., first, second]
