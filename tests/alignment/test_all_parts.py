@@ -10,7 +10,6 @@ from torch import nn
 
 from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.groups import Group
 
 from .cases import Convolutional, Recurrent, Transformer, squared_distance, weights_of
 from .cases import mlp as layers
@@ -59,19 +58,15 @@ def test_a_planted_element_of_the_whole_symmetry_is_undone(name):
 
 @pytest.mark.parametrize("cost", ["l2", "wasserstein", "gaussian"])
 def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
-    shapes = {"in": torch.Size((4, 3)), "bias": torch.Size((4,)), "out": torch.Size((2, 4))}
-    axes = {"in": ("h", None), "bias": ("h",), "out": (None, "h")}
-    group = Group.declare(axes, shapes, ("permute", "flip"))
+    group = layers(3, 4, 2, moves=("permute", "flip"))
     every = group.enumerate()
     for _ in range(5):
-        loc = [{site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()} for _ in range(2)]
-        scale = [
-            {site: 0.3 + torch.rand(shape, dtype=torch.float64) for site, shape in shapes.items()} for _ in range(2)
-        ]
-        moved = every({site: value.double() for site, value in loc[0].items()})
+        loc = [weights_of(group) for _ in range(2)]
+        scale = [{site: 0.3 + value.abs() for site, value in weights_of(group).items()} for _ in range(2)]
+        moved = every(loc[0])
         spread = {site: value.abs() for site, value in every(scale[0]).items()}
         costs = 0.0
-        for site in shapes:
+        for site in moved:
             m0, s0, m1, s1 = loc[1][site], scale[1][site], moved[site], spread[site]
             squares = (m0 - m1).square()
             entries = {
