@@ -98,9 +98,13 @@ def save_store(path: PathLike, contents: Contents) -> None:
                 recorder.write([{n: v[:, rows].transpose(0, 1) for n, v in kept.items()} for kept in contents[:2]])
             recorder.commit(draws, lambda: contents.metadata, bytes)
         (new / LOCK).unlink()
-        if path.exists():
-            path.rename(Path(beside) / "old")
-        new.rename(path)
+        old = path.rename(Path(beside) / "old") if path.exists() else None
+        try:
+            new.rename(path)
+        except BaseException:
+            if old is not None:
+                old.rename(path)
+            raise
         sync(path.parent)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import resource
 from dataclasses import replace
+from pathlib import Path
 
 import arviz_stats
 import numpy as np
@@ -175,6 +176,22 @@ def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, tmp_path
             large.save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_same(Posterior.load(path), posterior)
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_ctrl_c_between_two_moves_leaves_the_old_posterior(posterior, tmp_path, monkeypatch):
+    path, rename = tmp_path / "p", Path.rename
+    posterior.save(path)
+
+    def interrupted(self, target):
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Posterior({"w": torch.zeros(1, 2)}, kind="chains").save(path)
     assert_same(Posterior.load(path), posterior)
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
