@@ -28,10 +28,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
-from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, propose
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments
+from pyro_symmetric.distributions.matchings import draw_matchings
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 
@@ -225,3 +227,65 @@ def jackknifed(log_terms: Tensor) -> Tensor:
     others = log_terms.masked_fill(without, -math.inf).logsumexp(1).sum(0)
     surrogate = len(log_terms) * log_terms.logsumexp(0) - others
     return value.detach() + (surrogate - surrogate.detach())
+
+
+# the proposal ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
+    """Draw elements for each draw: matched sets one after the other, others uniformly, as their share of the group.
+
+    :return: the identity and ``count`` elements, batch shape ``(count + 1,) + batch``, and the logarithms of the
+        probabilities of the matched sets, times the number of their elements.
+    """
+    group, like, shape = units.group, units.like, (count + 1, *units.batch)
+    options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
+    left = [name for name, one in units.sets.items() if one.matched]
+    log_tau, element = like.new_full(shape, units.log_order(left), dtype=torch.float64), Element(group, **options)
+    if others := units.sets.keys() - set(left):
+        uniform = group.without(left).sample(shape, device=like.device, dtype=like.dtype)
+        for move, numbers in uniform.numbers.items():  # the first is the identity
+            numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
+        element = Element(group, uniform.permutations, uniform.signs, **options)
+        units.place(others, element)
+    permutations, signs = dict(element.permutations), dict(element.signs)
+
+    def take(name: str, found: Tensor, column: Tensor, sure: Tensor) -> Tensor:
+        """Draw a set, and put it in place; the log-probabilities."""
+        own = torch.arange(group[name].size, device=like.device)
+        images, told = own.expand(*shape, -1), like.new_zeros((), dtype=torch.float64)
+        if "permute" in group[name].moves and len(own) > 1:
+            images, told = draw_matchings(found, count, column, sure, like.dtype)
+        permutations[name], flips = images, None
+        if len(found) == 2:
+            both = found.expand(2, *shape, -1, -1).gather(-1, images.expand(2, *images.shape).unsqueeze(-1))
+            odds = (both[0] - both[1])[..., 0]
+            flips = torch.where(torch.rand_like(odds) < odds.sigmoid(), 1.0, -1.0).to(odds)
+            flips[0] = 1.0
+            told = told + logsigmoid(odds * flips).sum(-1)
+            signs[name] = torch.empty_like(flips).scatter_(-1, images, flips).to(like)
+        if bool((images == own).all()) and (flips is None or bool((flips > 0).all())):
+            units.drawn.add(name)
+            return told
+        moved = Element(group, permutations, signs, **options)
+        # Of proposals that are all alike, as where units are far apart, later sets look at one.
+        alike = all(bool((v == v[:1]).all()) for v in (*permutations.values(), *signs.values()))
+        units.place([name], moved.select(slice(0, 1)) if alike else moved)
+        return told
+
+    before: list[str] = []
+    while units.shared and left != before:
+        before = list(left)
+        for name in before:
+            found, column, sure = units.of(name, quick=True)
+            if bool(sure.all()):
+                log_tau = log_tau + take(name, found, column, sure)
+                left.remove(name)
+            elif len(found) == 1:
+                units.sure[name] = column, sure
+    for name in left if units.shared else ():
+        units.expect(name)
+    for name in left:
+        log_tau = log_tau + take(name, *units.of(name))
+    return Element(group, permutations, signs, **options), log_tau

@@ -20,14 +20,16 @@ from pyro_symmetric.distributions.estimators import (
     log_mean_exp,
     log_prob_on_orbit,
 )
-from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, over_signs, sets_of, unit_blocks
-from pyro_symmetric.distributions.matchings import LARGEST_PERMANENT, log_permanent
+from pyro_symmetric.distributions.matching import UnitDensities, mean_field_moments, sets_of, unit_blocks
+from pyro_symmetric.distributions.matchings import over_signs
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
 
 # Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
 TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
+# n 2^(n-1) terms: 10 million at 20, which is what a machine holds and a person waits for.
+LARGEST_PERMANENT = 20
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,41 @@ def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
     chosen: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
         own = group.without(other for other in group.units if other != name)
-        found = sets_of(own, frozenset(group.site_shapes)).get(name)
+        found = sets_of(own, group.site_shapes).get(name)
         sites = {axis.site for axis in found.lone} if found and found.matched and not found.shared else set()
         narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
         if sites and narrow and len(group.family(name)) == 1 and all(map(sites.isdisjoint, chosen.values())):
             chosen[name] = sites
     rest = [name for name in group.units if name not in chosen]
     return group.without(rest) if rest else group, group.without(chosen) if chosen else group
+
+
+def log_permanent(densities: Tensor) -> Tensor:
+    """Logarithm of the permanent of ``exp(densities)``, ``batch_shape + (n, n)``, differentiable; ``n`` at most 20."""
+    n = densities.shape[-1]
+    if n > LARGEST_PERMANENT:
+        raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
+    total = densities.new_zeros(*densities.shape[:-2], 1)
+    for row, (columns, previous) in enumerate(_subsets(n, densities.device)):
+        total = torch.logsumexp(total[..., previous] + densities[..., row, :][..., columns], -1)
+    return total[..., 0]
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
+    masks = torch.arange(2**n, device=device)
+    member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
+    size, place = member.sum(-1), torch.zeros_like(masks)
+    levels = []
+    for t in range(n + 1):
+        own = (size == t).nonzero()[:, 0]
+        if t:
+            columns = member[own].nonzero()[:, 1].reshape(-1, t)
+            levels.append((columns, place[own[:, None] ^ (1 << columns)]))
+        place[own] = torch.arange(len(own), device=device)
+    return levels
 
 
 # the default ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-r"""Random group elements that bring a draw close to the base density: the proposal of ``SinkhornImportance``.
+r"""Log-densities of units in each other's places: what ``SinkhornImportance`` proposes by, and terms are gathered from.
 
 For weights that are independent normals under the base, and a set of units, the log-density of a moved draw is a sum
 over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
@@ -7,9 +7,10 @@ over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
 
 over all weights ``a`` of a unit, incoming and outgoing; of units with signs there are two such matrices. A matching is
 drawn from ``A``, summed over the signs, then signs, given the matching. Sets of units are matched one after the other:
-``A`` takes the sets drawn before as they are, and of those to come, which move the same weights along another axis,
-what their own doubly stochastic matrices expect, at a third of its weight. Units inside others (rows in a head of
-attention) are drawn uniformly, before all others.
+first those whose units are all sure of their places, by a sketch of their weights; then the others, whose ``A`` takes
+the sets drawn before as they are, and of those to come, which move the same weights along another axis, what their own
+doubly stochastic matrices expect, at a third of its weight. Units inside others (rows in a head of attention) are drawn
+uniformly, before all others.
 
 Any base that isn't a product of normals is matched by its means and deviations. The proposal depends on the draw's
 orbit alone: moving the draw by ``h`` moves what is proposed along.
@@ -26,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
-from torch.nn.functional import logsigmoid
 
-from pyro_symmetric.distributions.matchings import doubly_stochastic, draw_matchings
+from pyro_symmetric.distributions.matchings import doubly_stochastic, leading, over_signs
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
@@ -37,14 +37,14 @@ from pyro_symmetric.groups.places import rows
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.weights import Weights
 
-SKETCH = 256  # weights of a unit, of those to another set, by which it is matched
+SKETCH = 256  # weights of a unit by which it is matched: of those to another set, and of all while it is sure
 FIT_DRAWS = 256  # to which normals are fitted if a base can't tell its moments, or if constrained values are permuted
 # The weight of what is expected of sets to come. At 1, walks start with confident mistakes: the identity has a tiny
 # probability then, and the bound a heavy tail. Of two layers of 64 overlapping units it finds less than half as much.
 TRUST = 0.3
 ROUNDING = 2e-3  # nats by which rounding may move a matrix, else it is made in float64
-COMPETING = 50.0  # entries further than this below the best of their row are hardly ever drawn
 FEW_PRODUCTS = 2**16  # up to which a matrix is made in float64 at once: to find out how far rounding goes takes longer
+LARGEST = 1e12  # weights further out, of draws that are no numbers, count as this; its square is finite in float32
 
 
 class UnitSet(NamedTuple):
@@ -55,9 +55,7 @@ class UnitSet(NamedTuple):
     matched: bool
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
-def sets_of(group: Group, sites: frozenset[str]) -> dict[str, UnitSet]:
+def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
     """The sets of units that move entries of some sites. Those are matched that lie inside no others, and whose places
     no set before them has."""
     found: dict[str, UnitSet] = {}
@@ -74,6 +72,13 @@ def sets_of(group: Group, sites: frozenset[str]) -> dict[str, UnitSet]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
+def _sets_in(action: Action, group: Group | None) -> tuple[Group, dict[str, UnitSet]]:
+    group = group or action.group.finite
+    return group, sets_of(group, action.sites)
+
+
 class UnitDensities:
     """The matrices ``A`` of every set of units for some draws: exact for independent units, by means and deviations
     for any other base.
@@ -87,16 +92,16 @@ class UnitDensities:
     """
 
     def __init__(self, base: Distribution, action: Action, value: Tensor, group: Group | None = None):
-        self.group, self.like, self.batch = group or action.group.finite, value, value.shape[1:-1]
+        self.group, self.sets = _sets_in(action, group)
+        self.like, self.batch = value, value.shape[1:-1]
         self.draws = sites_of(action, value)
         self.loc, self.scale = _site_moments(base, action, value)
-        self.sets = sets_of(self.group, frozenset(self.draws))
         self.blocks = unit_blocks(base, action, self.group)
-        self.dims = {site: len(self.group.view_shapes[site]) for site in self.draws if self.group.members(site)}
         self.shared = {axis.site: None for one in self.sets.values() for axis in one.shared}
         self.placed, self.drawn = dict(self.draws), set[str]()
         self.expected: dict[str, tuple[Tensor, Tensor]] = {}
-        self._lone: dict[str, Tensor] = {}
+        self.sure: dict[str, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Any, Any] = {}
 
     def log_order(self, names: Iterable[str]) -> float:
         """The logarithm of the number of permutations and signs of some sets."""
@@ -109,20 +114,17 @@ class UnitDensities:
 
         Of sites that only one set moves they are gathered from its matrix; others are moved.
         """
-        shape = (elements.batch_shape[0], *self.batch)
+        shape, signs = (elements.batch_shape[0], *self.batch), elements.signs
         total, movers = self.like.new_zeros(shape, dtype=torch.float64), self.like.new_zeros(shape[0], dtype=torch.bool)
-        for name, one in self.sets.items():
-            if name not in elements.group.units:
-                continue
+        for name in self.sets.keys() & elements.group.units.keys():
             images = elements.images(name).expand(*shape, -1)
-            turned = torch.zeros_like(images)
-            moving = images != torch.arange(images.shape[-1], device=images.device)
-            if name in elements.signs:
-                signs = elements.signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
-                turned = (signs.gather(-1, images) < 0).long()
+            moving, turned = images != torch.arange(images.shape[-1], device=images.device), torch.zeros_like(images)
+            if name in signs:
+                own = signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
+                turned = (own.gather(-1, images) < 0).long()
                 moving = moving | (turned == 1)
             movers, moving = movers | moving.flatten(1).any(1), moving.flatten(0, -2).any(0)
-            if not one.lone or not bool(moving.any()):
+            if not self.sets[name].lone or not bool(moving.any()):
                 continue
             places = moving.nonzero()[:, 0]
             densities = self.of_lone(name, places)[:, 0]
@@ -135,7 +137,7 @@ class UnitDensities:
             some = movers.nonzero()[:, 0]
             moved, gained = elements.select(some), self.like.new_zeros(len(some), *self.batch)
             for site in self.shared:
-                before, dims = self.draws[site], self.dims[site]
+                before, dims = self.draws[site], self._dims(site)
                 after = moved.on_site(site, before, dims)
                 gain = -0.5 * (after - before) * (after + before - 2 * self.loc[site]) / self.scale[site].square()
                 gained = gained + gain.flatten(-dims).sum(-1)
@@ -144,114 +146,148 @@ class UnitDensities:
 
     # matrices: one, or two where units have signs, ``(signs, L) + batch + (places, units)`` ---------------------------
 
-    def of(self, name: str) -> Tensor:
-        """The matrices of one set, up to a constant for each place, by what is known of others."""
-        one = self.sets[name]
-        if name not in self._lone:
-            self._lone[name] = self.of_lone(name)
-        return self._lone[name] + self._of(name, one.shared) if one.shared else self._lone[name]
+    def of(self, name: str, quick: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrices of one set, up to a constant for each place; the best unit of each place, and if it is sure.
+
+        :param quick: by a sketch, and by what is known of others alone. What is expected of them makes nothing sure.
+        """
+        one, like = self.sets[name], self.like.dtype
+        numbers = [self.draws[axis.site].numel() for axis in one.lone + one.shared]
+        levels = [(torch.float64, False)]
+        if self.group[name].count * sum(numbers) > FEW_PRODUCTS:
+            long = max(numbers) > SKETCH * self.group[name].count * self.like[..., 0].numel()
+            levels = [*[(like, True)][: long or quick], (like, False), *levels]
+        trusted = quick or not any(self._unknown(axis) for axis in one.shared)
+        return self._found(name, (one.lone, one.shared), levels[:1] if quick else levels, trusted, known=quick)
 
     def of_lone(self, name: str, places: Tensor | None = None) -> Tensor:
         """The part that no other set concerns, for some places and units, or all."""
-        return (self._of_blocks if name in self.blocks else self._of)(name, self.sets[name].lone, places)
+        levels = [(self.like.dtype, False), (torch.float64, False)]
+        return self._found(name, (self.sets[name].lone,), levels, True, places)[0]
 
-    def _of(self, name: str, axes: Sequence[Axis], places: Tensor | None = None) -> Tensor:
-        """The share of some axes: in the precision of the draws, and again in float64 where that isn't enough."""
-        flipped, count = "flip" in self.group[name].moves, self.group[name].count if places is None else len(places)
-        few = count * sum(self.placed[axis.site].numel() for axis in axes) <= FEW_PRODUCTS
-        for dtype in (torch.float64,) if few else (self.like.dtype, torch.float64):
-            even = odd = squares = self.like.new_zeros(1, *self.batch, count, count, dtype=dtype)
-            for axis, *parts in self._seen(axes):
-                own = (rows(part, axis, self.dims[axis.site]) for part in parts)
-                value, square, loc, scale = ((v if places is None else v[..., places, :]).to(dtype) for v in own)
-                precision = scale.square().reciprocal()
-                squares = squares - 0.5 * precision @ square.mT
-                linear = (loc * precision) @ value.mT
-                even, odd = (even, odd + linear) if flipped and axis.exponent % 2 else (even + linear, odd)
-            found = torch.stack([even + squares + odd, even + squares - odd]) if flipped else (even + squares)[None]
-            found = found.nan_to_num(0.0, 1e30, -1e30)
-            if dtype == torch.float64 or _rounding(found.detach(), squares.detach()) <= ROUNDING:
-                break
+    def _found(
+        self,
+        name: str,
+        axes: Sequence[tuple[Axis, ...]],
+        levels: Sequence[tuple[torch.dtype, bool]],
+        trusted: bool,
+        places: Tensor | None = None,
+        known: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By more and more of the weights, in more and more digits, until all is sure or rounding doesn't matter."""
+        for dtype, brief in levels:
+            parts = [self._part(name, some, dtype, brief, places, known) for some in axes]
+            found = sum((matrix for matrix, _, _ in parts[1:]), parts[0][0])
+            with torch.no_grad():
+                column, sure = leading(found, "permute" in self.group[name].moves)
+                matched = [(p * u.take_along_dim(column.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
+                rounding = torch.finfo(dtype).eps * sum(matched[1:], matched[0])
+                sure = sure & (rounding < 1.0) & trusted
+                if bool(sure.all()) or not (brief or bool((rounding * ~sure > ROUNDING).any())):
+                    break
+        return found, column, sure
+
+    def _part(
+        self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, brief: bool, places: Tensor | None, known: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The share of some axes: a product of numbers of the places and of the units, and these."""
+        key, kept = (name, dtype, brief), axes is self.sets[name].lone and places is None
+        if kept and key in self._kept:
+            return self._kept[key]
+        signs, some = (1, -1) if "flip" in self.group[name].moves else (1,), slice(None) if places is None else places
+        of_places = [self.like.new_zeros(self.group[name].count, 0, dtype=dtype)[some]]
+        of_units = [[self.like.new_zeros(1, *self.batch, *of_places[0].shape, dtype=dtype)] for _ in signs]
+        for axis, *parts in self._seen(axes, brief, known):
+            value, square, loc, scale = (part[..., some, :].to(dtype) for part in parts)
+            precision = scale.square().reciprocal()
+            of_places += [loc * precision, -0.5 * precision]
+            for own, sign in zip(of_units, signs, strict=True):
+                own += [sign ** (axis.exponent % 2) * value, square]
+        if name in self.blocks and axes:
+            loc, precision = (part[some].to(dtype) for part in self.blocks[name])
+            of_places = [(precision @ loc.unsqueeze(-1))[..., 0], -0.5 * precision.flatten(-2)]
+            units = [joined(own[1::2]) for own in of_units]
+            of_units = [[unit, (unit.unsqueeze(-1) * unit.unsqueeze(-2)).flatten(-2)] for unit in units]
+        seen, units = joined(of_places), [joined(own) for own in of_units]
+        found = torch.stack([seen @ own.mT for own in units]), seen, units[0]
+        if kept and not torch.is_grad_enabled():
+            self._kept[key] = found
         return found
 
-    def _of_blocks(self, name: str, axes: Sequence[Axis], places: Tensor | None = None) -> Tensor:
-        """The same of units with covariances of their own, by products of their entries."""
-        chosen = slice(None) if places is None else places
-        loc, precision = (part[chosen] for part in self.blocks[name])
-        parts, found = [rows(self.draws[a.site].double(), a, self.dims[a.site])[..., chosen, :] for a in axes], []
-        for sign in (1, -1) if "flip" in self.group[name].moves else (1,):
-            units = torch.cat([sign ** (a.exponent % 2) * part for part, a in zip(parts, axes, strict=True)], -1)
-            products = (units.unsqueeze(-1) * units.unsqueeze(-2)).flatten(-2)
-            linear = (precision @ loc.unsqueeze(-1))[..., 0] @ units.mT
-            found.append((linear - 0.5 * precision.flatten(-2) @ products.mT).nan_to_num(0.0, 1e30, -1e30))
-        return torch.stack(found)
+    def _seen(self, axes: Sequence[Axis], brief: bool, known: bool) -> Iterator[tuple[Any, ...]]:
+        """Axes, and of each unit along them weights, their squares, means and deviations, with all other units where
+        they are drawn, or averaged over; without axes along which nothing is known of others.
+
+        Of a wide matrix between two sets, and of all if that will do, only those that tell the base's units apart.
+        """
+        for axis in axes:
+            value, loc, scale = (self._rows(part[axis.site], axis) for part in (self.placed, self.loc, self.scale))
+            chosen, unknown, members = None, self._unknown(axis), self.group.members(axis.site)
+            shape, other = self.group.view_shapes[axis.site], unknown[0][0] if unknown else ""
+            between = len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
+            if unknown and not (between and other in (self.sure if known else self.expected)):
+                continue
+            if unknown and known:
+                column, sure = self.sure[other]
+                chosen = sure.flatten(0, -2).all(0).nonzero()[:, 0]
+            if loc.shape[-1] > SKETCH and (brief or between):
+                chosen = _telling(loc, scale, chosen)
+            if chosen is not None:
+                loc, scale = (part.index_select(-1, chosen) for part in (loc, scale))
+            if unknown and known:
+                value = value.take_along_dim(column[..., chosen].unsqueeze(-2), -1)
+            elif chosen is not None and not unknown:
+                value = value.index_select(-1, chosen)
+            value = value.nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+            square = value.square()
+            if unknown and not known:
+                every = slice(None) if chosen is None else chosen
+                mix, signed = (part[..., every, :].to(value).mT for part in self.expected[other])
+                square, value = TRUST * square @ mix, TRUST * value @ (signed if unknown[0][1].exponent % 2 else mix)
+            yield axis, value, square, loc, scale
+
+    def _rows(self, value: Tensor, axis: Axis) -> Tensor:
+        return rows(value, axis, self._dims(axis.site))
+
+    def _dims(self, site: str) -> int:
+        return self.draws[site].dim() - 1 - len(self.batch)
+
+    def _unknown(self, axis: Axis) -> list[tuple[str, Axis]]:
+        """The units along other axes of the same site that aren't drawn."""
+        members = self.group.members(axis.site).items()
+        return [own for dim, pairs in members if dim != axis.dim for own in pairs if own[0] not in self.drawn]
 
     # what is known of other sets --------------------------------------------------------------------------------------
 
-    def _seen(self, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
-        """Sites, their squares, means and deviations, with all other units where they are drawn, or averaged over;
-        without those of which nothing is known of some units that move the same entries.
-
-        Of a wide matrix between two sets only those at places of the other where the base's units are furthest apart:
-        products cost less than ``n**3``, and what is proposed still depends on the orbit of the draw alone.
-        """
-        for axis in axes:
-            site, members = axis.site, self.group.members(axis.site)
-            chosen: Any = slice(None)
-            others = [p for dim, own in members.items() if dim != axis.dim for p in own if p[0] not in self.drawn]
-            if not all(other in self.expected for other, _ in others):
-                continue
-            parts = [self.placed[site], self.placed[site].square(), self.loc[site], self.scale[site]]
-            shape, dims = self.group.view_shapes[site], self.dims[site]
-            between = len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
-            if between and shape[1 - axis.dim] > SKETCH:
-                apart = ((parts[2] - parts[2].mean(axis.dim - 2, keepdim=True)) / parts[3]).square().sum(axis.dim - 2)
-                chosen = apart.reshape(-1, apart.shape[-1]).sum(0).topk(SKETCH).indices
-                short = slice(2 if others else 0, 4)
-                parts[short] = [part.index_select(-1 - axis.dim, chosen) for part in parts[short]]
-            for other, its in others:
-                mix, signed = (part[..., chosen, :] for part in self.expected[other])
-                parts[0] = TRUST * averaged(parts[0], its, signed if its.exponent % 2 else mix, dims)
-                parts[1] = TRUST * averaged(parts[1], its, mix, dims)
-            yield axis, *parts
-
     def expect(self, name: str) -> None:
         """Note what is expected of a set before it is drawn; what is known of others sharpens it."""
-        found = self.of(name)
+        found = self.of(name)[0]
         mix = torch.eye(found.shape[-1], dtype=found.dtype, device=found.device).expand_as(found[0])
         if "permute" in self.group[name].moves:
             mix = doubly_stochastic(over_signs(found), 6)
         self.expected[name] = mix, mix if len(found) == 1 else mix * ((found[0] - found[1]) / 2).tanh()
 
-    def place(self, names: Iterable[str], element: Element, sites: Iterable[str]) -> None:
-        """Put drawn sets in place, at the sites that others will look at."""
+    def place(self, names: Iterable[str], element: Element) -> None:
+        """Put drawn sets in place, where others will look at."""
         self.drawn.update(names)
-        self.placed |= {site: element.on_site(site, self.draws[site], self.dims[site]) for site in sites}
+        sites = {axis.site for name, one in self.sets.items() if name not in self.drawn for axis in one.shared}
+        self.placed |= {site: element.on_site(site, self.draws[site], self._dims(site)) for site in sites}
 
 
-def over_signs(densities: Tensor) -> Tensor:
-    """The matrices of a set of units summed over the signs of each unit, if they have any."""
-    return densities.logsumexp(0) if len(densities) > 1 else densities[0]
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Numbers one after the other, along the last axis; leading axes broadcast."""
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, -1) for part in parts], -1)
 
 
-def _rounding(found: Tensor, squares: Tensor) -> float:
-    """Nats by which rounding may move the entries of a matrix that compete, of parts that cancel."""
-    total = over_signs(found)
-    competing = total >= total.amax(-1, keepdim=True) - COMPETING
-    squares = squares.abs() * competing * (competing.sum(-1, keepdim=True) > 1)
-    return float(squares.amax()) * torch.finfo(squares.dtype).eps
-
-
-def averaged(value: Tensor, axis: Axis, mix: Tensor, dims: int) -> Tensor:
-    """A site, ``(L,) + batch + view``, averaged over the units that may come to each place along one axis."""
-    last, index = value.movedim(axis.dim - dims, -1), axis.index.to(value.device)
-    units = last[..., index]
-    mixed = (units.flatten(-dims - 1, -2) @ mix.to(value).mT).unflatten(-2, units.shape[-dims - 1 : -1])
-    if axis.fills(last.shape[-1]):  # of some places, if the mix has fewer rows
-        return mixed[..., 0, :].movedim(-1, axis.dim - dims)
-    whole = last.expand(*mixed.shape[: -dims - 1], *last.shape[-dims:]).clone()
-    whole[..., index] = mixed
-    return whole.movedim(-1, axis.dim - dims)
+def _telling(loc: Tensor, scale: Tensor, among: Tensor | None) -> Tensor:
+    """The weights, at most ``SKETCH`` of them, in which some of the base's units are furthest apart."""
+    some = slice(None, None, max(1, loc.shape[-2] // 64))
+    loc, scale = loc.detach()[..., some, :], scale.detach()[..., some, :]
+    apart = ((loc - loc.mean(-2, keepdim=True)) / scale).square()
+    apart = apart.reshape(-1, apart.shape[-1]).sum(0)
+    among = torch.arange(len(apart), device=apart.device) if among is None else among
+    return among[apart[among].topk(min(SKETCH, len(among))).indices]
 
 
 # any base as normals --------------------------------------------------------------------------------------------------
@@ -260,13 +296,29 @@ def averaged(value: Tensor, axis: Axis, mix: Tensor, dims: int) -> Tensor:
 def sites_of(action: Action, flat: Tensor) -> Weights:
     """Flat vectors -> what the group moves, by site in its view: coordinates, or constrained values where elements move
     those; of a simplex their centred logarithms, which are closer to normal."""
-    values = action.layout.unflatten(flat)
-    for site in action.nonlinear_sites:
-        values[site] = action.layout.transforms[site](values[site])
-        if site in action.simplex_sites:
-            logs = values[site].clamp(min=torch.finfo(flat.dtype).tiny).log()
-            values[site] = logs - logs.mean(-1, keepdim=True)
-    return action.group.viewed(values)
+    values, pieces = {}, _pieces(action)
+    for (site, shape), part in zip(pieces.items(), flat.split([s.numel() for s in pieces.values()], -1), strict=True):
+        value = part.reshape(*flat.shape[:-1], *shape)
+        if site in action.nonlinear_sites:
+            value = action.layout.transforms[site](value)
+            if site in action.simplex_sites:
+                logs = value.clamp(min=torch.finfo(flat.dtype).tiny).log()
+                value = logs - logs.mean(-1, keepdim=True)
+            value = action.group.view(site, value)
+        values[site] = value
+    return values
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(action: Action) -> dict[str, torch.Size]:
+    """The shapes of coordinates by site, in the group's view where elements move them as they are."""
+    shapes = action.layout.unconstrained_shapes
+    moved = {
+        site: action.group.view(site, torch.empty(shape)).shape
+        for site, shape in shapes.items()
+        if site in action.group.sites
+    }
+    return {site: shape if site in action.nonlinear_sites else moved.get(site, shape) for site, shape in shapes.items()}
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
@@ -295,55 +347,10 @@ def unit_blocks(base: Distribution, action: Action, group: Group) -> dict[str, t
     """Means and precisions of the sets that no others concern, if the base is normal in blocks of their units."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
-        entries = group.viewed(action.layout.unflatten(torch.arange(action.dim, device=base.loc.device)))
-        for name, one in sets_of(group, frozenset(entries)).items():
+        entries = sites_of(action, torch.arange(action.dim, device=base.loc.device))
+        for name, one in sets_of(group, entries).items():
             units = torch.cat([rows(entries[a.site], a, entries[a.site].dim()) for a in one.lone + one.shared], -1)
             precisions = None if one.shared else base.precisions(units)
             if precisions is not None:
                 found[name] = base.loc[units].double(), precisions
     return found
-
-
-# the proposal ---------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
-    """Draw elements for each draw: matched sets one after the other, others uniformly, as their share of the group.
-
-    :return: the identity and ``count`` elements, batch shape ``(count + 1,) + batch``, and the logarithms of the
-        probabilities of the matched sets, times the number of their elements.
-    """
-    group, like, shape = units.group, units.like, (count + 1, *units.batch)
-    options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
-    names = [name for name, one in units.sets.items() if one.matched]
-    log_tau, element = like.new_full(shape, units.log_order(names), dtype=torch.float64), Element(group, **options)
-    if others := units.sets.keys() - set(names):
-        uniform = group.without(names).sample(shape, device=like.device, dtype=like.dtype)
-        for move, numbers in uniform.numbers.items():  # the first is the identity
-            numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
-        element = Element(group, uniform.permutations, uniform.signs, **options)
-        units.place(others, element, {a.site for other in others for a in units.sets[other].shared})
-    permutations, signs = dict(element.permutations), dict(element.signs)
-    for name in names if units.shared else ():
-        units.expect(name)
-    for number, name in enumerate(names):
-        size, densities = group[name].size, units.of(name)
-        images = torch.arange(size, device=like.device).expand(*shape, size)
-        if "permute" in group[name].moves and size > 1:
-            images, told = draw_matchings(over_signs(densities), count, like.dtype)
-            log_tau = log_tau + told
-        permutations[name] = images
-        if len(densities) == 2:
-            both = densities.expand(2, *shape, -1, -1).gather(-1, images.expand(2, *images.shape).unsqueeze(-1))
-            odds = (both[0] - both[1])[..., 0]
-            drawn = torch.where(torch.rand_like(odds) < odds.sigmoid(), 1.0, -1.0).to(odds)
-            drawn[0] = 1.0
-            log_tau = log_tau + logsigmoid(odds * drawn).sum(-1)
-            signs[name] = torch.empty_like(drawn).scatter_(-1, images, drawn).to(like)
-        element = Element(group, permutations, signs, **options)
-        # Of proposals that are all alike, as where units are far apart, later sets look at one.
-        alike = all(bool((v == v[:1]).all()) for v in (*element.permutations.values(), *element.signs.values()))
-        placed = element.select(slice(0, 1)) if alike else element
-        units.place([name], placed, {a.site for other in names[number + 1 :] for a in units.sets[other].shared})
-    return element, log_tau

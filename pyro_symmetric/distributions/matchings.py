@@ -1,18 +1,14 @@
-r"""Matchings of the rows of a matrix of log-densities ``A`` to its columns: draws of them, and the sum over all.
+r"""Random matchings of the rows of a matrix of log-densities ``A`` to its columns.
 
-Draws come from the doubly stochastic scaling of :math:`e^A` (Sinkhorn & Knopp 1967), row by row without replacement.
-The permanent, :math:`\sum_{p \in S_n} \exp \sum_j A_{j\,p(j)}`, is made of subsets of columns by size: with
-:math:`f_t(S)` the sum over all ways to give the first ``t`` rows the ``t`` columns of ``S``,
-
-.. math:: f_t(S) = \sum_{i \in S} e^{A_{t i}} f_{t-1}(S \setminus i),
-
-all terms positive, so that nothing cancels in log space (unlike Ryser's formula). It takes :math:`n\,2^{n-1}` terms.
+Rows of which one column is far ahead take it. The others draw from the doubly stochastic scaling of :math:`e^A`
+(Sinkhorn & Knopp 1967), one after the other without replacement.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -20,12 +16,36 @@ from torch import Tensor
 FLOOR = -40.0  # log-densities further than this below the best of their row count alike; e^-40 leaves room in float32
 SPREAD = 1e-4  # what each row spreads evenly over all columns, so that no matching has probability zero
 TAIL = 6  # the least certain rows, matched together by all their permutations
-# n 2^(n-1) terms: 10 million at 20, which is what a machine holds and a person waits for.
-LARGEST_PERMANENT = 20
+SURE = 30.0  # nats by which the best column of a row is ahead of all others if none of these is looked at
+ELSEWHERE = 2e-9  # the share of uniform matchings beside sure rows, so that no matching has probability zero
+
+
+def over_signs(densities: Tensor) -> Tensor:
+    """The matrices of a set of units summed over the signs of each unit, if they have any."""
+    return densities.logsumexp(0) if len(densities) > 1 else densities[0]
+
+
+def leading(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
+    """The best column of each row, ``(L,) + batch + (n,)``, and if there is no other, whose sign is known, too.
+
+    None is sure unless each row has a best column of its own: then each other matching is worse by the margins.
+    """
+    best, own = densities.amax(0), torch.arange(densities.shape[-1], device=densities.device)
+    column, sure = own.expand(best.shape[:-1]), torch.ones(best.shape[:-1], dtype=torch.bool, device=own.device)
+    if permuted:
+        highest = best.amax(-1)
+        if not torch.equal(best.diagonal(dim1=-2, dim2=-1), highest):  # at a base's draws it often is, and this slow
+            column = best.argmax(-1)
+        others = best.scatter(-1, column.unsqueeze(-1), -math.inf).amax(-1)
+        sure = (highest - others > SURE) & (column.sort(-1).values == own).all(-1, keepdim=True)
+    if len(densities) > 1:
+        both = densities.take_along_dim(column.expand(2, *column.shape).unsqueeze(-1), -1)[..., 0]
+        sure = sure & ((both[0] - both[1]).abs() > SURE)
+    return column, sure
 
 
 def doubly_stochastic(densities: Tensor, iterations: int = 12, dtype: torch.dtype | None = None) -> Tensor:
-    """Sinkhorn's scaling of ``exp(densities)``, ``batch + (n, n)``; the rows add up to one exactly."""
+    """Sinkhorn's scaling of ``exp(densities)``, ``batch + (n, n)`` (Sinkhorn & Knopp 1967); rows sum to one exactly."""
     kernel = densities.log_softmax(-1).log_softmax(-2).to(dtype or densities.dtype).clamp(min=FLOOR).exp()
     columns = torch.ones_like(kernel[..., :1])
     for _ in range(iterations):
@@ -34,12 +54,54 @@ def doubly_stochastic(densities: Tensor, iterations: int = 12, dtype: torch.dtyp
     return scaled / scaled.sum(-1, keepdim=True)
 
 
-def draw_matchings(densities: Tensor, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Draw the identity and ``count`` matchings: the most certain rows first, the last ones by all their permutations.
+def draw_matchings(
+    densities: Tensor, count: int, column: Tensor, sure: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw the identity and ``count`` matchings: rows that are sure take their best column, the others are drawn.
 
-    :param densities: ``A``, ``(1 or count + 1,) + batch + (n, n)``.
+    With probability ``ELSEWHERE`` the matching is uniform instead; if it then happens to leave sure rows where they
+    are, it counts as none.
+
+    :param densities: ``A``, ``(signs, 1 or count + 1) + batch + (n, n)``.
+    :param column: the best of each row, and whether it is ``sure``, as :func:`leading` finds them.
     :param dtype: that suffices for the probabilities.
     :return: the column that each row takes, ``(count + 1,) + batch + (n,)``, and log-probabilities.
+    """
+    n, shape, own = (
+        column.shape[-1],
+        (count + 1, *column.shape[1:]),
+        torch.arange(column.shape[-1], device=column.device),
+    )
+    left = int((~sure).sum(-1).amax())
+    if 2 * left > n:
+        return draw_all(over_signs(densities), count, own, dtype)
+    rest = sure.long().argsort(-1)[..., :left]
+    columns = column.gather(-1, rest)
+    images, log_tau = column.expand(shape).clone(), torch.zeros(shape[:-1], dtype=torch.float64, device=own.device)
+    if left:
+        block = densities.take_along_dim(rest.expand(len(densities), *rest.shape).unsqueeze(-1), -2)
+        block = over_signs(block.take_along_dim(columns.expand(len(densities), *columns.shape).unsqueeze(-2), -1))
+        identity = (columns.unsqueeze(-2) == rest.unsqueeze(-1)).long().argmax(-1)
+        taken, log_tau = draw_all(block, count, identity, dtype)
+        images.scatter_(-1, rest.expand(*shape[:-1], -1), columns.expand(*shape[:-1], -1).gather(-1, taken))
+    images[0] = own
+    uniform = torch.rand(shape[:-1], device=own.device) < ELSEWHERE
+    images[1:] = torch.where(
+        uniform[1:].unsqueeze(-1), torch.rand(images[1:].shape, device=own.device).argsort(-1), images[1:]
+    )
+    free = torch.zeros_like(sure).scatter_(-1, rest, True)
+    outside = ~((images == column) | free).all(-1)  # of all matchings that are drawn, only uniform ones can be
+    beside = torch.where(outside, math.log(ELSEWHERE) - math.lgamma(n + 1), math.inf)
+    uniform[0] = outside[0]
+    return images, torch.where(uniform, beside, log_tau + math.log1p(-ELSEWHERE))
+
+
+def draw_all(
+    densities: Tensor, count: int, identity: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw matchings of all rows: the most certain rows first, the last ones by all their permutations.
+
+    :param identity: the column that each row takes in the first matching, which isn't drawn.
     """
     n, shape = densities.shape[-1], (count + 1, *densities.shape[1:])
     early = max(0, n - TAIL)
@@ -47,7 +109,7 @@ def draw_matchings(densities: Tensor, count: int, dtype: torch.dtype | None = No
     order = chances.square().sum(-1).argsort(-1, descending=True)
     chances = chances.gather(-2, order[..., :early].unsqueeze(-1).expand(*order.shape[:-1], early, n))
     order = order.expand(shape[:-1])
-    taken = order.clone()  # by the rows in this order; by the identity, each row's own column
+    taken = identity.expand(shape[:-1]).gather(-1, order)  # by the rows in this order
     if early and count:
         taken[1:, ..., :early] = _without_replacement(chances, count)
         free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
@@ -93,31 +155,3 @@ def _without_replacement(chances: Tensor, count: int) -> Tensor:
 @torch.inference_mode(False)
 def _orders(n: int, device: torch.device) -> Tensor:
     return torch.tensor(list(itertools.permutations(range(n))), device=device)
-
-
-def log_permanent(densities: Tensor) -> Tensor:
-    """Logarithm of the permanent of ``exp(densities)``, ``batch_shape + (n, n)``, differentiable; ``n`` at most 20."""
-    n = densities.shape[-1]
-    if n > LARGEST_PERMANENT:
-        raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
-    total = densities.new_zeros(*densities.shape[:-2], 1)
-    for row, (columns, previous) in enumerate(_subsets(n, densities.device)):
-        total = torch.logsumexp(total[..., previous] + densities[..., row, :][..., columns], -1)
-    return total[..., 0]
-
-
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
-    masks = torch.arange(2**n, device=device)
-    member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
-    size, place = member.sum(-1), torch.zeros_like(masks)
-    levels = []
-    for t in range(n + 1):
-        own = (size == t).nonzero()[:, 0]
-        if t:
-            columns = member[own].nonzero()[:, 1].reshape(-1, t)
-            levels.append((columns, place[own[:, None] ^ (1 << columns)]))
-        place[own] = torch.arange(len(own), device=device)
-    return levels

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.distributions import matchings
-from pyro_symmetric.distributions.matchings import doubly_stochastic, draw_matchings, log_permanent
+from pyro_symmetric.distributions.exact import log_permanent
+from pyro_symmetric.distributions.matchings import doubly_stochastic, draw_matchings, leading
+
+
+def drawn(densities: Tensor, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    return draw_matchings(densities[None], count, *leading(densities[None]), dtype)
 
 
 def log_probability(densities: Tensor, matchings: Tensor) -> Tensor:
     """Of matchings ``(K, n)`` under one matrix: of the identity, once their columns are in place."""
-    return draw_matchings(densities[:, matchings].movedim(0, 1)[None], 0)[1][0]
+    return drawn(densities[:, matchings].movedim(0, 1)[None], 0)[1][0]
 
 
 def every_matching(n: int) -> Tensor:
@@ -45,6 +50,21 @@ def test_probabilities_of_all_matchings_add_up_to_one(n: int, late: int, monkeyp
         torch.testing.assert_close(found, sums.log_softmax(0))
 
 
+def assert_frequencies(densities: Tensor, images: Tensor, told: Tensor) -> None:
+    """24 frequencies of draws. Chernoff's bound of the probability that one is further off than the one found is
+    ``exp(-count KL(found | stated))`` to either side: false alarm below 24 * 2 * exp(-14), 1 in 10^4."""
+    assert torch.equal(images[0, 0], torch.arange(4))
+    told, count = told[1:, 0], len(images) - 1
+    some = told.isfinite().nonzero()[:100, 0]
+    torch.testing.assert_close(log_probability(densities, images[1:, 0][some]), told[some])
+    found = Counter(map(tuple, images[1:, 0][told.isfinite()].tolist()))
+    stated = log_probability(densities, every_matching(4)).exp().tolist()
+    for permutation, expected in zip(itertools.permutations(range(4)), stated, strict=True):
+        share = found[permutation] / count
+        pairs = ((share, expected), (1 - share, 1 - expected))
+        assert count * sum(a * math.log(a / b) for a, b in pairs if a > 0) < 14
+
+
 @pytest.mark.stochastic
 @pytest.mark.parametrize("late", [1, 2, 4])
 @pytest.mark.parametrize("sharpness", [0.0, 2.0])
@@ -52,21 +72,29 @@ def test_probabilities_of_all_matchings_add_up_to_one(n: int, late: int, monkeyp
 def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
     sharpness: float, late: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """24 frequencies of 40,000 draws, from one matrix or from one each. Chernoff's bound of the probability that one is
-    further off than the one found is ``exp(-count KL(found | stated))`` to either side: false alarm below
-    24 * 2 * exp(-14), 1 in 10^4."""
+    """From one matrix or from one each."""
     monkeypatch.setattr(matchings, "TAIL", late)
     count, densities = 40_000, sharpness * torch.randn(4, 4, dtype=torch.float64)
-    matrices = densities.expand(count + 1 if own else 1, 1, 4, 4)
-    images, told = draw_matchings(matrices, count)
-    assert torch.equal(images[0, 0], torch.arange(4))
-    torch.testing.assert_close(log_probability(densities, images[:100, 0]), told[:100, 0])
-    found = Counter(map(tuple, images[1:, 0].tolist()))
-    stated = log_probability(densities, every_matching(4)).exp().tolist()
-    for permutation, expected in zip(itertools.permutations(range(4)), stated, strict=True):
-        share = found[permutation] / count
-        pairs = ((share, expected), (1 - share, 1 - expected))
-        assert count * sum(a * math.log(a / b) for a, b in pairs if a > 0) < 14
+    assert_frequencies(densities, *drawn(densities.expand(count + 1 if own else 1, 1, 4, 4), count))
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("unsure", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("own", [False, True])
+def test_beside_rows_that_are_sure_the_others_are_drawn_and_now_and_then_all(
+    unsure: float, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows out of place, or all four; what is uniform and leaves them there, two or one of 24, counts as none."""
+    monkeypatch.setattr(matchings, "SURE", 1.0)
+    monkeypatch.setattr(matchings, "ELSEWHERE", 0.4)
+    count, densities = 40_000, torch.randn(4, 4, dtype=torch.float64).clamp(-1, 0.5)
+    densities[[0, 1, 2, 3], [2, 0, 1, 3]] = torch.tensor([5.0, 5.0, 1.0 + unsure, 1.0 + unsure], dtype=torch.float64)
+    densities[[2, 3], [3, 1]] = 1.0
+    images, told = drawn(densities.expand(count + 1 if own else 1, 1, 4, 4), count)
+    assert_frequencies(densities, images, told)
+    inside = 1 if unsure > 1 else 2
+    total = float(log_probability(densities, every_matching(4)).exp().sum())
+    assert total == pytest.approx(1.0 - 0.4 * inside / 24)
 
 
 @pytest.mark.parametrize("n", [37, 200])
@@ -75,7 +103,7 @@ def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
 def test_draws_are_permutations_also_where_rows_compete(n: int, sharpness: float, copies: int) -> None:
     # Every row wants the same few columns: the longest way to a matching.
     scores = sharpness * torch.arange(n, dtype=torch.float32) / n + torch.randn(copies, 2, n, n)
-    choice, log_tau = draw_matchings(scores, 5)
+    choice, log_tau = drawn(scores, 5)
     assert torch.equal(choice.sort(-1).values, torch.arange(n).expand(6, 2, n))
     assert bool(log_tau.isfinite().all())
 
@@ -87,7 +115,7 @@ def test_large_constants_of_rows_and_columns_rank_matchings_alike_in_float32() -
     matchings = torch.stack([torch.randperm(9) for _ in range(20)])
 
     def told(matrix: Tensor) -> Tensor:
-        return draw_matchings(matrix[:, matchings].movedim(0, 1)[None], 0, torch.float32)[1][0]
+        return drawn(matrix[:, matchings].movedim(0, 1)[None], 0, torch.float32)[1][0]
 
     torch.testing.assert_close(told(large), told(small), atol=1e-3, rtol=1e-4)
 
