@@ -62,7 +62,7 @@ class Action:
         if left_out := [site for site in self.group.required_sites if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
         for site, support in supports.items():
-            self._require_real(site, support)
+            self.require_real(site, support)
         transforms = {site: biject_to(support) for site, support in supports.items()}
         self.layout = Layout({site: values[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
@@ -104,7 +104,7 @@ class Action:
                 total = total + (logs * (shape.numel() // shape[dim])).to(total)
         return total
 
-    def _require_real(self, site: str, support: Constraint) -> None:
+    def require_real(self, site: str, support: Constraint) -> None:
         """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
         members = [pair for axes in self.group.members(site).values() for pair in axes]
         changing = sorted({n for n, axis in members if axis.touched(self.group[n].moves - {"permute"})})

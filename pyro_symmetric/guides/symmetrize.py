@@ -69,7 +69,7 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
         trace = poutine.trace(guide).get_trace(*args, **kwargs)
         with poutine.block():  # without the plates of particles, and unseen
             alone = poutine.trace(guide).get_trace(*args, **kwargs)
-        _require_sites(trace, alone, shapes)
+        _require_sites(trace, alone, action)
         nodes: Any = trace.nodes
         # The plates around the guide, those of particles: their sizes, and the shape that they make of one number.
         own = {frame.name for frame in alone.nodes[sites[0]]["cond_indep_stack"]}
@@ -121,14 +121,15 @@ def _flat(laws: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
     return dist.Normal(loc, scale).to_event(1)
 
 
-def _require_sites(trace: Any, alone: Any, shapes: Mapping[str, torch.Size]) -> None:
-    """:raises ValueError: for a site that isn't there, of another shape, subsampled, or depends on others."""
-    for site, shape in shapes.items():
+def _require_sites(trace: Any, alone: Any, action: Action) -> None:
+    """:raises ValueError: for a site that isn't there, of another shape or support, subsampled, or not independent."""
+    for site, shape in action.layout.site_shapes.items():
         if site not in trace.nodes:
             raise ValueError(f"the group moves the site {site!r}, which the guide doesn't draw")
         node, other = trace.nodes[site], alone.nodes[site]
         if other["value"].shape != shape:
             raise ValueError(f"site {site!r} has shape {tuple(other['value'].shape)}; the group's is {tuple(shape)}")
+        action.require_real(site, other["fn"].support)
         if other["scale"] != 1.0:
             raise ValueError(f"site {site!r} lies in a subsampled plate; a symmetrised guide takes no local variables")
         with torch.no_grad():

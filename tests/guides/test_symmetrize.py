@@ -153,3 +153,18 @@ def test_sites_that_depend_on_each_other_or_are_not_there_are_refused() -> None:
     flat = ps.symmetrize(lambda: pyro.sample("locs", dist.Normal(torch.zeros(6), 1.0).to_event(1)), NORMAL)
     with pytest.raises(ValueError, match=r"shape \(6,\); the group's is \(3, 2\)"):
         flat()
+
+
+def test_signs_of_a_positive_site_are_refused() -> None:
+    """A standard deviation must be declared as even: its flipped copies have no density."""
+    axes: Any = {"locs": ("k",), "scales": ("k",)}
+    shapes = dict.fromkeys(axes, torch.Size([3]))
+
+    def guide() -> None:
+        pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("scales", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+
+    both = {"moves": ("permute", "flip")}
+    with pytest.raises(ValueError, match=r"'scales', whose support is .* Declare the site as even"):
+        ps.symmetrize(guide, ps.Group.declare(axes, shapes, **both))()
+    ps.symmetrize(guide, ps.Group.declare(axes, shapes, even=["scales"], **both))()
