@@ -41,7 +41,7 @@ from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.layout import Layout
-from pyro_symmetric.mcmc import log_joint
+from pyro_symmetric.mcmc import log_joint as joint_of
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, effective_size
 from pyro_symmetric.weights import Weights, require_finite, require_sites
@@ -128,12 +128,14 @@ class Evidence:
 
 
 def evidence(
-    guide: AutoSymmetrized,
+    guide: AutoGuide,
     *args: Any,
     posterior: Posterior | None = None,
     estimator: OrbitEstimator | None = None,
     num_samples: int = 512,
     chunk: int = 64,
+    log_joint: Joint | None = None,
+    group: Group | None = None,
     **kwargs: Any,
 ) -> Evidence:
     """Return bounds and estimates of the log-evidence of a guide's model, by the guide and by chains.
@@ -152,39 +154,26 @@ def evidence(
     tail always: with 512 draws of a mean-field guide of a mixture, the interval without a doubt held the truth in 80
     of 100 reports, not in 95. More draws, a richer guide and the bridge do better.
 
-    :param guide: a set-up ``AutoSymmetrized``; of any other guide, ``AutoSymmetrized(model, group, base=guide)``.
+    :param guide: a set-up ``AutoSymmetrized``. Or any Gaussian or continuous guide, with ``log_joint`` and ``group``.
     :param args: what the model is called with, all of its data; so are ``kwargs``.
     :param posterior: draws of the posterior that the guide wasn't fitted to, for the bridge.
     :param estimator: of the symmetrised log-density; by default exact where that is cheap, else matched units.
     :param num_samples: draws of the guide, at least 2, and about as many of the posterior, evenly spaced.
     :param chunk: how many are evaluated at once.
+    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``; by default
+        the model's. ``group``: of all that it doesn't tell apart.
     :raises ValueError: naming the units whose exchange changes the model; if chains never move, or equal others.
     """
-    arguments.instance("guide", guide, AutoSymmetrized, "an AutoSymmetrized guide")
-    if guide._given is None:
-        raise ValueError(
-            "guide was read from a file or another process, without its model; take "
-            "ps.AutoSymmetrized(model, group, base=guide).setup(*args)"
-        )
-    joint = log_joint(guide._given[0], *args, **kwargs)
-    return evidence_of(guide, joint, guide.group, estimator, posterior=posterior, num_samples=num_samples, chunk=chunk)
-
-
-def evidence_of(
-    guide: AutoGuide,
-    log_joint: Joint,
-    group: Group,
-    estimator: OrbitEstimator | None = None,
-    *,
-    posterior: Posterior | None = None,
-    num_samples: int = 512,
-    chunk: int = 64,
-) -> Evidence:
-    """Return the :func:`evidence` of a joint density given as a function, by any Gaussian or continuous guide.
-
-    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``.
-    :param group: finite, of all that the density doesn't tell apart.
-    """
+    if group is None or log_joint is None:
+        arguments.instance("guide", guide, AutoSymmetrized, "an AutoSymmetrized guide")
+        group = group or guide.group
+    if log_joint is None:
+        if guide._given is None:
+            raise ValueError(
+                "guide was read from a file or another process, without its model; take "
+                "ps.AutoSymmetrized(model, group, base=guide).setup(*args)"
+            )
+        log_joint = joint_of(guide._given[0], *args, **kwargs)
     arguments.whole("num_samples", num_samples, 2)
     require_estimator(estimator)
     layout, base, action = layout_of(guide), plain_posterior(guide), action_on(guide, group)

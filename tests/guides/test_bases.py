@@ -26,7 +26,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.models import BayesianModel
 
 GAUSSIAN = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal, AutoUnitBlocks]
@@ -113,10 +113,22 @@ def test_evidence_takes_the_finite_part_and_gains_up_to_its_log_order() -> None:
     guide = AutoSymmetrized(model, symmetry, estimator=ExactOrbit(), init_scale=0.01).setup(x, y)
     with torch.no_grad():
         guide.base.loc[:3] = torch.tensor([1.0, -2.0, 3.0])
-    worth = evidence_of(guide, lambda w: model.log_joint(w, x, y), symmetry.finite, ExactOrbit(), num_samples=10)
+    worth = evidence(
+        guide,
+        log_joint=lambda w: model.log_joint(w, x, y),
+        group=symmetry.finite,
+        estimator=ExactOrbit(),
+        num_samples=10,
+    )
     assert worth.log_order == pytest.approx(math.log(48))
     assert worth.symmetrized_elbo - worth.elbo == pytest.approx(math.log(48), abs=1e-3)
-    without = evidence_of(guide, lambda w: model.log_joint(w, x, y), symmetry.signs, ExactOrbit(), num_samples=10)
+    without = evidence(
+        guide,
+        log_joint=lambda w: model.log_joint(w, x, y),
+        group=symmetry.signs,
+        estimator=ExactOrbit(),
+        num_samples=10,
+    )
     assert without.symmetrized_elbo - without.elbo == pytest.approx(math.log(8), abs=1e-3)
 
 

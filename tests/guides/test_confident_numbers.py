@@ -14,7 +14,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoLaplaceApproximation
 
 import pyro_symmetric as ps
-from pyro_symmetric.guides.evidence import Evidence, evidence_of
+from pyro_symmetric.guides.evidence import Evidence, evidence
 
 GROUP = ps.Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
 DATA = torch.tensor([-2.1, -1.4, 0.9, 1.8, 2.2])
@@ -50,10 +50,10 @@ def test_a_point_mass_is_not_taken_for_a_density() -> None:
     with pytest.raises(TypeError, match="point mass"):
         ps.AutoSymmetrized(pair, GROUP, base=AutoLaplaceApproximation).setup(DATA)
     with pytest.raises(TypeError, match=r"AutoLaplaceApproximation.*guide\.laplace_approximation"):
-        evidence_of(point, ps.log_joint(pair, DATA), GROUP)
+        evidence(point, log_joint=ps.log_joint(pair, DATA), group=GROUP)
     spread = point.laplace_approximation(DATA)
     for guide in (spread, ps.AutoSymmetrized(pair, GROUP, base=spread).setup(DATA)):
-        found = evidence_of(guide, ps.log_joint(pair, DATA), GROUP, num_samples=2000)
+        found = evidence(guide, log_joint=ps.log_joint(pair, DATA), group=GROUP, num_samples=2000)
         assert abs(found.best.log_evidence - by_quadrature()) < 5 * found.best.error + 1e-4
         assert 0 < found.best.error < 0.5
 
@@ -63,7 +63,7 @@ def test_a_guide_without_spread_in_a_direction_is_refused() -> None:
     sketch = ps.AutoSymmetrized(pair, GROUP).setup(DATA)
     guide = ps.AutoGaussian(sketch, dist.Normal(torch.tensor([-2.0, 2.0]), torch.tensor([0.5, 1e-9])).to_event(1))
     with pytest.raises(TypeError, match="point mass in 1 of 2"):
-        evidence_of(guide, ps.log_joint(pair, DATA), GROUP)
+        evidence(guide, log_joint=ps.log_joint(pair, DATA), group=GROUP)
 
 
 def test_two_threads_draw_different_numbers() -> None:
@@ -84,7 +84,7 @@ def test_two_threads_draw_different_numbers() -> None:
 
         if not first:
             checking.wait(20)
-        evidence_of(guide, recorded, GROUP, num_samples=256)
+        evidence(guide, log_joint=recorded, group=GROUP, num_samples=256)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(worth, [True, False]))
@@ -120,7 +120,7 @@ def test_no_interval_is_printed_where_it_means_nothing(bridged: bool) -> None:
     guide = ps.AutoGaussian(sketch, dist.Normal(torch.tensor([-40.0, 40.0]), torch.full((2,), 0.05)).to_event(1))
     draws = {"locs": torch.tensor([-1.6, 1.6]) + 0.5 * torch.randn(4, 100, 2)}
     posterior = ps.Posterior(draws, kind="independent") if bridged else None
-    found = evidence_of(guide, ps.log_joint(pair, DATA), GROUP, posterior=posterior, num_samples=400)
+    found = evidence(guide, log_joint=ps.log_joint(pair, DATA), group=GROUP, posterior=posterior, num_samples=400)
     assert found.doubts
     assert "interval" not in repr(found)
     assert all(len(word) < 15 for word in repr(found).split())

@@ -10,7 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoDiagonalNormal
 
 import pyro_symmetric as ps
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 
 from .conjugate import DATA, exact_draws, log_evidence, mixture, relabellings
 
@@ -32,11 +32,11 @@ def assert_known(found: Any, truth: float, error: float = 0.1) -> None:
 def test_a_mixture_has_the_evidence_that_the_sum_over_allocations_has(components: int, estimator: Any) -> None:
     """Simplex weights and locations, overlapping components; also by bounds of the density, of few elements."""
     guide = ps.guides.fit_gaussian(exact_draws(components, (1, 2000)), relabellings(components))
-    found = evidence_of(
+    found = evidence(
         guide,
-        ps.log_joint(mixture(components), DATA),
-        relabellings(components),
-        estimator,
+        log_joint=ps.log_joint(mixture(components), DATA),
+        group=relabellings(components),
+        estimator=estimator,
         posterior=exact_draws(components, (4, 1000)),
         num_samples=4000,
         chunk=4000,
@@ -70,7 +70,9 @@ def test_the_evidence_of_a_regression_with_equal_columns_is_in_closed_form() -> 
     tril = 1.3 * exact.scale_tril.float()
     wide = ps.AutoGaussian(sketch, dist.MultivariateNormal(mean.float() + 0.1, scale_tril=tril))
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
-    found = evidence_of(wide, ps.log_joint(model, x, y), group, posterior=posterior, num_samples=2000, chunk=2000)
+    found = evidence(
+        wide, log_joint=ps.log_joint(model, x, y), group=group, posterior=posterior, num_samples=2000, chunk=2000
+    )
     assert_known(found, float(truth))
     assert found.doubts == ()
     assert "in doubt" not in repr(found)
@@ -106,7 +108,7 @@ def test_a_guide_that_misses_a_mode_is_noticed() -> None:
     mean = torch.where(torch.rand(4, 500, 1) < 2 / 3, torch.tensor([0.0, 2.0]), torch.tensor([6.0, 9.0]))
     draws = mean + 0.3 * torch.randn(4, 500, 2)
     posterior = ps.Posterior({"w": draws}, kind="chains")
-    found = evidence_of(guide, two_orbits, group, posterior=posterior, num_samples=2000, chunk=2000)
+    found = evidence(guide, log_joint=two_orbits, group=group, posterior=posterior, num_samples=2000, chunk=2000)
     assert found.pareto_k < 0.7
     assert found.bridge.log_evidence == pytest.approx(2.0, abs=0.2)
     assert found.importance.log_evidence == pytest.approx(2.0 + math.log(2 / 3), abs=0.1)
@@ -129,7 +131,7 @@ def test_a_density_that_is_hardly_known_is_doubted() -> None:
 
     guide = normal_guide(torch.tensor([-9.0, 0.0, 9.0]), torch.full((3,), 0.33), triple)
     found = {
-        estimator: evidence_of(guide, target, group, estimator, num_samples=1000, chunk=1000)
+        estimator: evidence(guide, log_joint=target, group=group, estimator=estimator, num_samples=1000, chunk=1000)
         for estimator in (ps.InfoNCE(1), ps.SinkhornImportance(1))
     }
     poor, good = found.values()
@@ -146,7 +148,7 @@ def test_a_narrow_guide_is_doubted_by_its_weights() -> None:
     in fewer than 1 of 3000 runs."""
     guide = normal_guide(torch.tensor([0.0, 2.0]), torch.full((2,), 0.05))
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
-    found = evidence_of(guide, two_orbits, group, num_samples=60_000, chunk=60_000)
+    found = evidence(guide, log_joint=two_orbits, group=group, num_samples=60_000, chunk=60_000)
     assert found.pareto_k > 0.7
     assert any("Pareto" in doubt for doubt in found.doubts)
     assert found.bridge is None
@@ -162,12 +164,18 @@ def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(chains: 
     for _ in range(399):
         states.append(0.999 * states[-1] + (1 - 0.999**2) ** 0.5 * torch.randn(chains, 2))
     draws = torch.tensor([0.0, 2.0]) + 0.3 * torch.stack(states, 1)
-    found = evidence_of(
-        guide, two_orbits, group, posterior=ps.Posterior({"w": draws}, kind="chains"), num_samples=400 * chains
+    found = evidence(
+        guide,
+        log_joint=two_orbits,
+        group=group,
+        posterior=ps.Posterior({"w": draws}, kind="chains"),
+        num_samples=400 * chains,
     )
     assert any("effective" in doubt for doubt in found.doubts) or chains == 4
     assert any("R-hat" in doubt for doubt in found.doubts)
-    few = evidence_of(guide, two_orbits, group, posterior=ps.Posterior({"w": draws[:, :6]}, kind="independent"))
+    few = evidence(
+        guide, log_joint=two_orbits, group=group, posterior=ps.Posterior({"w": draws[:, :6]}, kind="independent")
+    )
     assert any("effective" in doubt for doubt in few.doubts)
 
 
@@ -183,7 +191,7 @@ def test_sparse_simplices_have_their_evidence() -> None:
     group = ps.Group.declare({"p": ("k",)}, {"p": torch.Size([4])})
     prior = dist.Dirichlet(torch.full((4,), 0.15))
     guide = normal_guide(torch.zeros(3), torch.full((3,), 12.0), sparse)
-    found = evidence_of(guide, lambda w: prior.log_prob(w["p"]), group, num_samples=60_000, chunk=20_000)
+    found = evidence(guide, log_joint=lambda w: prior.log_prob(w["p"]), group=group, num_samples=60_000, chunk=20_000)
     assert abs(found.importance.log_evidence) < 4 * found.importance.error
     assert found.importance.error < 0.01
 
@@ -207,10 +215,10 @@ def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(l
         ordered = weights["w"].sort(-1).values
         return dist.Normal(torch.tensor([-30.0, 30.0]), 1.0).log_prob(ordered).sum(-1)
 
-    found = evidence_of(guide, density, group)
+    found = evidence(guide, log_joint=density, group=group)
     assert any("largest weights may be missing" in doubt for doubt in found.doubts) == doubted
     draws = ps.Posterior({"w": torch.tensor([-30.0, 30.0]) + torch.randn(1, 2000, 2)}, kind="independent")
-    bridged = evidence_of(guide, density, group, posterior=draws, num_samples=2000)
+    bridged = evidence(guide, log_joint=density, group=group, posterior=draws, num_samples=2000)
     assert abs(bridged.best.log_evidence + math.log(0.5)) < 4.5 * bridged.best.error + 0.01
     assert all(doubt.startswith("importance sampling") for doubt in bridged.doubts)
     assert bool(bridged.doubts) == doubted

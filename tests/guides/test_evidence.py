@@ -13,7 +13,7 @@ from pyro.infer.autoguide.initialization import init_to_sample
 
 import pyro_symmetric as ps
 from pyro_symmetric.groups import Group
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 
 GROUP = Group.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
 
@@ -35,9 +35,9 @@ def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     stock = kind(model, init_loc_fn=init_to_sample, init_scale=0.5)
     stock(DATA)
     pyro.set_rng_seed(1)
-    worth = evidence_of(stock, ps.log_joint(model, DATA), GROUP)
+    worth = evidence(stock, log_joint=ps.log_joint(model, DATA), group=GROUP)
     pyro.set_rng_seed(1)
-    ours = evidence_of(ps.push_forward(stock, GROUP.identity()), ps.log_joint(model, DATA), GROUP)
+    ours = evidence(ps.push_forward(stock, GROUP.identity()), log_joint=ps.log_joint(model, DATA), group=GROUP)
     tolerance = 5 * (worth.elbo_error + ours.elbo_error) if kind is AutoLowRankMultivariateNormal else 3e-3
     assert worth.elbo == pytest.approx(ours.elbo, abs=tolerance)
     assert worth.symmetrized_elbo == pytest.approx(ours.symmetrized_elbo, abs=tolerance)
@@ -48,7 +48,10 @@ def test_a_guide_knows_its_model_and_its_group(tmp_path: Path) -> None:
     """The same numbers as of the function and the group; a guide from a file knows no model."""
     guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
     found = []
-    for worth in (lambda: ps.evidence(guide, DATA), lambda: evidence_of(guide, ps.log_joint(model, DATA), GROUP)):
+    for worth in (
+        lambda: ps.evidence(guide, DATA),
+        lambda: evidence(guide, log_joint=ps.log_joint(model, DATA), group=GROUP),
+    ):
         pyro.set_rng_seed(1)
         found.append(worth())
     assert found[0] == found[1]
@@ -70,7 +73,7 @@ def test_a_guide_trained_by_an_estimate_that_sees_little_is_told_so(estimator: A
         return torch.tensor([-3.0, 0.0, 3.0])
 
     guide = ps.AutoSymmetrized(model, GROUP, estimator=estimator, init_loc_fn=start, init_scale=0.5).setup(DATA)
-    found = evidence_of(guide, ps.log_joint(model, DATA), GROUP, num_samples=64)
+    found = evidence(guide, log_joint=ps.log_joint(model, DATA), group=GROUP, num_samples=64)
     told = [doubt for doubt in found.doubts if doubt.startswith("density")]
     assert bool(told) == doubted
 
@@ -115,7 +118,7 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
 
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([2])})
     with pytest.raises(ValueError, match=r"\['k'\].*\n.*change of 3\..*e\+03 nats"):
-        evidence_of(gaussian_guide(lopsided, locs), ps.log_joint(lopsided), group)
+        evidence(gaussian_guide(lopsided, locs), log_joint=ps.log_joint(lopsided), group=group)
 
 
 @pytest.mark.stochastic
@@ -135,10 +138,10 @@ def test_rounding_errors_of_large_float32_densities_are_no_broken_symmetry(size:
 
     group = Group.declare({"locs": ("k",)}, {"locs": torch.Size([40])})
     guide = gaussian_guide(symmetric, torch.randn(40))
-    worth = evidence_of(guide, joint, group, ps.SinkhornImportance(1), num_samples=8)
+    worth = evidence(guide, log_joint=joint, group=group, estimator=ps.SinkhornImportance(1), num_samples=8)
     assert worth.log_order > 0
     with pytest.raises(ValueError, match="not invariant"):
-        evidence_of(guide, lambda w: joint(w) - 100 * size * w["locs"][:, 0] ** 2, group, num_samples=8)
+        evidence(guide, log_joint=lambda w: joint(w) - 100 * size * w["locs"][:, 0] ** 2, group=group, num_samples=8)
 
 
 @pytest.mark.stochastic
@@ -157,10 +160,10 @@ def test_a_density_of_random_rows_or_units_is_taken_as_it_comes() -> None:
 
     guide = gaussian_guide(symmetric, torch.tensor([-3.0, 0.0, 3.0]))
     for _ in range(20):
-        found = evidence_of(guide, joint, GROUP, num_samples=8)
+        found = evidence(guide, log_joint=joint, group=GROUP, num_samples=8)
         assert any(doubt.startswith("density") for doubt in found.doubts)
     with pytest.raises(ValueError, match="not invariant"):
-        evidence_of(guide, lambda w: joint(w) - 1e7 * w["locs"][:, 0], GROUP, num_samples=8)
+        evidence(guide, log_joint=lambda w: joint(w) - 1e7 * w["locs"][:, 0], group=GROUP, num_samples=8)
 
 
 @pytest.mark.cuda
@@ -179,4 +182,4 @@ def test_a_guide_loaded_on_either_device_has_the_evidence_of_the_model_on_the_gp
             assert {value.device.type for value in draws.values()} == {device}
             assert joint(draws).device.type == device
             assert ps.predict(draws, problem, x).isfinite().all()
-            assert math.isfinite(evidence_of(guide, joint, group, num_samples=50).elbo)
+            assert math.isfinite(evidence(guide, log_joint=joint, group=group, num_samples=50).elbo)

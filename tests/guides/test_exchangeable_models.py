@@ -14,7 +14,7 @@ from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides import AutoSymmetrized
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.mcmc import log_joint
 
 from .conjugate import DATA, log_evidence, mixture, relabellings
@@ -34,7 +34,14 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(es
     truth = log_evidence(2)
     for number in (0, 80):
         train(model, guide, DATA, number=number, lr=0.1)
-        worth = evidence_of(guide, log_joint(model, DATA), relabellings(2), estimator, num_samples=2000, chunk=2000)
+        worth = evidence(
+            guide,
+            log_joint=log_joint(model, DATA),
+            group=relabellings(2),
+            estimator=estimator,
+            num_samples=2000,
+            chunk=2000,
+        )
         assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
     assert worth.symmetrized_elbo > truth - 2.5
     assert worth.symmetrized_elbo >= worth.elbo - 5 * worth.elbo_error
@@ -83,7 +90,14 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(seed
     assert truth == pytest.approx(factor_evidence(data, 33), abs=1e-3)
     guide = AutoSymmetrized(factors_marginalised, group, estimator=ExactOrbit(), init_scale=0.3).setup(data)
     train(factors_marginalised, guide, data, number=80, loss=loss())
-    worth = evidence_of(guide, log_joint(factors_marginalised, data), group, ExactOrbit(), num_samples=2000, chunk=2000)
+    worth = evidence(
+        guide,
+        log_joint=log_joint(factors_marginalised, data),
+        group=group,
+        estimator=ExactOrbit(),
+        num_samples=2000,
+        chunk=2000,
+    )
     assert worth.symmetrized_elbo < truth + 5 * worth.symmetrized_error
     assert worth.symmetrized_elbo > truth - 2.0
     assert worth.elbo + 0.3 < worth.symmetrized_elbo < worth.elbo + math.log(8) + 1e-6

@@ -18,7 +18,7 @@ from pyro_symmetric import Group
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.models import BayesianModel
 
@@ -71,7 +71,9 @@ def test_symmetrised_elbos_lie_between_the_mean_field_one_and_the_evidence(dista
         svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.995}), particles)
         for _ in range(500):
             svi.step(x, y)
-        found[name] = evidence_of(guide, lambda w: model.log_joint(w, x, y), GROUP, estimator, num_samples=4000)
+        found[name] = evidence(
+            guide, log_joint=lambda w: model.log_joint(w, x, y), group=GROUP, estimator=estimator, num_samples=4000
+        )
     error = 5 * max(f.symmetrized_error for f in found.values())
     for name in ("exact", "infonce"):
         assert found[name].symmetrized_elbo < log_evidence + error
@@ -89,7 +91,9 @@ def test_a_fixed_guide_gains_what_enumeration_says() -> None:
     model, x, y = problem(2.0)
     guide = AutoSymmetrized(model, GROUP, estimator=ExactOrbit(), init_scale=0.7).setup(x, y)
     pyro.set_rng_seed(1)
-    worth = evidence_of(guide, lambda w: model.log_joint(w, x, y), GROUP, ExactOrbit(), num_samples=64)
+    worth = evidence(
+        guide, log_joint=lambda w: model.log_joint(w, x, y), group=GROUP, estimator=ExactOrbit(), num_samples=64
+    )
     base = guide.base.get_posterior()
     pyro.set_rng_seed(1)
     with forked(drawn_seed()):  # the same draws

@@ -135,14 +135,14 @@ def test_several_aligned_runs_lie_in_the_frame_of_the_first() -> None:
 def test_evidence_is_averaged_over_permutations_and_signs_as_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two tanh units: q(w) summed over 2! orders and 2^2 signs, written out by hand."""
     problem = build_problem(StudySettings(data="wine", hidden=(2,), activation="tanh", draws=8))
-    guides, estimate = [], variational.evidence_of
+    guides, estimate = [], variational.evidence
 
-    def seeded(guide: Any, *args: Any) -> Any:
+    def seeded(guide: Any, **options: Any) -> Any:
         guides.append(guide)
         torch.manual_seed(0)
-        return estimate(guide, *args)
+        return estimate(guide, **options)
 
-    monkeypatch.setattr(variational, "evidence_of", seeded)
+    monkeypatch.setattr(variational, "evidence", seeded)
     evidence = fitted("mean-field", problem, steps=20)[0].found["evidence"]
     assert evidence["log_order"] == pytest.approx(math.log(8))
     assert problem.symmetry.log_order() == pytest.approx(math.log(8))

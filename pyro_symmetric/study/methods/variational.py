@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from pyro_symmetric.distributions import SinkhornImportance
 from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
-from pyro_symmetric.guides.evidence import evidence_of
+from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.guides.gaussian import gaussian_copy, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, TooLarge, register
@@ -131,7 +132,8 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
     # A symmetrised guide is compared as what it is: with all its copies.
     orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
     draws = guide.sample_posterior((problem.settings.draws,), **orbit)
-    worth = evidence_of(guide, lambda w: problem.model.log_joint(w, problem.x, problem.y), problem.symmetry.finite)
+    joint = functools.partial(problem.model.log_joint, x=problem.x, y=problem.y)
+    worth = evidence(guide, log_joint=joint, group=problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")
     return Fit(posterior, {"losses": {"negative ELBO (nats)": losses}, "evidence": asdict(worth)})
 
