@@ -182,7 +182,7 @@ class UnitDensities:
                 column, sure = leading(found, "permute" in self.group[name].moves)
                 matched = [(p * u.take_along_dim(column.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
                 rounding = torch.finfo(dtype).eps * sum(matched[1:], matched[0])
-                sure = sure & (rounding < 1.0) & trusted
+                sure = sure & (rounding < 1.0) if trusted else torch.zeros_like(sure)
                 if bool(sure.all()) or not (brief or bool((rounding * ~sure > ROUNDING).any())):
                     break
         return found, column, sure
@@ -298,7 +298,7 @@ def sites_of(action: Action, flat: Tensor) -> Weights:
     those; of a simplex their centred logarithms, which are closer to normal."""
     values, pieces = {}, _pieces(action)
     for (site, shape), part in zip(pieces.items(), flat.split([s.numel() for s in pieces.values()], -1), strict=True):
-        value = part.reshape(*flat.shape[:-1], *shape)
+        value = part.reshape((*flat.shape[:-1], *shape))
         if site in action.nonlinear_sites:
             value = action.layout.transforms[site](value)
             if site in action.simplex_sites:
@@ -314,7 +314,7 @@ def _pieces(action: Action) -> dict[str, torch.Size]:
     """The shapes of coordinates by site, in the group's view where elements move them as they are."""
     shapes = action.layout.unconstrained_shapes
     moved = {
-        site: action.group.view(site, torch.empty(shape)).shape
+        site: action.group.view(site, torch.empty(shape, device="meta")).shape
         for site, shape in shapes.items()
         if site in action.group.sites
     }

@@ -167,4 +167,5 @@ def test_signs_of_a_positive_site_are_refused() -> None:
     both = {"moves": ("permute", "flip")}
     with pytest.raises(ValueError, match=r"'scales', whose support is .* Declare the site as even"):
         ps.symmetrize(guide, ps.Group.declare(axes, shapes, **both))()
-    ps.symmetrize(guide, ps.Group.declare(axes, shapes, even=["scales"], **both))()
+    even = ps.symmetrize(guide, ps.Group.declare(axes, shapes, even=["scales"], **both))
+    assert pyro.poutine.trace(even).get_trace().log_prob_sum().isfinite()
