@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -55,8 +56,5 @@ class Placement(Messenger):
 
 def promoted(values: list[Tensor]) -> torch.dtype | None:
     """The dtype that holds all floating-point tensors of a list; ``None`` if it has none."""
-    dtype = None
-    for value in values:
-        if value.is_floating_point():
-            dtype = value.dtype if dtype is None else torch.promote_types(dtype, value.dtype)
-    return dtype
+    dtypes = [value.dtype for value in values if value.is_floating_point()]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed
+from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, required
@@ -190,7 +191,7 @@ class Run:
             "device": str(density.device),
             "dtype": str(density.dtype).removeprefix("torch."),
             "chain_chunk": density.chain_chunk,
-            "versions": density.versions,
+            "versions": dict(VERSIONS),
             "deterministic": list(density.target.computed),
             "engine": density.engine,  # as it turned out: compiling may have failed
             "engine_reason": density.engine_reason,

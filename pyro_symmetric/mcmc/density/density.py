@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.calls import refuse_training_batch_norm
-from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, in_chunks, same_evaluation
@@ -158,11 +157,6 @@ class Density:
     def engine(self) -> str:
         """The one of :data:`ENGINES` that serves. They round differently."""
         return "eager" if self.fast is None else self.fast.name
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of all that computes energies."""
-        return dict(VERSIONS)
 
     def __repr__(self) -> str:
         engine = f"{self.engine!r} ({self.engine_reason})" if self.engine_reason else repr(self.engine)
