@@ -17,18 +17,17 @@ from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
 from pyro_symmetric.discovery.linear_twin import Pass, precise
-from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision
+from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-POINTS, LARGEST = 5, 10_000  # sets of weights that are tried, and weights, at most: time grows with their cube
+LARGEST = 10_000  # weights at most: time grows with their cube
+SPREADS = (0.3, 1.0, 0.3, 1.0, 3.0)  # of weights around the network's own, relative to their standard deviation
 NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a ratio that leaves no doubt
 STEP, WRONG = 1e-4, 1e-6  # of log-scales, whose differences are tangents; what these change, if they are no symmetry
 LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of these in turn
-SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
-CENTRED = 0.9  # the part of their mean that rows of matrices lose at every other point: units switch on and off then
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,9 @@ def completeness(
     if sum(shape.numel() for shape in symmetry.site_shapes.values()) > LARGEST:
         raise ValueError(f"there are more than {LARGEST} weights, whose null space takes too long to find")
     run, tried = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits), list[Completeness]()
-    for point in range(POINTS):
-        weights = _near(symmetry, net, centred=point % 2 == 1)
+    own = {site: precise(value.detach(), torch.float64) for site, value in symmetry.weights_of(net).items()}
+    for far in SPREADS:
+        weights = {site: near(value, site in symmetry.buffers, far) for site, value in own.items()}
         tried.append(_counted(symmetry.group, weights, *_rows(run, weights)))
         best = min(tried, key=lambda one: one.null)
         if best.null == best.found or [one.null for one in tried].count(best.null) == 2:
@@ -86,22 +86,6 @@ def completeness(
 
 
 # small steps --------------------------------------------------------------------------------------------------------
-
-
-def _near(symmetry: Symmetry, net: nn.Module, centred: bool) -> Weights:
-    """Random weights around the network's own."""
-    weights = {}
-    for site, value in symmetry.weights_of(net).items():
-        value = precise(value.detach(), torch.float64)
-        noise = torch.randn_like(value)
-        if site in symmetry.buffers and bool((value >= 0).all()):  # a variance
-            weights[site] = (value + 0.1) * (SPREAD * noise).exp()
-            continue
-        spread, least = SPREAD * float(value.std(correction=0)), SPREAD if value.dim() < 2 else max(value.shape) ** -0.5
-        near = value + (spread if spread > 0.03 * least else least) * noise  # zeros and ones need more
-        mean = near.mean([*range(1, near.dim())], keepdim=True) if centred and near.dim() > 1 else 0.0
-        weights[site] = near - CENTRED * mean
-    return weights
 
 
 def _rows(run: Pass, weights: Weights) -> tuple[Tensor, Tensor]:

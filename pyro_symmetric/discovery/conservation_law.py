@@ -16,7 +16,7 @@ Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,12 +27,11 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.arrays import Array
-from pyro_symmetric.discovery.integer_bases import bits, echelon, independent, reduced, sparse, whole_numbers
-from pyro_symmetric.discovery.invariance import guilty
+from pyro_symmetric.discovery.integer_bases import echelon, independent, sparse, whole_numbers
+from pyro_symmetric.discovery.invariance import difference, guilty
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise
-from pyro_symmetric.discovery.multiplied import Place, add_multipliers, place_of
-from pyro_symmetric.discovery.outputs import difference
-from pyro_symmetric.discovery.symmetry import in_precision
+from pyro_symmetric.discovery.multiplied import Place, Powers, add_multipliers, place_of
+from pyro_symmetric.discovery.symmetry import in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis, Units
 from pyro_symmetric.groups.units import Move
@@ -40,13 +39,14 @@ from pyro_symmetric.weights import Weights
 
 PRECISE = 2_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
-SPREAD = 0.3  # of weights around the network's own, relative to their standard deviation
+SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
 # Random losses at most, of large networks and of small; units with so many places that more are needed have no
 # multipliers.
 MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
-Powers = list[int]  # for each place of a cell, the power with which a multiplier enters
+
+EXACT = 1e-12  # of what isn't tried: an epsilon in a norm makes a larger difference
 
 
 def with_multipliers(
@@ -71,30 +71,27 @@ def with_multipliers(
     :param logits: whether outputs go through a softmax.
     """
     law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
-    inside = {one.name: [other for other in units if other.parent == one.name] for one in units}
-    cells = [_cell(one, inside.get(one.name, ()), law, slices, held) for one in (*units, *fixed)]
-    if law.small:  # all that others do together may be what a single unit does
-        single = [cell.units.count == 1 and not cell.units.moves for cell in cells]
-        names = [cell.units.name for cell in cells]
-        pairs = enumerate(zip(cells, single, strict=True))
-        cells = [replace(cell, inside=frozenset(names[:k])) if alone else cell for k, (cell, alone) in pairs]
-    every = {site: torch.arange(shapes[site][0], device="cpu")[:, None] for site in law.trained if site not in held}
-    rows = {site: Axis(site, 0, index) for site, index in every.items()}
-    cells += [
-        _Cell(Units(f"{s} as a whole", 1, (axis,), moves=frozenset()), (axis,), whole=True) for s, axis in rows.items()
-    ]
-    cells = [cell for cell in cells if cell.places]
+    cells = list[_Cell]()
+    for one in (*units, *fixed):
+        inside = [other for other in units if other.parent == one.name]
+        made_of = {other.name for other in inside}
+        if law.small and one.count == 1 and not one.moves:  # all that others do together may be what one unit does
+            made_of = {cell.units.name for cell in cells}
+        if places := _places(one, inside, law, slices, held):
+            cells.append(_Cell(one, places, frozenset(made_of)))
     found = {one.name: one for one in units}
     try:
         moves = law.moves(cells)
     except NotDifferentiable:  # then permutations alone are told
         return list(units)
     for cell, own in zip(cells, moves, strict=True):
-        add_multipliers(found, cell.units, cell.places, own, cell.whole)
+        add_multipliers(found, cell.units, cell.places, own)
+    alone = [{axis.site for axis in one.axes if axis.exponent} for one in found.values()]
     lying = {axis.site for one in found.values() for axis in one.axes}
-    for site, axis in rows.items():
-        if law.shifts(site) and len(shapes[site]) == 1 < shapes[site][0] and site not in lying:
-            found[f"shift of {site}"] = Units(f"shift of {site}", 1, (axis,), moves=frozenset({"shift"}))
+    for site, move in law.whole():
+        if site not in held and (move == "shift" or {site} not in alone) and (move == "scale" or site not in lying):
+            axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
+            found[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
     return list(found.values())
 
 
@@ -102,20 +99,18 @@ def with_multipliers(
 class _Cell:
     """Units that are alike, and the places where each of them lies: axes with one exponent each.
 
-    :param inside: names of further units that lie inside these.
-    :param whole: whether it is a site as a whole, of which scales alone are asked.
+    :param made_of: names of units whose multipliers together may be these.
     """
 
     units: Units
     places: tuple[Axis, ...]
-    inside: frozenset[str] = frozenset()
-    whole: bool = False
+    made_of: frozenset[str]
 
 
-def _cell(
+def _places(
     units: Units, inside: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
-) -> _Cell:
-    """Units with the places where they lie; those at which one further unit lies inside them have one exponent."""
+) -> tuple[Axis, ...]:
+    """The places where units lie; those at which one further unit lies inside them have one exponent."""
     places, whole = list[Axis](), set[str]()
     for axis in units.axes:
         length = axis.length(law.shapes)
@@ -131,8 +126,7 @@ def _cell(
             together.setdefault(int(own[0]) if bool((own == own[0].clamp_min(0)).all()) else -1 - k, []).append(row)
         blocks = (replace(axis, index=torch.stack(rows)) for rows in together.values())
         places += [piece for block in blocks for piece in _cut(block, slices.get(axis.site), law)]
-    places = [replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in places]
-    return _Cell(units, tuple(places), frozenset(one.name for one in inside))
+    return tuple(replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in places)
 
 
 def _cut(axis: Axis, slices: Array | None, law: _Law) -> list[Axis]:
@@ -154,45 +148,52 @@ class _Law:
         size = sum(value.numel() for value in own.values())
         self.dtype = torch.float64 if size < PRECISE else torch.float32
         self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
-        self.gradients, self.loudest = dict[str, Tensor](), 0.0
         self.own = {site: precise(value, self.dtype) for site, value in own.items()}
         self.buffers = set(dict(net.named_buffers()))
-        self.trained = [site for site in own if site not in self.buffers and shapes[site]]
         self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
         self.generator = torch.Generator("cpu").manual_seed(0)
+        self.first: Weights = {}  # the gradients of the first loss
         # Where one unit is silent, because another is negative, say, another speaks farther off.
         self.small = size < SMALL
-        spreads = [SPREAD * 2 ** (k // 2) for k in range(6 if self.small else 1)]
-        self.draws = [(self._near(spread), self._inputs()) for spread in spreads]
+        self.draws = [
+            ({site: near(v, site in self.buffers, far, self.generator) for site, v in self.own.items()}, self._inputs())
+            for far in (SPREADS if self.small else SPREADS[:1])
+        ]
 
-    def moves(self, cells: Sequence[_Cell]) -> list[dict[tuple[int, ...], frozenset[Move]]]:
+    def moves(self, cells: Sequence[_Cell]) -> list[dict[Powers, frozenset[Move]]]:
         """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
-        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in cells if not cell.whole]
+        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in cells]
         losses = max(len(self.draws), min(MOST[self.small], max(asked, default=1)))
         plain = self._sums(cells, losses, False)
         scales = self._right(cells, [self._scales(cell, plain) for cell in cells], (4.0, 0.25))
-        scales = _besides(cells, scales, self.shapes, lambda rows: int(np.linalg.matrix_rank(rows)))
+        scales = _besides(cells, scales, self.shapes, False)
         try:
             twin = self._sums(cells, losses, True)
             signs = [self._signs(cell, own, plain, twin) for cell, own in zip(cells, scales, strict=True)]
         except NotDifferentiable:
             signs = [[] for _ in cells]
-        signs = self._right(cells, signs, (-1.0,))
-        signs = _besides(cells, signs, self.shapes, lambda rows: len(independent(map(bits, rows))))
+        signs = _besides(cells, self._right(cells, signs, (-1.0,)), self.shapes, True)
         found = []
         for own, odd in zip(scales, signs, strict=True):
-            moves: dict[tuple[int, ...], frozenset[Move]] = {tuple(powers): frozenset({"scale"}) for powers in own}
+            moves: dict[Powers, frozenset[Move]] = {powers: frozenset({"scale"}) for powers in own}
             for parities in odd:
-                same = next((powers for powers in moves if [p % 2 for p in powers] == parities), tuple(parities))
+                same = next((powers for powers in moves if _odd(powers) == parities), parities)
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
             found.append(moves)
         return found
 
-    def shifts(self, site: str) -> bool:
-        """True if a constant may be added to all entries of a site, as far as the first loss tells."""
-        gradient = self.gradients.get(site, torch.zeros(1, device="cpu"))
-        size = float(gradient.norm())
-        return size > self.silent * self.loudest and float(gradient.real.sum().abs()) <= self.null * size
+    def whole(self) -> Iterator[tuple[str, Move]]:
+        """The vectors that may be shifted, and the sites that may be scaled, as a whole, as far as one loss tells."""
+        norms = {site: float(gradient.norm()) for site, gradient in self.first.items()}
+        for site, norm in norms.items():
+            if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
+                continue
+            gradient = self.first[site].conj()
+            shift, scale = gradient.real, (self.draws[0][0][site] * gradient).real
+            if len(self.shapes[site]) == 1 < self.shapes[site][0] and float(shift.sum().abs()) <= self.null * norm:
+                yield site, "shift"
+            if self.dtype == torch.float64 and float(scale.sum().abs()) <= EXACT * float(scale.abs().sum()):
+                yield site, "scale"
 
     # small steps ----------------------------------------------------------------------------------------------------
 
@@ -210,18 +211,17 @@ class _Law:
     ) -> list[Powers]:
         """For a cell what may be a basis of the places that a sign enters (1; others are 0)."""
         heard, (rows, loud) = _rows(cell, plain)[1], _rows(cell, twin)
-        if cell.whole or not bool((heard > 0).all()):
+        if not bool((heard > 0).all()):
             return []
         live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
         unseen = live & (loud <= self.silent)  # what only even functions read flips together
-        proposed = [bits(unseen.long().tolist())] if bool(unseen.any()) else []
-        proposed += [bits(own) for own in _null_vectors(rows, loud, live & ~unseen, cell, self.null)]
+        proposed = [unseen.tolist(), *_null_vectors(rows, loud, live & ~unseen, cell, self.null)]
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
-        sizes = [self.shapes[axis.site].numel() for axis in cell.places]
-        proposed = echelon(proposed, sorted(range(len(sizes)), key=sizes.__getitem__))
-        span = independent(proposed)
-        shared = [odd for odd in map(bits, scales) if odd and len(independent([*span, odd])) == len(span)]
-        return [[odd >> k & 1 for k in range(len(cell.places))] for odd in independent([*shared, *proposed])]
+        order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
+        basis = echelon(np.array(proposed, dtype=int)[:, order], True)[0].astype(int)[:, order.argsort()].tolist()
+        shared = [odd for odd in map(_odd, scales) if len(independent([*basis, odd], True)) == len(basis)]
+        every = [*shared, *map(tuple, basis)]
+        return [every[k] for k in independent(every, True)]
 
     def _right(
         self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factors: Sequence[float]
@@ -229,12 +229,11 @@ class _Law:
         """The proposals that leave outputs as they are if units are multiplied by powers of these factors."""
         every = [(i, powers) for i, basis in enumerate(proposed) for powers in basis]
 
-        def fails(chosen: Sequence[tuple[int, Powers]], factor: float, share: float) -> bool:
+        def fails(chosen: Sequence[tuple[int, Powers]], factor: float) -> bool:
             moved = dict(weights)
             for number, powers in chosen:
-                chance = torch.rand(cells[number].units.count, generator=self.generator, device="cpu")
-                units = chance < share
-                units[0] |= share == 0.0
+                units = torch.rand(cells[number].units.count, generator=self.generator, device="cpu") < 0.5
+                units[0] |= len(chosen) == 1
                 for axis, power in zip(cells[number].places, powers, strict=True):
                     if power:
                         by = factor ** (power if factor < 0 else power / max(map(abs, powers)))
@@ -245,10 +244,10 @@ class _Law:
         for number, (weights, inputs) in enumerate(self.draws):
             before = self._outputs(weights, inputs) if every else []
             for factor in factors:
-                for share in (1.0, 0.0) if self.small and number == 0 else ():
-                    every = [one for one in every if not fails([one], factor, share)]
-                if every and fails(every, factor, 0.5):
-                    wrong = guilty(every, lambda chosen: fails(chosen, factor, 0.5))  # noqa: B023
+                if self.small and number == 0:
+                    every = [one for one in every if not fails([one], factor)]
+                if every and fails(every, factor):
+                    wrong = guilty(every, lambda chosen: fails(chosen, factor))  # noqa: B023
                     every = [one for one in every if one not in wrong]
         return [[powers for powers in basis if (i, powers) in every] for i, basis in enumerate(proposed)]
 
@@ -256,29 +255,29 @@ class _Law:
         """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
         axes = {place_of(axis): axis for cell in cells for axis in cell.places}
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
-        for k, (near, inputs) in enumerate(self.draws):
-            weights = {site: value.clone().requires_grad_() for site, value in near.items()}
+        for weights, gradients in self._gradients(losses, twin):
+            self.first = self.first or gradients
+            for place, axis in axes.items():
+                weight = weights[axis.site] + self.epsilons.get(axis.site, 0.0)
+                gradient = gradients.get(axis.site)
+                product = weight.real * 0 if gradient is None else (weight * gradient.conj()).real
+                product = product.reshape(_run(product.shape, axis)).movedim(axis.dim, 0)
+                product = product.reshape(len(product), -1)
+                both = (own.sum(1, dtype=torch.float64) for own in (product, product.abs()))
+                found[place].append(torch.stack([*both]).cpu())
+        nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
+        return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
+
+    def _gradients(self, losses: int, twin: bool) -> Iterator[tuple[Weights, Weights]]:
+        """Weights, and the gradients of random losses there."""
+        for k, (own, inputs) in enumerate(self.draws):
+            weights = {site: value.clone().requires_grad_() for site, value in own.items()}
             outputs = [out for out in self._outputs(weights, inputs, twin) if out.requires_grad]
             for _ in range(k, losses, len(self.draws)) if outputs else ():
                 loss = torch.stack([(out * self._noise(out)).real.sum() for out in outputs]).sum()
                 with evaluation():
                     every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
-                gradients = {site: g for site, g in zip(weights, every, strict=True) if g is not None}
-                if not twin and k == 0:
-                    self.gradients, self.loudest = (
-                        gradients,
-                        max((float(g.norm()) for g in gradients.values()), default=0.0),
-                    )
-                for place, axis in axes.items():
-                    weight = near[axis.site] + self.epsilons.get(axis.site, 0.0)
-                    gradient = gradients.get(axis.site)
-                    product = weight.real * 0 if gradient is None else (weight * gradient.conj()).real
-                    product = product.reshape(_run(product.shape, axis)).movedim(axis.dim, 0)
-                    product = product.reshape(len(product), -1)
-                    both = (own.sum(1, dtype=torch.float64) for own in (product, product.abs()))
-                    found[place].append(torch.stack([*both]).cpu())
-        nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
-        return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
+                yield own, {site: g for site, g in zip(weights, every, strict=True) if g is not None}
 
     def _outputs(self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False) -> list[Tensor]:
         passes = zip(self.passes, inputs, strict=True)
@@ -300,16 +299,6 @@ class _Law:
             finite = False
         return drawn if finite else [[precise(x, self.dtype) for x in own] for own in given]
 
-    def _near(self, far: float) -> Weights:
-        drawn = {}
-        for site, value in self.own.items():
-            noise, spread = self._noise(value), float(value.std(correction=0)) if value.numel() > 1 else 0.0
-            if site in self.buffers and bool((value >= 0).all()) and bool(value.any()):  # a variance
-                drawn[site] = value * (far * noise).exp()
-            else:
-                drawn[site] = value + far * (spread if spread > 1e-3 else 1.0) * noise
-        return drawn
-
 
 # what follows from it -------------------------------------------------------------------------------------------------
 
@@ -327,27 +316,43 @@ def _rows(cell: _Cell, sums: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
     return signed / loud.amax(1, keepdim=True), (loud / loud.amax(1, keepdim=True)).amax(0)
 
 
+def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Powers]:
+    """A basis of the small whole numbers with which the live columns of a cell's law add up to zero."""
+    where = live.nonzero().flatten().tolist()
+    if not where or len(rows) < len(where) + 2:
+        return []
+    rows, loud = (rows / loud)[:, where], loud[where]
+    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 32), device="cpu").long()]
+    values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
+    basis = vectors[values <= null * math.sqrt(len(rows))] / loud
+    reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
+    whole = [numbers for vector in reduced if (numbers := whole_numbers(vector))]
+    found = []
+    for vector in sparse(whole, [cell.places[k].buffer for k in where]):
+        sign = 1 if next(e for e in vector if e) > 0 else -1  # what enters the units has a positive exponent
+        full = dict(zip(where, vector, strict=True))
+        found.append(tuple(sign * full.get(k, 0) for k in range(len(live))))
+    return found
+
+
 def _besides(
-    cells: Sequence[_Cell],
-    bases: Sequence[list[Powers]],
-    shapes: Mapping[str, torch.Size],
-    rank: Callable[[list[Powers]], int],
+    cells: Sequence[_Cell], bases: Sequence[list[Powers]], shapes: Mapping[str, torch.Size], modulo_two: bool
 ) -> list[list[Powers]]:
-    """Keep of each cell's vectors, sparse ones first, what isn't made of those of units inside."""
+    """Keep of each cell's vectors, sparse ones first, what isn't made of those of other units."""
     found = []
     for cell, basis in zip(cells, bases, strict=True):
         pairs = zip(cells, bases, strict=True)
-        known = [(one, v) for one, own in pairs if one.units.name in cell.inside for v in own]
+        known = [(one, v) for one, own in pairs if one.units.name in cell.made_of for v in own]
         if basis and (known or cell.units.count == 1):  # a single unit's rows and columns may cancel out
-            basis = sorted(basis, key=lambda own: sum(map(bool, own)))
-            rows = _entries([*known, *((cell, vector) for vector in basis)], cell.units.count, shapes)
-            ranks = [rank(rows[: len(known) + k]) for k in range(len(basis) + 1)]
-            basis = [vector for k, vector in enumerate(basis) if ranks[k + 1] > ranks[k]]
+            basis = sorted(basis, key=np.count_nonzero)
+            entries = _entries([*known, *((cell, vector) for vector in basis)], cell.units.count, shapes)
+            kept = independent(entries, modulo_two)
+            basis = [basis[k - len(known)] for k in kept if k >= len(known)]
         found.append(basis)
     return found
 
 
-def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[str, torch.Size]) -> list[Powers]:
+def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[str, torch.Size]) -> Array:
     """The exponents of all entries of sites, those that are alike once, if the first of so many units is multiplied."""
     columns = []
     for site in sorted({axis.site for cell, _ in moves for axis in cell.places}):
@@ -360,26 +365,11 @@ def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[
         flat = rows.flatten(1).numpy()
         mixed = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(mixed, return_index=True)[1]])
-    return np.concatenate(columns, 1).tolist()
+    return np.concatenate(columns, 1)
 
 
-def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Powers]:
-    """A basis of the small whole numbers with which the live columns of a cell's law add up to zero."""
-    where = live.nonzero().flatten().tolist()
-    if not where or (len(rows) < len(where) + 2 and not cell.whole) or not len(rows):
-        return []
-    rows, loud = (rows / loud)[:, where], loud[where]
-    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 32), device="cpu").long()]
-    values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
-    basis = vectors[values <= null * math.sqrt(len(rows))] / loud
-    basis = reduced(basis / basis.abs().amax(1, keepdim=True) if len(basis) else basis)
-    vectors = [whole for own in basis if (whole := whole_numbers(own))]
-    vectors, found = sparse(vectors, [cell.places[k].buffer for k in where]), []
-    for vector in vectors:
-        sign = 1 if next(e for e in vector if e) > 0 else -1  # what enters the units has a positive exponent
-        full = dict(zip(where, vector, strict=True))
-        found.append([sign * full.get(k, 0) for k in range(len(live))])
-    return found
+def _odd(powers: Powers) -> Powers:
+    return tuple(power % 2 for power in powers)
 
 
 def _run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:

@@ -13,9 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyro_symmetric.discovery.rules.registry import bound
 from pyro_symmetric.discovery.symmetry import in_precision
 
-NUMBERS = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
-)
 aten = torch.ops.aten
 # Draws, and the means that take their place, by their arguments.
 MEANS: dict[Any, Callable[[Mapping[str, Any]], float]] = {
@@ -32,14 +29,13 @@ class Deterministic(TorchDispatchMode):
 
     So dropout and stochastic depth do nothing, whoever calls them, and no rounding hides behind a cast.
 
-    :param dtype: the precision; every number keeps its own if none is given.
+    :param dtype: the precision.
     :param noise: whether random numbers are drawn; otherwise normal, uniform and exponential ones are their means.
-    :ivar coarsest: the largest relative rounding error of the numbers that were computed in their own precision.
     """
 
-    def __init__(self, dtype: torch.dtype | None, noise: bool = True):
+    def __init__(self, dtype: torch.dtype, noise: bool = True):
         super().__init__()
-        self.dtype, self.noise, self.coarsest = dtype, noise, 0.0
+        self.dtype, self.noise = dtype, noise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,17 +49,13 @@ class Deterministic(TorchDispatchMode):
         if not writes or self._in_precision(args[0]) is args[0]:  # else it would write into a copy
             args, kwargs = pytree.tree_map(self._in_precision, (tuple(args), kwargs))
         result = func(*args, **kwargs)
-        if self.dtype is None and isinstance(result, Tensor) and result.dtype in NUMBERS:
-            self.coarsest = max(self.coarsest, torch.finfo(result.dtype).eps)
         made = isinstance(result, Tensor) and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
         return self._in_precision(result) if made else result
 
     def _in_precision(self, value: Any) -> Any:
-        if isinstance(value, torch.dtype) and value in NUMBERS:
+        if isinstance(value, torch.dtype):
             return in_precision(value, self.dtype)
-        if isinstance(value, Tensor) and value.dtype in NUMBERS:
-            return value.to(in_precision(value.dtype, self.dtype))
-        return value
+        return value.to(in_precision(value.dtype, self.dtype)) if isinstance(value, Tensor) else value
 
 
 def _masked(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -71,7 +71,7 @@ def find_symmetry(
     :param freeze: names, as for ``only``, of what keeps its values, whatever these are.
     :param buffers: whether running statistics move along; see :meth:`~pyro_symmetric.Symmetry.holding`.
     :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
-    :param verify: try random elements on a copy, in float64 if it can be. Moves that fail are dropped, with a warning;
+    :param verify: try random elements on a copy in float64. Moves that fail are dropped, with a warning;
         if nothing can be told, a warning (``UnverifiedSymmetry``) says so.
     :param logits: whether outputs go through a softmax, so that one constant may be added to the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).

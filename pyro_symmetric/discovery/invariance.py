@@ -1,8 +1,8 @@
 """Does a group change a function of the weights? If so, which moves of which units do.
 
-The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.outputs`) or a log-density
-(:mod:`~pyro_symmetric.discovery.densities`). Each says by itself what an element changes, and whether that is more than
-rounding; the search for the moves that break the invariance is the same.
+The function may be a network's outputs (:mod:`~pyro_symmetric.discovery.verify`) or a log-density
+(:mod:`~pyro_symmetric.discovery.model_check`). Each says by itself what an element changes, and whether that is more
+than rounding; the elements that are tried, and the search for the moves that break the invariance, are the same.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.element import Element
@@ -26,17 +27,7 @@ DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": 
 
 
 class InconclusiveError(Error, ValueError):
-    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated.
-
-    >>> def model():
-    ...     w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    ...     pyro.sample("y", dist.Normal(w.sum() + torch.randn(()), 1.0), obs=torch.tensor(0.0))
-    >>> try:
-    ...     ps.verify_model(ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)}), model)
-    ... except ps.discovery.InconclusiveError:
-    ...     print("the density changes by itself")
-    the density changes by itself
-    """
+    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated."""
 
 
 class Change(NamedTuple):
@@ -52,29 +43,12 @@ class Change(NamedTuple):
     sites: tuple[str, ...] = ()
 
 
-class FunctionOfWeights(Protocol):
-    """A function of weights that knows how precise its values are."""
-
-    name: str  # the function in words
-    unit: str  # what its changes are measured in, in words
-
-    @property
-    def tolerance(self) -> float:
-        """The largest change that passes as rounding."""
-
-    def change(self, element: Element) -> Change:
-        """The effect of an element on the function."""
-
-
-@dataclass(frozen=True)
-class BrokenMove:
+class BrokenMove(NamedTuple):
     """A move of some units that changes the function.
 
     :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
     :param name: the name of the units.
-    :param change: the largest change: of an output, relative to the largest output; of a log-density, in nats (infinite
-        outside of a support).
-    :param unit: what the change is measured in, in words.
+    :param change: the largest change, infinite outside of a support.
     :param sites: the sites whose own density, given the others, changed. Empty for outputs, and if discrete sites were
         summed out.
     :param remedy: the axis with which, or without which, a declaration holds, in words; empty if there is none.
@@ -83,15 +57,8 @@ class BrokenMove:
     move: Move
     name: str
     change: float
-    unit: str = ""
     sites: tuple[str, ...] = ()
     remedy: str = ""
-
-    def __str__(self) -> str:
-        text = f"units {self.name!r}: a change of {self.change:.3g} {self.unit} when they are {DONE[self.move]}"
-        if self.sites:
-            text += f"; what changes is the density of {', '.join(map(repr, self.sites))}"
-        return text + (f". It would hold {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True)
@@ -103,14 +70,14 @@ class Verification:
     :param error: the largest change that was seen: of an output, relative to the largest output; of a log-density, in
         nats.
     :param tolerance: the relative change that passes as rounding: of an output, or of each site's log-density.
-    :param unit: what the error is measured in, in words.
+    :param unit: what the changes are measured in, in words.
     """
 
     function: str
     broken: tuple[BrokenMove, ...]
     error: float
     tolerance: float
-    unit: str = ""
+    unit: str
 
     def __bool__(self) -> bool:
         return not self.broken
@@ -120,10 +87,13 @@ class Verification:
             return (
                 f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e} {self.unit}"
             )
-        head = f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"
-        return "\n".join(
-            [head, *map(str, self.broken), f"a relative change of up to {self.tolerance:.1g} would pass as rounding"]
-        )
+        lines = [f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"]
+        for one in self.broken:
+            changed = f"; what changes is the density of {', '.join(map(repr, one.sites))}" if one.sites else ""
+            remedy = f". It would hold {one.remedy}" if one.remedy else ""
+            size = f"a change of {one.change:.3g} {self.unit} when they are {DONE[one.move]}"
+            lines.append(f"units {one.name!r}: {size}{changed}{remedy}")
+        return "\n".join([*lines, f"a relative change of up to {self.tolerance:.1g} would pass as rounding"])
 
     def require(self) -> None:
         """:raises ValueError: if the function isn't invariant, with all that is known about it."""
@@ -134,26 +104,31 @@ class Verification:
             )
 
 
-def verified(group: Group, function: FunctionOfWeights, trials: int | None = None) -> Verification:
+def broken_moves(
+    group: Group, change: Callable[[Element], Change], trials: int | None = None
+) -> tuple[tuple[BrokenMove, ...], float]:
     """Try random elements, and if one changes the function, single moves until those that do are known.
 
-    :param trials: how many; by default so many that a wrong move passes less than once in a million times.
+    :param change: the effect of an element.
+    :param trials: how many elements; by default so many that a wrong move passes less than once in a million times.
+    :return: the moves that change it, and the largest change that all of them together made.
     """
 
-    def change(parts: Sequence[Part], trials: int | None = None) -> Change:
+    def worst(parts: Sequence[Part], trials: int | None = None) -> Change:
         """The effect of the first element that changes the function, or the largest effect of all."""
-        worst = Change(False, 0.0)
-        for element in tried(group, parts, trials):
-            worst = max(worst, function.change(element), key=lambda one: (one.broken, one.size))
-            if worst.broken:
+        found = Change(False, 0.0)
+        for element in elements_to_try(group, parts, trials):
+            found = max(found, change(element), key=lambda one: (one.broken, one.size))
+            if found.broken:
                 break
-        return worst
+        return found
 
-    whole, broken = change(parts_of(group), trials), list[BrokenMove]()
-    for part in guilty(parts_of(group), lambda parts: change(parts).broken) if whole.broken else ():
-        found = change([part])
-        broken.append(BrokenMove(*part, found.size, function.unit, found.sites))
-    return Verification(function.name, tuple(broken), whole.size, function.tolerance, function.unit)
+    parts = parts_of(group)
+    whole = worst(parts, trials)
+    wrong = guilty(parts, lambda own: worst(own).broken) if whole.broken else []
+    alone = [worst([part]) for part in wrong]
+    broken = (BrokenMove(*part, one.size, one.sites) for part, one in zip(wrong, alone, strict=True))
+    return tuple(broken), whole.size
 
 
 def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -165,60 +140,71 @@ def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
     return found or list(parts)
 
 
+# elements that are tried ----------------------------------------------------------------------------------------------
+
+
 def parts_of(group: Group) -> list[Part]:
     """Every move of every set of units that elements hold."""
     return [(move, name) for move in MOVES for name in group.names(move)]
 
 
-def tried(group: Group, parts: Collection[Part], trials: int | None = None) -> Iterator[Element]:
-    """Random elements that move all of these parts at once: if none changes the function, no part does.
+def elements_to_try(group: Group, parts: Collection[Part], trials: int | None = None) -> Iterator[Element]:
+    """Random elements that make all of these moves at once: if none changes a function, no move does.
 
     Permutations of the first are cycles of all units of a copy, so that it leaves no unit where it is. The others are
-    uniform. Elements that change nothing are a subgroup, so that each finds a wrong move in half of all cases or more.
-    Of a few flips of single units, each element has one, which finds a wrong one for certain.
+    uniform. Elements that change nothing are a subgroup, so that each finds a wrong move in half of all cases or more:
+    of n units that are exchanged, in all but two of (n over n / 2). (That of even permutations is left aside: no
+    network minds whether a permutation is even.) Random scales and shifts meet no subgroup at all. Of a few flips of
+    single units, each element has one, which finds a wrong one for certain.
 
     :param trials: how many; by default so many that a wrong move passes less than once in a million times.
     """
-    number, single = _enough(group, parts)
-    for i in range(number if trials is None else trials):
+    single = [name for move, name in parts if move == "flip" and group[name].count == 1]
+    several = [part for part in parts if part[0] in ("permute", "flip") and group[part[1]].count > 1]
+    bits = [_bits(group, *part) for part in several]
+    enough = max(math.ceil(BITS / min(bits, default=BITS)), min(BITS, len(single)))
+    for i in range(enough if trials is None else trials):
         element = group.sample(dtype=torch.float64)
+        permutations, signs = element.permutations, element.signs
         if i == 0:
-            drawn = element.permutations
-            cycles = {name: torch.empty_like(own).scatter_(-1, own, own.roll(1, -1)) for name, own in drawn.items()}
-            element = Element(group, cycles, element.signs, element.log_scales, element.shifts)
+            permutations = {n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1)) for n, p in permutations.items()}
         for j, name in enumerate(single if i < len(single) < BITS else ()):
-            element.signs[name].fill_(-1.0 if i == j else 1.0)
-        yield only(element, parts)
+            signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
+        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), parts)
+
+
+def _bits(group: Group, move: Move, name: str) -> float:
+    """With two to the power of this a random element of some units finds a wrong move surely: a bound from below.
+
+    Flips of units that are exchanged are wrong together.
+    """
+    around = (name, *group.ancestors(name)) if move == "flip" else (name,)
+    alike = math.prod(group[own].size for own in around if "permute" in group[own].moves)
+    return max(1.0, (alike - 1) / 2)
 
 
 def only(element: Element, parts: Collection[Part]) -> Element:
     """The same element without all moves but these."""
-    chosen = (
+    permutations, signs, log_scales, shifts = (
         {name: value for name, value in numbers.items() if (move, name) in parts}
         for move, numbers in zip(MOVES, element.parts, strict=True)
     )
-    permutations, signs, log_scales, shifts = chosen
     return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
 
 
-def _enough(group: Group, parts: Collection[Part]) -> tuple[int, list[str]]:
-    """Number of elements that a wrong move passes less than once in a million times; and the single units that flip.
-
-    Few are enough for large sets: a proper subgroup holds a random cycle of n units, and then a uniform permutation,
-    with a probability of two over (n over n / 2) at most. (That of even permutations is left aside: no network minds
-    whether a permutation is even.) Random scales and shifts meet no subgroup at all.
-    """
-    bits, single = [float(BITS)], []
-    for move, name in parts:
-        one = group[name]
-        if move == "permute" and one.size > 1:
-            n = min(one.size, 64)  # larger sets tell no more
-            bits.append(math.log2(max(2, math.comb(n, n // 2) // 2)))
-        elif move == "flip" and one.count == 1:
-            single.append(name)
-        elif move == "flip":  # those of units that are exchanged are wrong together
-            alike = math.prod(
-                group[own].size for own in (name, *group.ancestors(name)) if "permute" in group[own].moves
-            )
-            bits.append(max(1, alike - 1))
-    return max(math.ceil(BITS / min(bits)), min(BITS, len(single))), single
+def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
+    """The largest change of an entry, relative to the largest finite entry of the same output."""
+    if before is None or after is None:
+        return 0.0 if before is after else float("inf")
+    if [x.shape for x in before] != [y.shape for y in after]:
+        return float("inf")
+    worst = 0.0
+    for x, y in zip(before, after, strict=True):
+        if not x.numel():
+            continue
+        if not (x.is_floating_point() or x.is_complex()):
+            x, y = x.double(), y.double()
+        same = (x == y) | (x.isnan() & y.isnan())
+        size = torch.where(x.isfinite(), x, 0).abs().max().clamp_min(torch.finfo(x.dtype).tiny)
+        worst = max(worst, float((torch.where(same, 0, x - y).abs().max() / size).nan_to_num(nan=float("inf"))))
+    return worst

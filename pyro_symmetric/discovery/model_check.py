@@ -1,33 +1,60 @@
 r"""Does a Pyro model have a declared symmetry? If not, which units are wrong, and which axis.
 
 A group is a symmetry of a model if the joint density of its sites doesn't change,
-:math:`p(g \cdot w, D) = p(w, D)`. That is compared at draws from the prior, for elements that generate the group. If it
-fails, the sites whose own (conditional) density changes are named, and declarations with one axis fewer, or one more,
-are tried. A posterior has the symmetries of its network only if the prior has them: it may tell units apart by other
-scales within a layer, say.
+:math:`p(g \cdot w, D) = p(w, D)`. That is compared at draws from the prior. If it fails, the sites whose own
+(conditional) density changes are named, and declarations with one axis fewer, or one more, are tried. A posterior has
+the symmetries of its network only if the prior has them: it may tell units apart by other scales within a layer, say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pyro.distributions as dist
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.discovery.densities import FunctionDensity, JointDensity, undisturbed
-from pyro_symmetric.discovery.invariance import BrokenMove, Verification, tried, verified
+from pyro_symmetric._process import forked, running_pyro, without_warnings
+from pyro_symmetric.calls import refuse_complex_observations
+from pyro_symmetric.discovery.invariance import (
+    BrokenMove,
+    Change,
+    InconclusiveError,
+    Verification,
+    broken_moves,
+)
+from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
+from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4
+# If others make up for a site's change, at most this share of it is left.
+MADE_UP_FOR = 0.1
+# Of a function's draws, how many are compared; all of them show how large the noise is.
+COMPARED = 2
+# Changes up to so many times the largest noise seen pass, and up to so many nats, by which evidence may err.
+NOISE, NATS = 10.0, 0.01
+# How often a function is asked again that answers the same draws differently: dropout may give one answer a few times.
+REPEATS = 8
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run Pyro models without gradients, and without a trace in generators, handlers and warnings."""
+    with forked(), torch.no_grad(), poutine.block(), running_pyro(), without_warnings():
+        yield
 
 
 @undisturbed()
@@ -63,17 +90,51 @@ def verify_model(
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
     finite = group_of(group).finite
-    return _verified(finite, JointDensity(functools.partial(model, *args, **kwargs), finite, trials, tolerance))
+    draws = [JointDensity(functools.partial(model, *args, **kwargs), finite, tolerance) for _ in range(trials)]
+
+    def change(element: Element) -> Change:
+        changes = [draw.change(element) for draw in draws]
+        sites = dict.fromkeys(site for change in changes if change.broken for site in change.sites)
+        return Change(any(change.broken for change in changes), max(change.size for change in changes), tuple(sites))
+
+    return _verified("the model's log-density", finite, change, draws[0].shapes, tolerance)
 
 
 @undisturbed()
 def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights) -> Verification:
     """:func:`verify_model` for a log-density of which only values are known.
 
+    What passes is measured, not guessed: by how much the values change if the same draws are asked for again (which a
+    function that subsamples its data, or is otherwise random, answers differently), or others in the last digit.
+
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
     """
-    return _verified(group.finite, FunctionDensity(log_joint, draws))
+
+    def values(weights: Weights) -> Tensor:
+        return as_tensor(log_joint(weights)).detach().double().cpu()
+
+    def change(element: Element) -> Change:
+        # Running statistics may be missing: the density itself says whether it minds.
+        try:
+            after = values(element.on_sites(compared))
+        except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
+            return Change(True, float("inf"))
+        same = (after == before[:COMPARED]) | before[:COMPARED].isnan()
+        changes = (after - before[:COMPARED]).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        size = float(torch.where(same, 0.0, changes).max())
+        return Change(size > tolerance, size)
+
+    before, compared = values(draws), {site: value[:COMPARED] for site, value in draws.items()}
+    digits = {site: torch.finfo(value.dtype).eps for site, value in draws.items()}
+    nearby = {site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2)) for site, v in draws.items()}
+    others = [values(draws), values(nearby)]
+    if not torch.equal(others[0], before):
+        others += [values(draws) for _ in range(REPEATS)]
+    noise = torch.cat([max(digits.values()) * before.abs(), *((other - before).abs() for other in others)])
+    tolerance = NATS + NOISE * float(torch.where(noise.isfinite(), noise, 0.0).amax())
+    shapes = {site: value.shape[1:] for site, value in draws.items()}
+    return _verified("the log-density", group.finite, change, shapes, tolerance)
 
 
 @undisturbed()
@@ -103,24 +164,143 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
         )
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# the density of a model -----------------------------------------------------------------------------------------------
 
 
-def _verified(group: Group, density: JointDensity | FunctionDensity) -> Verification:
-    found = verified(group, density)
-    return replace(found, broken=tuple(replace(one, remedy=_remedy(one, group, density)) for one in found.broken))
+class JointDensity:
+    """The joint density of a Pyro model's sites, site by site, at a draw from its prior.
+
+    :param model: the model, without arguments.
+    :param group: what is to move its continuous latent sites.
+    :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
+    :ivar values: continuous sites, and the rows of subsampled plates.
+    :ivar log_probs: the log-densities of each site's entries there; of all together if discrete sites are summed out.
+    :raises ValueError: if the group moves sites that the model lacks.
+    :raises InconclusiveError: if the density isn't a function of the sites.
+    """
+
+    def __init__(self, model: Callable[[], Any], group: Group, tolerance: float):
+        self.model, self.tolerance = model, tolerance
+        nodes = _sampled(self.model)
+        refuse_complex_observations(site for site in nodes.values() if site["is_observed"])
+        unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
+        rows = {name for name, site in unseen.items() if site_is_subsample(site)}
+        discrete = {n for n in unseen.keys() - rows if getattr(unseen[n]["fn"].support, "is_discrete", False)}
+        self.summed_out = bool(discrete)
+        frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
+        self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
+        self.values = {name: site["value"] for name, site in unseen.items() if name not in discrete}
+        weights = {name: value for name, value in self.values.items() if name not in rows}
+        if missing := sorted(set(group.required_sites) - set(weights)):
+            raise ValueError(
+                f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
+                f"{list(weights)}, and its discrete ones {sorted(discrete)}"
+            )
+        group.batch_shape(weights)  # names the site whose shape doesn't fit
+        self.shapes = {site: value.shape for site, value in weights.items()}
+        self.log_probs = self._at(self.values)
+        if self._compared(self._at(self.values)).broken:
+            raise InconclusiveError(
+                "two evaluations of the model's density at the same sites differ, so that no symmetry can be told: is "
+                "there dropout (call .eval()), or randomness outside of pyro.sample?"
+            )
+
+    def change(self, element: Element) -> Change:
+        """The effect of an element on the density."""
+        # Buffers stay in the model: whether it has the symmetry all the same is what its density tells.
+        try:
+            return self._compared(self._at(element.on_sites(self.values)))
+        except ValueError:  # the model ran at the draw itself, but a distribution refuses the other weights
+            return Change(True, float("inf"))
+
+    def _at(self, values: Weights) -> dict[str, Tensor]:
+        conditioned = poutine.condition(self.model, data=values)
+        if self.summed_out:  # of the whole density, which bears no site's name
+            return {"": self._summed_out(conditioned)}
+        result = {}
+        for name, site in _sampled(conditioned).items():
+            if name in values and not site_is_subsample(site) and not _in_support(site["fn"], site["value"]):
+                result[name] = torch.full((1,), torch.nan, dtype=torch.float64, device=site["value"].device)
+            elif not site_is_subsample(site):
+                result[name] = _entries(site).double().reshape(-1)
+        return result
+
+    def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
+        """The log-density with discrete sites summed out, ``(1,)``."""
+        from pyro.infer import config_enumerate
+        from pyro.infer.mcmc.util import TraceEinsumEvaluator
+
+        enumerated = poutine.enum(config_enumerate(conditioned), first_available_dim=-1 - self.plate_nesting)
+        trace = poutine.trace(enumerated).get_trace()
+        evaluator = TraceEinsumEvaluator(trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting)
+        return evaluator.log_prob(trace).double().reshape(1)
+
+    def _compared(self, after: Mapping[str, Tensor]) -> Change:
+        changes = {name: float(after[name].sum() - old.sum()) for name, old in self.log_probs.items()}
+        # Rounding errors of independent entries add up like the entries' norm.
+        allowed = {name: self.tolerance * (1 + float(old.norm())) for name, old in self.log_probs.items()}
+        # NaN, outside of a support, counts as a change.
+        changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
+        # What is allowed to a large likelihood must not hide the change of a small prior, so sites that didn't change
+        # count only if they make up for those that did, which sums of large numbers show less sharply.
+        together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
+        made_up_for = total <= MADE_UP_FOR * together < float("inf")
+        holds = made_up_for or together <= sum(allowed[name] for name in changed)
+        return Change(not holds, total if total == total else float("inf"), tuple(filter(None, changed)))
 
 
-def _remedy(broken: BrokenMove, group: Group, density: JointDensity | FunctionDensity) -> str:
+def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
+    """The sample sites of one run of a model."""
+    nodes: dict[str, Any] = dict(poutine.trace(model).get_trace().nodes)
+    return {name: site for name, site in nodes.items() if site["type"] == "sample"}
+
+
+def _entries(site: Any) -> Tensor:
+    """Log-densities of a site's single entries: a change of one would drown in the rounding that is allowed to the sum
+    that ``to_event`` makes."""
+    fn, events = site["fn"], 0
+    while type(fn) is dist.Independent:
+        fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
+    value = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
+    for factor in (site["mask"], site["scale"]):
+        if factor is not None:
+            factor = as_tensor(factor)
+            value = value * (factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor)
+    return as_tensor(value)
+
+
+def _in_support(fn: Any, value: Tensor) -> bool:
+    try:
+        return bool(fn.support.check(value).all())
+    except NotImplementedError:
+        return True
+
+
+# what would hold ------------------------------------------------------------------------------------------------------
+
+
+def _verified(
+    name: str, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size], tolerance: float
+) -> Verification:
+    broken, error = broken_moves(group, change)
+    named = tuple(one._replace(remedy=_remedy(one, group, change, shapes)) for one in broken)
+    return Verification(name, named, error, tolerance, "nats")
+
+
+def _remedy(
+    broken: BrokenMove, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size]
+) -> str:
     """The axis to leave out, or to add, with which the declaration of some units holds, in words."""
     units = replace(group.restricted(broken.move)[broken.name], parent=None, moves=frozenset({broken.move}))
-    every, own = group.site_shapes | density.shapes, {(axis.site, axis.dim) for axis in units.axes}
-    free = {(site, dim) for site, shape in density.shapes.items() for dim, n in enumerate(shape) if n == units.count}
+    own = {(axis.site, axis.dim) for axis in units.axes}
+    free = {(site, dim) for site, shape in shapes.items() for dim, n in enumerate(shape) if n == units.count}
     index = torch.arange(units.count, device="cpu")[None]
     for site, dim in sorted(own | free):
         axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) != (site, dim))
         axes += () if len(axes) < len(units.axes) else (Axis(site, dim, index, 1),)
-        elements = tried(Group([replace(units, axes=axes)], every), [(broken.move, broken.name)]) if axes else ()
-        if axes and not any(density.change(element).broken for element in elements):
+        if not axes:
+            continue
+        other = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
+        if not broken_moves(other, change)[0]:
             return f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
     return ""

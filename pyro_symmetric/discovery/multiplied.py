@@ -7,57 +7,45 @@ from dataclasses import replace
 
 import torch
 
-from pyro_symmetric.discovery.invariance import guilty
 from pyro_symmetric.discovery.units import module_name, unused
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 
 Place = tuple[str, int, int]
+Powers = tuple[int, ...]  # for each place of some units, the power with which a multiplier enters
 
 
 def add_multipliers(
-    found: dict[str, Units],
-    units: Units,
-    places: Sequence[Axis],
-    moves: Mapping[tuple[int, ...], frozenset[Move]],
-    whole: bool = False,
+    found: dict[str, Units], units: Units, places: Sequence[Axis], moves: Mapping[Powers, frozenset[Move]]
 ) -> None:
     """Record the exponents of units' places: the first on the units, if they permute; further ones ride along.
 
     :param found: name -> units, which are changed and added to.
-    :param moves: exponents, one for each place -> whether they are of scales or of signs.
-    :param whole: whether the units are a site as a whole.
+    :param moves: exponents -> whether they are of scales or of signs.
     """
 
-    def late(powers: Sequence[int]) -> tuple[bool, int]:
+    def late(powers: Powers) -> tuple[bool, int]:
         """Multipliers of running statistics, which others may leave alone, ride along."""
         touched = [k for k, power in enumerate(powers) if power]
         return any(places[k].buffer for k in touched), touched[0]
 
     for powers in sorted(moves, key=late):
-        host, pairs = found.get(units.name), zip(places, powers, strict=True)
-        axes = [replace(axis, exponent=power) for axis, power in pairs if power]
-        multiplied, site = together(axes), axes[0].site
-        if whole and any({a.site for a in one.axes if a.exponent} == {site} for one in found.values()):
-            continue  # each of its units has a scale of its own
-        name = units.name if whole else unused(module_name(site), found)
+        axes = [replace(axis, exponent=power) for axis, power in zip(places, powers, strict=True) if power]
+        name, host = unused(module_name(axes[0].site), found), found.get(units.name)
         if host is None:
-            found[name] = Units(name, units.count, multiplied, moves=moves[powers])
+            found[name] = Units(name, units.count, _together(axes), moves=moves[powers])
             continue
-        rows = [replace(axis, index=row[None]) for axis in host.axes for row in axis.index]
         own = {(*place_of(axis), *row.tolist()): axis for axis in axes for row in axis.index}
-        lying = [own.get((*place_of(axis), *axis.index[0].tolist())) for axis in rows]
-        if host.moves & {"scale", "flip"} or sum(axis is not None for axis in lying) < len(own):
-            found[name] = Units(name, 1, multiplied, host.name, host.count, moves[powers])
+        rows = [replace(axis, index=row[None]) for axis in host.axes for row in axis.index]
+        lying = [own.pop((*place_of(row), *row.index[0].tolist()), row) for row in rows]
+        if own or host.moves & {"scale", "flip"}:
+            found[name] = Units(name, 1, _together(axes), host.name, host.count, moves[powers])
         else:
-            rows = [
-                replace(row, exponent=one.exponent, epsilon=one.epsilon) if one else row
-                for row, one in zip(rows, lying, strict=True)
-            ]
-            found[host.name] = replace(host, axes=together(rows), moves=host.moves | moves[powers])
+            rows = [replace(row, exponent=a.exponent, epsilon=a.epsilon) for row, a in zip(rows, lying, strict=True)]
+            found[host.name] = replace(host, axes=_together(rows), moves=host.moves | moves[powers])
 
 
-def together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Axes that differ in their blocks alone as one each."""
     alike: dict[tuple[Place, int], list[Axis]] = {}
     for axis in axes:
@@ -67,25 +55,17 @@ def together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     """The group of all units; multipliers that permutations don't carry onto one another are left out."""
-    base = {one.name: _permuting(one) for one in units if "permute" in one.moves}
-
-    def built(chosen: Sequence[Units]) -> Group:
-        return Group((base | {one.name: one for one in chosen}).values(), shapes, of_network=True)
-
-    def fails(chosen: Sequence[Units]) -> bool:
+    kept = {one.name: one for one in units}
+    try:
+        return Group(kept.values(), shapes, of_network=True)
+    except ValueError:
+        kept = {one.name: _permuting(one) for one in units if "permute" in one.moves}
+    for one in units:
         try:
-            built(chosen)
+            kept = Group((kept | {one.name: one}).values(), shapes).units
         except ValueError:
-            return True
-        return False
-
-    kept = list(units)
-    while True:
-        try:
-            return built(kept)
-        except ValueError:
-            wrong = {one.name for one in guilty(kept, fails)}
-            kept = [one for one in kept if one.name not in wrong]
+            continue
+    return Group(kept.values(), shapes, of_network=True)
 
 
 def _permuting(units: Units) -> Units:

@@ -14,9 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
 from pyro_symmetric.discovery.explain import Explanation
+from pyro_symmetric.discovery.invariance import elements_to_try, parts_of
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.units import table
 from pyro_symmetric.weights import Weights, require_sites
+
+CONSTANT = 1e-3  # standard deviation of what counts as constant
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,8 +175,12 @@ class Symmetry:
         require_sites(own, self.buffers, "net")
         kept = {site: own[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
         group = self.group
-        for move in ("permute", "flip", "scale"):
-            group = group.without([name for name in group.names(move) if not _leaves(group, name, move, kept)], move)
+        for move, name in parts_of(self.group):
+            own = {axis.site: kept[axis.site] for axis in self.group[name].axes if axis.buffer}
+            elements = elements_to_try(self.group, [(move, name)]) if own else ()
+            moved = (element.on_sites(own) for element in elements)
+            if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for after in moved for site in own):
+                group = group.without([name], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
     def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
@@ -265,13 +272,13 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if own.is_complex else dtype
 
 
-def _leaves(group: Group, name: str, move: str, buffers: Mapping[str, Tensor]) -> bool:
-    """True if one move of some units leaves all buffers as they are."""
-    one = group[name]
-    if move == "permute":
-        elements = group.generators(name)
-    else:
-        each = torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
-        signs, log_scales = ({name: 1 - 2 * each}, None) if move == "flip" else (None, {name: each})
-        elements = group.element(signs=signs, log_scales=log_scales)
-    return all(bool((elements.on_site(a.site, buffers[a.site]) == buffers[a.site]).all()) for a in one.axes if a.buffer)
+def near(value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generator | None = None) -> Tensor:
+    """A random tensor around one of a network: entries change relative to their deviation, those of constants more.
+
+    Buffers without a negative entry are variances, and stay positive.
+    """
+    noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
+    if buffer and value.is_floating_point() and bool((value >= 0).all()) and bool(value.any()):
+        return value * (far * noise).exp()
+    spread = float(value.std(correction=0))
+    return value + far * (spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5) * noise

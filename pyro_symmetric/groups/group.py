@@ -279,18 +279,6 @@ class Group(PlacedUnits):
             signs[one.name] = (1.0 - 2.0 * bits).reshape(-1, *one.shape)
         return Element(self, permutations, signs, batch_shape=(self.order(),))
 
-    def generators(self, name: str) -> Element:
-        """A cycle and an exchange in each copy of some units, which make up all permutations of theirs.
-
-        :return: a batch ``(2 copies,)``: first those of the first copy.
-        """
-        one = self[name]
-        images = torch.arange(one.size, device="cpu").repeat(one.copies, 2, one.copies, 1)
-        for copy in range(one.copies):
-            images[copy, 0, copy] = images[copy, 0, copy].roll(1)
-            images[copy, 1, copy, :2] = images[copy, 1, copy, :2].flip(0)
-        return Element(self, {name: images.reshape(-1, *one.shape)})
-
     # the same group -------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import torch
 from pyro.infer import config_enumerate
 from torch import nn
 
-from pyro_symmetric.discovery.densities import JointDensity
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.invariance import InconclusiveError
-from pyro_symmetric.discovery.model_check import verify_model
+from pyro_symmetric.discovery.model_check import JointDensity, verify_model
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.models import BayesianModel
 
@@ -138,7 +137,7 @@ def test_masks_and_scales_are_those_of_the_batch_where_events_have_entries_of_th
     trace = pyro.poutine.trace(model).get_trace()
     trace.compute_log_prob()
     group = Group.declare({"a": (None, "k")}, {"a": torch.Size([2, 2])})
-    (point,) = JointDensity(model, group, 1, 1e-4).points
+    point = JointDensity(model, group, 1e-4)
     again = pyro.poutine.trace(pyro.poutine.condition(model, data=point.values)).get_trace()
     assert point.log_probs["a"].shape == (4,)
     assert float(point.log_probs["a"].sum()) == pytest.approx(float(again.log_prob_sum()))

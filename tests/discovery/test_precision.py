@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
-from pyro_symmetric.groups import Group
+from pyro_symmetric.discovery.verify import UnverifiedSymmetry, verify
 
 
 class Layers(nn.Module):
@@ -86,26 +83,8 @@ def test_casts_go_to_double_precision_while_a_network_is_verified(name: str) -> 
     assert result.error < 1e-12
 
 
-def coarse(s: Layers, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        raise RuntimeError("single precision only")
-    h = s.a(x).to(torch.bfloat16).relu()
-    return torch.nn.functional.linear(h, s.b.weight.to(torch.bfloat16)).float()
-
-
-def test_casts_inside_a_network_count_among_its_rounding_errors() -> None:
-    net, x = Layers(coarse), torch.randn(4, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", BrokenSymmetry)
-        symmetry = find_symmetry(net, x)
-    result = verify(symmetry, net, x, trials=3)
-    assert result
-    assert 1e-2 < result.tolerance < 0.5  # the last digit of bfloat16 is 0.8 %
-
-
 def test_rounding_errors_as_large_as_the_outputs_are_inconclusive() -> None:
-    net = Layers(lambda s, x: mlp(s, x) + 0 * x.sum() if x.dtype == torch.float32 else 1 / 0)
-    net.function = lambda s, x: (1e9 * mlp(s, x)).sin() if x.dtype == torch.float32 else 1 / 0
+    net = Layers(lambda s, x: (1e16 * mlp(s, x)).sin())
     with pytest.warns(UnverifiedSymmetry, match="inconclusive"):
         symmetry = find_symmetry(net, torch.randn(4, 3))
     assert symmetry.permutations.factors == {"a": 6}
@@ -131,29 +110,11 @@ def test_a_network_that_cannot_be_run_in_another_way_is_not_blamed_on_its_inputs
         find_symmetry(net, x)
 
 
-def only_half(s: Layers, x: Tensor) -> Tensor:
-    if s.a.weight.dtype != torch.float16:
-        raise RuntimeError("half precision only")
-    return mlp(s, x.half())
-
-
-OWN = {
-    "single": (Layers(lambda s, x: mlp(s, x) if x.dtype == torch.float32 else 1 / 0), torch.randn(4, 3), 1e-4),
-    "half": (Layers(only_half, torch.float16), torch.randn(4, 3), 0.3),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_a_network_that_only_runs_in_its_own_precision_is_verified_in_it(name: str) -> None:
-    net, x, coarse = OWN[name]
-    symmetry = find_symmetry(net, x)
+def test_a_network_that_only_runs_in_its_own_precision_is_left_unverified() -> None:
+    net = Layers(lambda s, x: mlp(s, x) if x.dtype == torch.float32 else 1 / 0)
+    with pytest.warns(UnverifiedSymmetry, match="inconclusive"):
+        symmetry = find_symmetry(net, torch.randn(4, 3))
     assert symmetry.permutations.factors == {"a": 6}
-    result = verify(symmetry, net, x, trials=3)
-    assert result
-    assert 1e-6 <= result.tolerance < coarse
-    axes = tuple(axis for axis in symmetry.group["a"].axes if axis.site != "b.weight")
-    wrong = replace(symmetry, group=Group([replace(symmetry.group["a"], axes=axes)], symmetry.site_shapes))
-    assert not verify(wrong, net, x, trials=3)  # all three pass with a probability below 1e-6
 
 
 def test_what_a_network_refuses_in_its_own_precision_is_said() -> None:

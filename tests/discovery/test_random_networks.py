@@ -6,7 +6,6 @@ A network is a chain of blocks, each drawn from a list, over vectors, sequences 
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -113,70 +112,6 @@ def branches(rng: random.Random, width: int) -> Built:
         return y.sum(0) if how == "sum" else y.amax(0) if how == "max" else y.mean(0)
 
     return Built(Block(run, ups=ups, downs=downs, router=router), width * count if how == "cat" else width)
-
-
-def module_lists(rng: random.Random, width: int) -> Built:
-    """Branches in a list, some of them twice, some of another width, some with branches inside, met in many ways."""
-    own, count = rng.choice(ACTIVATIONS), rng.choice([2, 3, 4])
-    pair = rng.choice([torch.maximum, torch.minimum, torch.add, torch.mul])
-
-    def branch() -> nn.Module:
-        kind, hidden = rng.choice(["deep", "flat", "normed", "pair", "list", "gated"]), rng.choice([2, 2, 3])
-        up, two, down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width, bias=bias)
-        if kind == "flat":
-            return nn.Linear(width, width, bias=bias)
-        if kind == "pair":
-            return Block(lambda m, x: pair(m.a(x), m.b(x)), a=nn.Linear(width, width), b=nn.Linear(width, width))
-        if kind == "gated":
-            return Block(lambda m, x: m.down(pair(m.up(x), m.two(x))), up=up, two=two, down=down)
-        if kind == "list":
-            inner = modules(*(nn.Sequential(nn.Linear(width, 2), nn.Linear(2, width)) for _ in range(2)))
-            return Block(lambda m, x: own(m.inner[0](x) + m.inner[1](x)), inner=inner)
-        norm = nn.LayerNorm(hidden) if kind == "normed" else nn.Identity()
-        return Block(lambda m, x: m.down(own(m.norm(m.up(x)))), up=up, norm=norm, down=down)
-
-    bias, state = rng.random() < 0.5, rng.getstate()
-    made: list[nn.Module] = []
-    for _ in range(count):
-        if rng.random() < 0.7:
-            keep = rng.getstate()
-            rng.setstate(state)  # like the first
-            made.append(branch())
-            rng.setstate(keep)
-        else:
-            made.append(rng.choice(made) if made and rng.random() < 0.3 else branch())
-    how = rng.choice(
-        ["sum", "residual", "product", "max", "cat", "stack", "routed", "taken", "masked", "chunks", "flip"]
-    )
-    router, read = nn.Linear(width, count), nn.Linear(width, width * count)
-    scales = nn.ParameterList(weights() for _ in range(count))
-
-    def run(m: Any, x: Tensor) -> Tensor:
-        if how == "chunks":
-            return sum(f(y) for f, y in zip(m.own, torch.tanh(m.read(x)).chunk(count, -1), strict=True))
-        each = [f(x) for f in m.own]
-        if how == "routed":
-            gate = m.router(x).softmax(-1)
-            return x + sum(gate[..., i].unsqueeze(-1) * y for i, y in enumerate(each))
-        if how == "masked":
-            scores = m.router(x)
-            gate = torch.where(scores >= scores.topk(2, -1).values[..., -1:], scores, -torch.inf).softmax(-1)
-            return torch.einsum("...n,...nd->...d", gate, torch.stack(each, -2))
-        if how == "taken":
-            return sum(scale * y for scale, y in zip(m.scales, each, strict=True))
-        if how == "flip":
-            return torch.cat(each, -1).flip(-1)
-        if how in ("cat", "stack"):
-            return torch.cat(each, -1) if how == "cat" else torch.stack(each, -2).flatten(-2)
-        if how == "max":
-            return torch.stack(each).amax(0)
-        y = each[0]
-        for other in each[1:]:
-            y = y * other if how == "product" else y + other
-        return x + y if how == "residual" else y
-
-    out = width * count if how in ("cat", "stack", "flip") else width
-    return Built(Block(run, own=modules(*made), router=router, read=read, scales=scales), out)
 
 
 def tied(rng: random.Random, width: int) -> Built:
@@ -616,12 +551,6 @@ def check(seed: int) -> None:
         for site, value in canonicalize(moved, unsigned, warn=False).items():
             atol = 1e-8 * (1 + value.abs().max().item() if value.numel() else 1)
             torch.testing.assert_close(value, form[site], rtol=0, atol=atol, msg=lambda m: f"{m}\n{symmetry}")
-
-
-def test_elements_of_networks_with_branches_leave_the_function_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "VECTOR", [linear, activation, gated, branches, *[module_lists] * 4])
-    for seed in range(10):
-        check(seed)
 
 
 # 67 and 231 have features side by side with their mirror images, 6 and 54 signs that are measured by one another. 399

