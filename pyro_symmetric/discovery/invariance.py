@@ -23,7 +23,6 @@ from pyro_symmetric.groups.units import MOVES, Move
 Part = tuple[Move, str]  # one move of some units
 T = TypeVar("T")
 BITS = 20  # a wrong move passes less than once in two to the power of so many times
-DONE = {"permute": "permuted", "flip": "flipped", "scale": "rescaled", "shift": "shifted"}
 
 
 class InconclusiveError(Error, ValueError):
@@ -91,17 +90,9 @@ class Verification:
         for one in self.broken:
             changed = f"; what changes is the density of {', '.join(map(repr, one.sites))}" if one.sites else ""
             remedy = f". It would hold {one.remedy}" if one.remedy else ""
-            size = f"a change of {one.change:.3g} {self.unit} when they are {DONE[one.move]}"
+            size = f"a change of {one.change:.3g} {self.unit} when they {one.move}"
             lines.append(f"units {one.name!r}: {size}{changed}{remedy}")
         return "\n".join([*lines, f"a relative change of up to {self.tolerance:.1g} would pass as rounding"])
-
-    def require(self) -> None:
-        """:raises ValueError: if the function isn't invariant, with all that is known about it."""
-        if not self:
-            raise ValueError(
-                f"{self}\nDo the prior, the likelihood, or buffers such as running statistics treat units differently, "
-                "or is the declaration wrong?"
-            )
 
 
 def broken_moves(

@@ -228,17 +228,10 @@ def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A deep copy, also of networks that keep computed tensors, such as the old weight norm; see :func:`refreshed`.
 
     :param dtype: of the copy's real numbers; complex ones get the same precision. Each keeps its own by default.
-    :raises TypeError: if an attribute can't be copied.
     """
-    try:
-        with _Detached():
-            copied_net = refreshed(copy.deepcopy(net))
-    except TypeError as error:
-        raise TypeError(
-            f"{type(net).__name__} can't be copied ({error}); keep no such thing as an attribute of it or of its "
-            "modules, an operator of torch.library for one: call it in forward"
-        ) from error
-    return copied_net if dtype is None else copied_net._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
+    with _Detached():
+        result = refreshed(copy.deepcopy(net))
+    return result if dtype is None else result._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
 
 
 class _Detached(TorchFunctionMode):

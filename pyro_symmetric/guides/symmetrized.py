@@ -140,7 +140,8 @@ class AutoSymmetrized(WeightsGuide):
             ) from error
         self.estimator = self.estimator or usual_estimator(law, self._action)
         with suppress(InconclusiveError, NotImplementedError):
-            verify_model(self.group, functools.partial(model, *args, **kwargs)).require()
+            if not (found := verify_model(self.group, functools.partial(model, *args, **kwargs))):
+                raise ValueError(str(found))
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
         """The symmetrised distribution over flat unconstrained vectors. Its base is ``guide.base.get_posterior()``."""

@@ -19,28 +19,19 @@ from pyro_symmetric.groups import Axis, Group, Units
 
 
 class Attention(nn.Module):
-    """Self-attention with separate projections, perhaps fewer keys than queries, and rotary positions."""
+    """Self-attention with separate projections, and fewer keys than queries."""
 
-    def __init__(self, width=8, heads=4, shared=2, size=4, norm=None, bias=True, rotary=False):
+    def __init__(self, width=8, heads=4, shared=2, size=4):
         super().__init__()
-        self.heads, self.shared, self.size, self.rotary = heads, shared, size, rotary
-        self.norm = norm(width) if norm else nn.Identity()
-        self.q = nn.Linear(width, heads * size, bias)
-        self.k, self.v = nn.Linear(width, shared * size, bias), nn.Linear(width, shared * size, bias)
-        self.o = nn.Linear(heads * size, width, bias)
+        self.heads, self.shared, self.size, self.norm = heads, shared, size, nn.LayerNorm(width)
+        self.q, self.o = nn.Linear(width, heads * size, False), nn.Linear(heads * size, width, False)
+        self.k, self.v = nn.Linear(width, shared * size, False), nn.Linear(width, shared * size, False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (one(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
-        q, k = (self.turned(one) if self.rotary else one for one in (q, k))
         k, v = (one.repeat_interleave(self.heads // self.shared, 1) for one in (k, v))
         return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-    def turned(self, x: Tensor) -> Tensor:
-        half = self.size // 2
-        angles = torch.arange(x.shape[-2]).to(x)[:, None] * 0.3 ** torch.arange(half).to(x)
-        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
-        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
 class MultiHead(nn.Module):
@@ -50,20 +41,6 @@ class MultiHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Graph(nn.Module):
-    """Attention by vectors for each head, as graph attention has them, on a complete graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = nn.Linear(2, 6, bias=False), nn.Linear(6, 2)
-        self.source, self.target = nn.Parameter(torch.randn(1, 2, 3)), nn.Parameter(torch.randn(1, 2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.inner(x).unflatten(-1, (2, 3))
-        logits = (y * self.source).sum(-1)[:, :, None] + (y * self.target).sum(-1)[:, None]
-        return self.last(torch.einsum("bijh,bjhc->bihc", F.leaky_relu(logits).softmax(2), y).flatten(2).relu())
 
 
 class Adapted(nn.Module):
@@ -120,18 +97,10 @@ NETWORKS = {
     "heads": (MultiHead, torch.randn(2, 5, 8), 2 * 32 + 8 + 8, 16),
     # for two groups of heads, GL(4) twice; the scales of the normalisation, whose offset is taken up from its mean of
     # zero without biases; what keys read there is lost
-    "offsets": (
-        lambda: Attention(norm=nn.LayerNorm, bias=False), torch.randn(2, 5, 8), 64 + 8 + 8 + 8, 24
-    ),
-    # scale and rotation of each of 2 x 2 rotary pairs, GL(4) of values and outputs, scales of the normalisation
-    "rotary": (
-        lambda: Attention(norm=nn.RMSNorm, bias=False, rotary=True), torch.randn(2, 5, 8), 8 + 32 + 8, 4 + 8 + 8
-    ),
+    "offsets": (Attention, torch.randn(2, 5, 8), 64 + 8 + 8 + 8, 24),
     # as "heads"; scale, offset and mean of two normalisations with 24 and 16 readers; 16 ReLU units. Then of the 2
     # biases that are added to the stream, a mean that the next one takes back, which nothing between them sees
     "encoder": (lambda: encoder(1), torch.randn(2, 5, 8), 80 + 8 + 8 + 24 + 8 + 8 + 16 + 16 + 1, 48),
-    # a scale of each of 6 units; in 2 vectors for each of 2 heads, 3 numbers weigh what 2 inputs write
-    "graph": (Graph, torch.randn(3, 4, 2), 6 + 4, None),
     # ReLU units that read positive numbers alone, of which most are always on, or off, at weights as they start
     "positive": (
         lambda: nn.Sequential(nn.Linear(5, 12), nn.Softplus(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
@@ -207,7 +176,7 @@ def test_null_directions_and_those_found_are_as_many_as_counted_by_hand(name):
     assert found is None or result.found == found
     assert result.complete == (result.null == result.found)
     # PyTorch can't differentiate BatchNorm2d here; inputs of one size leave some units of these on, or off.
-    plain = name not in ("graph", "positive", "narrow stream") and not any(
+    plain = name not in ("positive", "narrow stream") and not any(
         isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d) for module in net.modules()
     )
     if plain:
