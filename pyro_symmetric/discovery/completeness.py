@@ -23,8 +23,8 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-LARGEST = 10_000  # weights at most: time grows with their cube
-SPREADS = (0.3, 1.0, 0.3, 1.0, 3.0)  # of weights around the network's own, relative to their standard deviation
+POINTS, LARGEST = 5, 10_000  # sets of weights that are tried, and weights, at most: time grows with their cube
+CENTRED = 0.9  # the part of their mean that rows of matrices lose at every other point
 NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a ratio that leaves no doubt
 STEP, WRONG = 1e-4, 1e-6  # of log-scales, whose differences are tangents; what these change, if they are no symmetry
 LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of these in turn
@@ -76,8 +76,11 @@ def completeness(
         raise ValueError(f"there are more than {LARGEST} weights, whose null space takes too long to find")
     run, tried = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits), list[Completeness]()
     own = {site: precise(value.detach(), torch.float64) for site, value in symmetry.weights_of(net).items()}
-    for far in SPREADS:
-        weights = {site: near(value, site in symmetry.buffers, far) for site, value in own.items()}
+    for point in range(POINTS):
+        weights = {site: near(value, site in symmetry.buffers) for site, value in own.items()}
+        if point % 2:  # units that read positive numbers switch on and off if their weights have a mean of nearly zero
+            means = {s: v.mean([*range(1, v.dim())], keepdim=True) for s, v in weights.items() if v.dim() > 1}
+            weights = {site: value - CENTRED * means.get(site, 0.0) for site, value in weights.items()}
         tried.append(_counted(symmetry.group, weights, _rows(run, weights)))
         best = min(tried, key=lambda one: one.null)
         if best.null == best.found or [one.null for one in tried].count(best.null) == 2:
