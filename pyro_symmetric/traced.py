@@ -20,7 +20,7 @@ from pyro import poutine
 from pyro.distributions import hmm
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
-from pyro.ops import gaussian, tensor_utils
+from pyro.ops import gaussian, special, tensor_utils
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -317,6 +317,25 @@ def _stand_ins() -> Iterator[None]:
             setattr(owner, name, original)
 
 
+class _SafeLog(torch.autograd.Function):
+    """The logarithm, whose slope at 0 is finite."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad / x.clamp(min=torch.finfo(x.dtype).eps)
+
+
 def _safe_cholesky(x: Tensor) -> Tensor:
     """With a jitter on the diagonal that no gradient goes through."""
     relative = tensor_utils.CHOLESKY_RELATIVE_JITTER
@@ -343,6 +362,7 @@ def _multinomial_log_prob(self: Any, value: Tensor) -> Tensor:
 
 
 _PARTS: list[tuple[Any, str, Any]] = [
+    (special, "_SafeLog", _SafeLog),
     (gaussian, "safe_cholesky", _safe_cholesky),
     (hmm, "safe_cholesky", _safe_cholesky),
     (dist.OrderedLogistic, "__init__", _ordered_logistic),
