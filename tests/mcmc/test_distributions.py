@@ -116,7 +116,7 @@ def model(case: Case, role: str, value: Tensor | None) -> None:
 
 
 def checked(case: Case, role: str) -> tuple[str, str]:
-    """Whether a distribution in one role works, goes chain by chain, is refused, or differs from plain PyTorch; and
+    """The state of a distribution in one role (works, goes chain by chain, is refused, differs from PyTorch), and
     why."""
     torch.manual_seed(0)
     value = None
