@@ -51,9 +51,6 @@ class State:
     generator: torch.Generator
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
-        return f"State({', '.join(map(str, self.z.shape[:-1]))} chains of {self.z.shape[-1]} numbers, {self.z.dtype})"
-
 
 class Kernel(ABC):
     """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``.
