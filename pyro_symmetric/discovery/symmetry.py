@@ -273,5 +273,5 @@ def near(value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generat
     noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
     if buffer and value.is_floating_point() and bool((value >= 0).all()) and bool(value.any()):
         return value * (far * noise).exp()
-    spread = float(value.std(correction=0))
+    spread = float(value.std(correction=0)) if value.numel() else 0.0
     return value + far * (spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5) * noise
