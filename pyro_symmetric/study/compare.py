@@ -8,7 +8,6 @@ that is no study's.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,7 +24,7 @@ import torch
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
-from pyro_symmetric.fingerprint import differences, digest
+from pyro_symmetric.fingerprint import VERSIONS, differences, digest
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError, write_whole
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
@@ -37,7 +36,6 @@ Say = Callable[[str], None]
 
 # Module -> the package that brings it: what a study is made with.
 PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn", "laplace": "laplace-torch"}
-VERSIONS = ("pyro-symmetric", "torch", "pyro-ppl", "numpy", "scipy", "arviz-stats", "scikit-learn")
 SMALL_PROBLEM = 10_000_000  # weights times rows below which one thread computes as fast as several
 FORMAT = "pyro-symmetric study"
 NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
@@ -222,7 +220,7 @@ def environment(settings: StudySettings) -> dict[str, Any]:
     cpu = f"CPU, {torch.get_num_threads()} threads"
     return {
         "python": platform.python_version(),
-        "packages": {name: importlib.metadata.version(name) for name in VERSIONS},
+        **VERSIONS,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "platform": f"{platform.system()} {platform.machine()}",
     }

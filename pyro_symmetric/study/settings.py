@@ -13,15 +13,8 @@ from torch import nn
 from pyro_symmetric import arguments
 from pyro_symmetric.models import GaussianPrior
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "relu": nn.ReLU,
-    "tanh": nn.Tanh,
-    "leaky-relu": nn.LeakyReLU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-    "sigmoid": nn.Sigmoid,
-    "elu": nn.ELU,
-}
+KINDS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU)
+ACTIVATIONS = {**{kind.__name__.lower(): kind for kind in KINDS}, "leaky-relu": nn.LeakyReLU}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
