@@ -97,19 +97,13 @@ def test_diagnostics_have_pyros_form():
     assert found["divergences"].keys() == found["acceptance rate"].keys() == {"chain 0", "chain 1"}
 
 
-def test_predictive_takes_the_draws():
-    y = torch.randn(4)
-    mcmc = quiet(NUTS(conjugate), 5, 5, num_chains=2)
-    mcmc.run(y)
-    assert pyro.infer.Predictive(conjugate, mcmc.get_samples())(y)["y"].shape == (10, 4)
-
-
-def test_it_has_what_arvizs_from_pyro_reads():
+def test_it_has_what_predictive_and_arvizs_from_pyro_read():
     y = torch.randn(4)
     mcmc = quiet(NUTS(conjugate), 5, 5, num_chains=2)
     mcmc.run(y=y)
     trace = pyro.poutine.trace(mcmc.kernel.model).get_trace(*mcmc._args, **mcmc._kwargs)
     assert trace.nodes["y"]["value"] is y
+    assert pyro.infer.Predictive(conjugate, mcmc.get_samples())(y)["y"].shape == (10, 4)
     assert (mcmc.num_chains, mcmc.num_samples) == mcmc.get_samples(group_by_chain=True)["mean"].shape
 
 

@@ -32,13 +32,10 @@ TINY = {
 }
 
 
-AS_IMAGE = report._as_image
-
-
 @pytest.fixture(autouse=True)
 def quick_studies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small budgets, and figures that are drawn but not rendered, which takes half of a study's time; those of a
-    classification (``finished``) and of a regression are."""
+    """Small budgets, and figures that are drawn but not rendered, which takes half of a study's time; those of
+    ``finished`` are."""
     for name, budget in TINY.items():
         monkeypatch.setitem(METHODS, name, replace(METHODS[name], quick=budget))
     monkeypatch.setattr(report, "_as_image", lambda figure: "")
@@ -347,8 +344,7 @@ def test_adding_a_method_is_one_small_function(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")  # of a budget as tiny as this
-def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_as_image", AS_IMAGE)
+def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -> None:
     study, _ = run(tmp_path, data="diabetes", max_train=60, activation="tanh")
     rows = study.results["methods"]
     assert list(rows) == LABELS
