@@ -152,16 +152,15 @@ def log_terms(base: Distribution, action: Action, value: Tensor, count: int, mat
     """
     if matched and torch._C._get_tracing_state() is not None:  # how often rows draw depends on the draws
         raise NotImplementedError("SinkhornImportance can't be traced by torch.jit: take Trace_ELBO, or InfoNCE(K)")
-    group = action.group.finite
 
     def terms(value: Tensor) -> Tensor:
         own = base.log_prob(value)
-        if value.numel() == 0 or not group.sites or not count:
+        if value.numel() == 0 or not count:
             return own.double().expand(count + 1, *own.shape)
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
             units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
             if not matched:
-                elements = group.sample((count, *own.shape), device=value.device)
+                elements = units.group.sample((count, *own.shape), device=value.device)
                 return torch.cat([own[None], log_prob_on_orbit(base, action, value, elements, units, own)]).double()
             elements, log_tau = propose(units, count)
             moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)
@@ -170,7 +169,7 @@ def log_terms(base: Distribution, action: Action, value: Tensor, count: int, mat
     if not matched or base.batch_shape or value.dim() == 1:
         return terms(value)
     flat = value.reshape(-1, value.shape[-1])
-    largest = max([one.count for one in group.units.values()], default=1)
+    largest = max([one.count for one in action.group.units.values()], default=1)
     chunk = CHUNK_NUMBERS // ((count + 1) * max(action.dim, largest**2, 5000))
     found = in_chunks(lambda part: terms(flat[part]).mT, len(flat), chunk)
     return found.mT.reshape(count + 1, *value.shape[:-1])

@@ -158,7 +158,9 @@ class UnitDensities:
             long = max(numbers) > SKETCH * self.group[name].count * self.like[..., 0].numel()
             levels = [*[(like, True)][: long or quick], (like, False), *levels]
         trusted = quick or not any(self._unknown(axis) for axis in one.shared)
-        return self._found(name, (one.lone, one.shared), levels[:1] if quick else levels, trusted, known=quick)
+        return self._found(
+            name, [a for a in (one.lone, one.shared) if a], levels[:1] if quick else levels, trusted, known=quick
+        )
 
     def of_lone(self, name: str, places: Tensor | None = None) -> Tensor:
         """The part that no other set concerns, for some places and units, or all."""
@@ -209,7 +211,8 @@ class UnitDensities:
             units = [joined(own[1::2]) for own in of_units]
             of_units = [[unit, (unit.unsqueeze(-1) * unit.unsqueeze(-2)).flatten(-2)] for unit in units]
         seen, units = joined(of_places), [joined(own) for own in of_units]
-        found = torch.stack([seen @ own.mT for own in units]), seen, units[0]
+        products = [seen @ own.mT for own in units]
+        found = torch.stack(products) if len(signs) > 1 else products[0][None], seen, units[0]
         if kept and not torch.is_grad_enabled():
             self._kept[key] = found
         return found

@@ -30,7 +30,8 @@ def leading(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
 
     None is sure unless each row has a best column of its own: then each other matching is worse by the margins.
     """
-    best, own = densities.amax(0), torch.arange(densities.shape[-1], device=densities.device)
+    best = densities.amax(0) if len(densities) > 1 else densities[0]
+    own = torch.arange(densities.shape[-1], device=densities.device)
     column, sure = own.expand(best.shape[:-1]), torch.ones(best.shape[:-1], dtype=torch.bool, device=own.device)
     if permuted:
         highest = best.amax(-1)

@@ -58,9 +58,8 @@ class Group(PlacedUnits):
 
     def _begin(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
         super().__init__(units, shapes, of_network, runs)
-        self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
         self.factors = {name: one.size for name, one in self.units.items() if one.moves}
-        self.moves = frozenset(move for move, names in self._by_move.items() if names)
+        self.moves = frozenset(move for move in MOVES if self.names(move))
         self._hash = hash((tuple(self.factors.items()), tuple(sorted(self._members))))
         return self
 
@@ -118,10 +117,6 @@ class Group(PlacedUnits):
             own = (Axis(site, dim, index, int("flip" in allowed and site not in even)) for site, dim in where)
             units.append(Units(name, index.shape[1], tuple(a for a in own if a.touched(allowed)), moves=allowed))
         return cls(units, shapes)
-
-    def names(self, move: Move) -> tuple[str, ...]:
-        """The units that admit a move."""
-        return self._by_move[move]
 
     def order(self) -> int:
         """The number of permutations with signs; signs that act alike (all rows, all columns) count apart."""

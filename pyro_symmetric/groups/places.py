@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.groups.units import Axis, Units, outer_first
+from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, outer_first
 from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites
 
 Members = list[tuple[str, Axis]]
@@ -56,6 +56,7 @@ class PlacedUnits:
         self.slots = {name: slice(*pair) for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)}
         self.size, self.depth = ends[-1], max((len(self.ancestors(name)) for name in self.units), default=0)
         self.roots = tuple(name for name, one in self.units.items() if one.parent is None)
+        self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
         self.sites = tuple(site for site in self.site_shapes if site in self._members)
         self.buffers = tuple(site for site in self.sites if all(axis.buffer for axis in self._along(site)))
         self.required_sites = tuple(site for site in self.sites if site not in self.buffers)
@@ -65,6 +66,10 @@ class PlacedUnits:
         if name not in self.units:
             raise ValueError(f"the group has no units {name!r}; it has {list(self.units)}")
         return self.units[name]
+
+    def names(self, move: Move) -> tuple[str, ...]:
+        """The units that admit a move."""
+        return self._by_move[move]
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """The units that these lie inside of, the nearest first; none for most."""

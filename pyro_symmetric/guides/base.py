@@ -22,7 +22,7 @@ from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.layout import Layout, is_identity
+from pyro_symmetric.layout import Layout
 from pyro_symmetric.weights import Weights
 
 # Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
@@ -178,7 +178,7 @@ class _Image(Delta):
         transform, events = biject_to(fn.support), fn.event_dim
         value = transform(free)
         batch = value.shape[: value.dim() - events]
-        if is_identity(transform) or poutine.get_mask() is False:
+        if value is free or poutine.get_mask() is False:  # of the identity
             # A zero beside which nothing is computed: a GPU takes it along with numbers of its own.
             log_density = torch.zeros((), dtype=free.dtype, device=free.device if batch else "cpu").expand(batch)
         else:

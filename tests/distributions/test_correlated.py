@@ -114,16 +114,6 @@ def test_a_batch_of_expanded_bases_is_matched_as_one() -> None:
     torch.testing.assert_close(found, ExactOrbit().log_prob(q, action, w))
 
 
-def test_draws_that_are_not_finite_are_matched_anyhow() -> None:
-    group = one_layer(4)
-    action = action_of(group)
-    q = dist.MultivariateNormal(torch.zeros(action.dim), torch.eye(action.dim), validate_args=False)
-    w = torch.zeros(2, action.dim).index_fill(0, torch.tensor([1]), math.inf)
-    found = SinkhornImportance(2).log_prob(q, action, w)
-    assert bool(found[0].isfinite())
-    assert not bool(found[1].isfinite())
-
-
 SUPPORTS = {
     "locs": dist.constraints.real,
     "scales": dist.constraints.positive,

@@ -244,12 +244,6 @@ def test_terms_gathered_from_matrices_are_densities_of_moved_draws(
     torch.testing.assert_close(both[0], both[1])
 
 
-# signs --------------------------------------------------------------------------------------------------------------
-
-
-# units inside units -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("estimator", [ExactOrbit(), SinkhornImportance(8)])
 def test_units_of_buffers_alone_change_nothing(estimator: OrbitEstimator) -> None:
     """Running statistics have no density, so that the average over their units is one over equal terms."""

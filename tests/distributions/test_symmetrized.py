@@ -25,17 +25,6 @@ def base(*batch: int) -> dist.TorchDistribution:
     ).to_event(1)
 
 
-def enumerated(q: dist.TorchDistribution, w: torch.Tensor) -> torch.Tensor:
-    """The orbit sum by explicit loops over both symmetric groups, on the matrices themselves."""
-    terms = []
-    b, a, c = w[:6].reshape(2, 3), w[6:12].reshape(3, 2), w[12:].reshape(1, 2)
-    for p in itertools.permutations(range(3)):
-        for r in itertools.permutations(range(2)):
-            moved = torch.cat([b[list(r)][:, list(p)].reshape(-1), a[list(p)].reshape(-1), c[:, list(r)].reshape(-1)])
-            terms.append(q.log_prob(moved))
-    return torch.logsumexp(torch.stack(terms), 0) - math.log(12)
-
-
 @pytest.mark.stochastic
 def test_exact_orbit_integrates_to_one() -> None:
     """Importance sampling with a wide proposal; the check fails by chance in less than 1 of 10^6 runs (5 sigma)."""

@@ -21,7 +21,6 @@ from pyro.infer.autoguide import (
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.groups import Group
@@ -157,28 +156,6 @@ def test_a_relu_network_has_no_signs_and_a_declaration_of_them_is_refused() -> N
         AutoSymmetrized(model, Group.declare(axes, shapes, moves="flip")).setup(x, x[:, 0])
 
 
-def test_signs_in_plates_and_beside_a_simplex() -> None:
-    """Directions with weights on a simplex: exchanged together, flipped alone; one plate around the directions."""
-
-    def model(data: torch.Tensor) -> None:
-        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
-        with pyro.plate("directions", 3):
-            slopes = pyro.sample("slopes", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(data)):
-            pyro.sample("x", dist.Normal((data @ slopes.mT) ** 2 @ weights, 0.5), obs=data[:, 0])
-
-    shapes = {"weights": torch.Size([3]), "slopes": torch.Size([3, 2])}
-    axes = {"weights": ("k",), "slopes": ("k", None)}
-    group = Group.declare(axes, shapes, moves=("permute", "flip"), even=["weights"])
-    data = torch.randn(15, 2)
-    assert verify_model(group, model, data)
-    guide = AutoSymmetrized(model, group, estimator=ExactOrbit())
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO())
-    losses = [svi.step(data) for _ in range(60)]
-    assert all(math.isfinite(loss) for loss in losses)
-    torch.testing.assert_close(guide.sample_posterior((5,), orbit=True)["weights"].sum(-1), torch.ones(5))
-
-
 # where they start ----------------------------------------------------------------------------------------------------
 
 GROUP = Group.declare({"locs": ("k",)}, {"locs": torch.Size([3])})
@@ -226,13 +203,6 @@ def test_setting_up_leaves_the_parameter_store_alone_and_is_repeatable() -> None
     lazily = AutoSymmetrized(model, symmetry, estimator=InfoNCE(1))
     svi = SVI(model, lazily, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
     assert math.isfinite(svi.step(x, y))
-
-
-def test_a_given_start_is_taken_as_it_is() -> None:
-    model, symmetry, x, y = network()
-    given = {name: torch.full(shape, 0.3) for name, shape in model.site_shapes.items()}
-    guide = AutoSymmetrized(model, symmetry, init_loc_fn=lambda site: given[site["name"]]).setup(x, y)
-    torch.testing.assert_close(guide.unpack(first_loc(guide)), given)
 
 
 def test_an_improper_site_that_the_group_doesn_t_move_is_no_obstacle_if_its_start_is_given() -> None:

@@ -78,18 +78,6 @@ def test_a_guide_trained_by_an_estimate_that_sees_little_is_told_so(estimator: A
     assert bool(told) == doubted
 
 
-def test_a_refused_guide_is_refused_again() -> None:
-    """The second call must not train what the first call found to be wrong."""
-
-    def lopsided(data: torch.Tensor) -> None:
-        pyro.sample("locs", dist.Normal(torch.arange(3.0), 1.0).to_event(1))
-
-    guide = ps.AutoSymmetrized(lopsided, GROUP)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="k"):
-            guide(DATA)
-
-
 def test_local_latent_variables_are_refused() -> None:
     def local(data: torch.Tensor) -> None:
         pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1))

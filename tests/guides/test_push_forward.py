@@ -147,13 +147,3 @@ def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
     units = Units("k", 1, (Axis("scales", 0, torch.arange(3)[:, None], 0),), moves=frozenset({"shift"}))
     with pytest.raises(ValueError, match=r"\['k'\].*'scales'.*real number"):
         push_forward(guide, Group([units], {"scales": torch.Size([3])}).sample())
-
-
-def test_sites_that_the_symmetry_does_not_know_stay() -> None:
-    torch.set_default_dtype(torch.float64)
-    net, x = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(20, 2)
-    model = BayesianModel(net, 1.0, "gaussian")
-    guide = trained(AutoMultivariateNormal, model, x, torch.randn(20))
-    pushed = push_forward(guide, find_symmetry(net, x).sample())
-    torch.testing.assert_close(pushed.median()["noise_scale"], guide.median()["noise_scale"])
-    assert not torch.allclose(pushed.median()["0.weight"], guide.median()["0.weight"])
