@@ -73,8 +73,7 @@ def ensemble(
     >>> posterior.get_samples()["0.weight"].shape
     torch.Size([500, 2, 2])
 
-    A member whose loss or weights aren't finite at the end is left out, with a warning. Running statistics are
-    kept as sites.
+    Members whose loss or weights aren't finite at the end are left out, with a warning; running statistics are sites.
 
     :param net: the network, whose parameters that require no gradient stay; or a ``BayesianModel``, of which every
         member becomes a mode of the posterior (``loss`` is then minus its log-joint density, per row).
