@@ -238,8 +238,7 @@ def test_a_state_that_comes_from_outside_pins_the_layer() -> None:
     assert sizes(checked(net, torch.randn(5, 2, 3), torch.randn(1, 2, 4))) == {}
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(("need_weights", "batch_first"), [(False, True), (True, False)])
 def test_attention_permutes_heads_and_rows_within_heads(need_weights: bool, batch_first: bool) -> None:
     net = Net(
         lambda s, x: s.o(s.a(s.i(x), s.i(x), s.i(x), need_weights=need_weights)[0]),

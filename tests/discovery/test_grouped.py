@@ -21,7 +21,7 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
-from pyro_symmetric.groups import Action, Axis, Group, Units
+from pyro_symmetric.groups import Action, Group, Units
 from pyro_symmetric.posterior.posterior import Posterior
 
 
@@ -377,28 +377,6 @@ def test_symmetries_survive_json_with_their_spans(block) -> None:
     assert any(line.startswith("2.weight[1]: 4 of 4 move with") for line in explained)
 
 
-def test_axes_that_span_the_last_axes_of_a_site_act_beside_others() -> None:
-    """Declared by hand: (stack, row, column), with rows and columns exchanged entry by entry."""
-    entry = torch.arange(6)[None]
-    group = Group(
-        [
-            Units("stack", 2, (Axis("w", 0, torch.arange(2)[None]),)),
-            Units("entry", 6, (Axis("w", 1, entry, span=2), Axis("b", 0, entry))),
-            Units("row", 3, (Axis("v", 1, torch.arange(3)[None]),)),
-            Units("last", 4, (Axis("v", 2, torch.arange(4)[None], span=2),)),
-        ],
-        {"w": (2, 2, 3, 5), "b": (6,), "v": (2, 3, 2, 2)},
-    )
-    w = {site: torch.randn(8, *shape) for site, shape in group.site_shapes.items()}
-    p = group.sample((8,))
-    moved = p(w)
-    for i in range(8):
-        expected = w["w"][i][p["stack"][i]].flatten(1, 2)[:, p["entry"][i]].unflatten(1, (2, 3))
-        assert torch.equal(moved["w"][i], expected)
-        expected = w["v"][i][:, p["row"][i]].flatten(2)[..., p["last"][i]].unflatten(-1, (2, 2))
-        assert torch.equal(moved["v"][i], expected)
-
-
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
 @pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_canonical_forms_are_equal_on_orbits(block, key: str, rule: str) -> None:
@@ -476,14 +454,3 @@ def test_a_permutation_planted_in_inputs_and_outputs_is_found(block) -> None:
     aligned = align(moved, planted, symmetry.permutations).element(moved)
     for site, value in planted.items():
         torch.testing.assert_close(aligned[site], value, rtol=0, atol=0)
-
-
-def test_scalings_that_meet_on_one_flattened_axis_multiply() -> None:
-    scale = frozenset({"scale"})
-    rows = Units("rows", 2, (Axis("w", 0, torch.arange(2)[None], 1),), moves=scale)
-    entries = Units("entries", 3, (Axis("w", 0, torch.tensor([[0, 1, 5]]), -1, span=2),), moves=scale)
-    group = Group([rows, entries], {"w": (2, 3, 2)})
-    factors = {"rows": [2.0, 3.0], "entries": [4.0, 5.0, 6.0]}
-    s = group.element(log_scales={name: torch.tensor(value).log() for name, value in factors.items()})
-    expected = torch.tensor([[2 / 4, 2 / 5, 2], [3, 3, 3 / 6]])[..., None].expand(2, 3, 2)
-    torch.testing.assert_close(s({"w": torch.ones(2, 3, 2)})["w"], expected)
