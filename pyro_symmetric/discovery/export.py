@@ -99,7 +99,7 @@ def _made_pure(graph: fx.Graph) -> bool:
                 return False
             node.target = pure
             written.replace_all_uses_with(node, delete_user_cb=lambda user, at=node: user > at)
-        if not isinstance(node.target, OpOverload) or rule_for(node.target) is None:
+        if not isinstance(node.target, OpOverload) or (node.target._schema.returns and rule_for(node.target) is None):
             return False
     return True
 

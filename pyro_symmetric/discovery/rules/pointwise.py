@@ -11,7 +11,7 @@ from pyro_symmetric.discovery.rules.registry import Call, register_rule
 from pyro_symmetric.discovery.values import Value, opaque
 
 # PyTorch tags most functions of entries in the same place, but not these. Dropout is the identity, or its mean.
-UNTAGGED = """alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
+UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
     log_sigmoid special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel
     rsub rrelu threshold dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
 
@@ -36,7 +36,7 @@ def of_another(flow: Flow, call: Call) -> Value:
 # tensors out of nothing ---------------------------------------------------------------------------------------------
 
 
-@register_rule("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like")
+@register_rule("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like", "new_full")
 def full(flow: Flow, call: Call) -> Value:
     filling = call.get("fill_value", call.get("s", int(call.name.startswith("ones"))))
     whole = isinstance(filling, int) and not isinstance(filling, bool)

@@ -99,6 +99,12 @@ def split(flow: Flow, call: Call) -> list[Value]:
     ]
 
 
+@register_rule("unbind")
+def unbind(flow: Flow, call: Call) -> list[Value]:
+    every = np.arange(call.value.shape[call.axis])
+    return [flow.squeeze(flow.take(call.value, call.axis, every[[place]]), [call.axis]) for place in every]
+
+
 @register_rule("flip")
 def flip(flow: Flow, call: Call) -> Value:
     value = call.value
