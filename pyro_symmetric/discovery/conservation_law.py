@@ -257,14 +257,15 @@ class _Law:
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
         for weights, gradients in self._gradients(losses, twin):
             self.first = self.first or gradients
+            products = dict[str, list[Tensor]]()
+            for site, gradient in gradients.items():
+                product = ((weights[site] + self.epsilons.get(site, 0.0)) * gradient.conj()).real
+                products[site] = [product, product.abs()]
             for place, axis in axes.items():
-                weight = weights[axis.site] + self.epsilons.get(axis.site, 0.0)
-                gradient = gradients.get(axis.site)
-                product = weight.real * 0 if gradient is None else (weight * gradient.conj()).real
-                product = product.reshape(_run(product.shape, axis)).movedim(axis.dim, 0)
-                product = product.reshape(len(product), -1)
-                both = (own.sum(1, dtype=torch.float64) for own in (product, product.abs()))
-                found[place].append(torch.stack([*both]).cpu())
+                run = _run(self.shapes[axis.site], axis)
+                rest = [dim for dim in range(len(run)) if dim != axis.dim]
+                both = [own.reshape(run) for own in products.get(axis.site, [torch.zeros(run, device="cpu")] * 2)]
+                found[place].append(torch.stack([own.sum(rest) if rest else own for own in both]).double().cpu())
         nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
         return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
 
