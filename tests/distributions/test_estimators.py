@@ -152,8 +152,8 @@ def test_few_proposals_over_any_units_give_an_upper_bound(kind: str, separation:
 def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
     separation: float, sure: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of up to six; a little looser, of this base. One-sided at 5 standard errors: false alarm below 1 in 10^6. Also if a few
-    nats are enough for a place to be sure, and uniform proposals make up for it."""
+    """Two of up to six; a little looser, of this base. One-sided at 5 standard errors: false alarm below 1 in
+    10^6. Also if a few nats are enough for a place to be sure, and uniform proposals make up for it."""
     monkeypatch.setattr(matching, "SKETCH", 2)
     monkeypatch.setattr(matchings, "SURE", sure)
     monkeypatch.setattr(matchings, "ELSEWHERE", 0.02 if sure < 30.0 else matchings.ELSEWHERE)
