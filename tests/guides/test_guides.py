@@ -142,3 +142,26 @@ def test_what_is_no_guide_file_is_refused(tmp_path: Path) -> None:
     stock(x, y)
     with pytest.raises(TypeError, match="AutoDelta"):
         save_guide(stock, tmp_path / "delta.safetensors")
+
+
+def test_sites_of_a_guide_have_the_density_of_pyro_s_own() -> None:
+    def model() -> None:
+        pyro.sample("real", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("positive", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("simplex", dist.Dirichlet(torch.ones(4)))
+        with pyro.plate("rows", 5):
+            pyro.sample("in a plate", dist.Beta(2.0, 2.0))
+
+    group = Group.declare({"real": ("k",)}, {"real": torch.zeros(3)})
+    guide = AutoSymmetrized(model, group, estimator=ExactOrbit()).setup()
+    trace = pyro.poutine.trace(guide).get_trace()
+    for name in ("real", "positive", "simplex", "in a plate"):
+        own, value = trace.nodes[name]["fn"], trace.nodes[name]["value"]
+        stock = dist.Delta(value, own.log_density.expand(own.batch_shape), own.event_dim)
+        support = guide.prototype_trace.nodes[name]["fn"].support
+        map_to = torch.distributions.biject_to(support)
+        jacobian = map_to.inv.log_abs_det_jacobian(value, map_to.inv(value))
+        jacobian = jacobian.sum() if len(own.batch_shape) == 0 else jacobian
+        torch.testing.assert_close(own.log_prob(value), jacobian + torch.zeros(own.batch_shape))
+        torch.testing.assert_close(own.log_prob(value.clone()), stock.log_prob(value))
+        assert bool((own.log_prob(value + 1) == -torch.inf).all())
