@@ -12,6 +12,7 @@ What no rule understands is pinned, never freed. :mod:`~pyro_symmetric.discovery
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -61,6 +62,7 @@ class Flow:
         self.size = 0
         self.starts: list[int] = []  # of arrays of new atoms
         self.origins: list[str] = []  # of facts, by their numbers
+        self.members: dict[int, Array] = {}  # first atom of joined units -> what each is a place of
         self.unions: list[Fact] = []
         self.relations: list[Fact] = []
         self.refinements: list[Fact] = []
@@ -258,7 +260,9 @@ class Flow:
             value = self._joined(value, old)
         parts = [split for part in value.parts for split in split_and_merged(part, groups, shape)]
         fixed = {new for olds, news in groups for new in news if value.fixed & set(olds)}
-        return self.value(shape, parts, fixed)
+        apart = [self._taken_apart(part) for part in parts]
+        fixed |= {axis for part, left in zip(parts, apart, strict=True) for axis in part.axes if axis not in left.axes}
+        return self.value(shape, apart, fixed)
 
     def _joined(self, value: Value, axes: Sequence[int]) -> Value:
         """Make one part cover all of ``axes`` that are longer than one, if any part touches them."""
@@ -275,8 +279,28 @@ class Flow:
         apart = [axis for axis in units.axes if axis not in labelled and axis in value.fixed]
         if apart:
             self.refine(units.atoms, positions(apart, units.axes, sizes))
+        if len(touching) == 1 and labelled.union(apart) == set(units.axes):
+            self.members[self.starts[-1]] = spread(touching[0], units.axes, sizes).reshape(-1)
         rest = [part for part in value.parts if part not in touching]
         return replace(value, parts=(*rest, units), fixed=value.fixed - set(units.axes))
+
+    def _taken_apart(self, part: Part) -> Part:
+        """The units that were joined with places of fixed axes, if these are axes of their own again.
+
+        A batch that is merged with heads and split from them, as attention does, would else multiply the atoms of all
+        that follows.
+        """
+        first = int(part.atoms.min(initial=self.size))
+        start = self.starts[max(0, bisect_right(self.starts, first) - 1)]
+        members = self.members.get(start)
+        if members is None or int(part.atoms.max()) >= start + len(members):
+            return part
+        inner = members[part.atoms - start]
+        alike = [n > 1 and bool((inner == inner.take([0], i)).all()) for i, n in enumerate(inner.shape)]
+        inner = inner[tuple(0 if same else slice(None) for same in alike)]
+        if not any(alike) or not inner.ndim or np.unique(inner).size < inner.size:
+            return part
+        return Part(tuple(axis for axis, same in zip(part.axes, alike, strict=True) if not same), inner)
 
     # several operands -----------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from pyro_symmetric.discovery.export import UntraceableError
 from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.rules.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.trace import UnknownOperator
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator
 from pyro_symmetric.discovery.verify import verify
 
 
@@ -270,6 +271,25 @@ def attention_net(**options: Any) -> Net:
         lambda s, x: attention(s, x, 4, **options),
         q=nn.Linear(3, 16), k=nn.Linear(3, 16 // shared), v=nn.Linear(3, 16 // shared), o=nn.Linear(16, 2),
     )  # fmt: skip
+
+
+def test_heads_that_are_merged_with_the_batch_and_split_again_cost_no_products() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.one, self.two):
+                x = x + layer(x, x, x, need_weights=False)[0]
+            return x.sum(1)
+
+    sizes = []
+    for length in (3, 30):
+        flow = Flow()
+        Trace(Attends().eval(), (torch.randn(2, length, 8),)).propagate(flow)
+        sizes.append(flow.size)
+    assert sizes[0] == sizes[1]  # a product with every token would take all memory at some hundreds of them
 
 
 def test_grouped_queries_move_with_the_head_of_keys_that_serves_them() -> None:
