@@ -102,9 +102,11 @@ class Posterior:
         :param parts: of the same sites and statistics, with as many draws of each chain.
         :return: a posterior with the metadata in which all agree and their ``seconds`` added up; in
             ``metadata["parts"]`` the rest, with each part's number of chains.
-        :raises ValueError: if their kinds, sites, shapes or numbers of draws differ.
+        :raises ValueError: if there are none, or their kinds, sites, shapes or numbers of draws differ.
         """
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
+        if not parts:
+            raise ValueError("parts is empty; it must hold at least one posterior")
         told = [(p.kind, p.site_shapes, list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
         for number, found in enumerate(told):
             if found != told[0]:
@@ -305,6 +307,11 @@ def _joint(every: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, 
     """The metadata in which all runs agree, the ``seconds`` of all, and the rest by ``parts``."""
     same = {n: v for n, v in every[0].items() if n != "seconds" and all(n in own and own[n] == v for own in every)}
     parts = [{"chains": k} | {n: v for n, v in o.items() if n not in same} for k, o in zip(chains, every, strict=True)]
-    if all("seconds" in own for own in every):
-        same["seconds"] = {phase: sum(own["seconds"][phase] for own in every) for phase in every[0]["seconds"]}
+    if all("interrupted" in own for own in every):
+        same["interrupted"] = any(own["interrupted"] for own in every)
+    seconds: list[Any] = [own.get("seconds") for own in every]
+    if all(isinstance(own, dict) for own in seconds):
+        same["seconds"] = {phase: sum(own.get(phase, 0.0) for own in seconds) for phase in seconds[0]}
+    elif all(isinstance(own, int | float) for own in seconds):  # of an ensemble, which has no phases
+        same["seconds"] = sum(seconds)
     return {**same, "parts": parts}

@@ -271,6 +271,17 @@ def test_concat_lays_chains_side_by_side_with_summed_seconds():
     json.dumps(whole.metadata)
 
 
+def test_concat_adds_the_seconds_of_ensembles_and_tells_that_a_part_was_interrupted():
+    def part(stopped: bool) -> Posterior:
+        metadata = {"seconds": 1.5, "interrupted": stopped}
+        return Posterior({"w": torch.zeros(1, 3)}, metadata=metadata, kind="independent")
+
+    whole = Posterior.concat([part(False), part(True)])
+    assert (whole.metadata["seconds"], whole.metadata["interrupted"]) == (3.0, True)
+    with pytest.raises(ValueError, match="parts is empty"):
+        Posterior.concat([])
+
+
 def test_concat_refuses_parts_that_do_not_belong_together(posterior):
     independent = Posterior(posterior.samples, posterior.statistics, kind="independent")
     bare = Posterior(posterior.samples, kind="chains")
