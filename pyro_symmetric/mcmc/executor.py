@@ -32,11 +32,11 @@ def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: in
     """Run the chains of some settings in tasks. The error of a task is raised with a note that names its chains.
 
     :param executor: whose workers do them; ``None``: this process.
-    :param chains_per_task: ``None``: about a quarter of all, from ``SMALLEST`` to ``LARGEST``.
+    :param chains_per_task: ``None``: see :func:`default_size`.
     """
     arguments.instance("executor", executor, (Executor, type(None)), "a concurrent.futures.Executor")
     arguments.whole("chains_per_task", chains_per_task, 1, none="about a quarter of all")
-    size = chains_per_task or max(SMALLEST, min(LARGEST, -(-settings.num_chains // FEWEST)))
+    size = chains_per_task or default_size(settings.num_chains)
     if LOCK._is_owned():  # workers that are threads would wait for this one for ever
         executor = None
     store = settings.store
@@ -73,6 +73,15 @@ def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: in
     facts = {"chains_per_task": size, "interrupted": len(done) < len(tasks)}
     facts |= {} if any(task.seed is None for task in tasks) else {"seed": seed}
     return replace(joint, metadata={**joint.metadata, **facts})
+
+
+def default_size(num_chains: int) -> int:
+    """Chains of a task: about a quarter of all, cut evenly and so that no chain is left to warm up alone."""
+    count = -(-num_chains // max(SMALLEST, min(LARGEST, -(-num_chains // FEWEST))))
+    size = -(-num_chains // count)
+    while size > 1 and num_chains % size == 1:
+        size += 1
+    return size
 
 
 def do_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
