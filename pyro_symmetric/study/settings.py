@@ -81,6 +81,9 @@ class StudySettings:
     dtype: str = option("float32", "float32 (default) or float64")
 
     def __post_init__(self) -> None:
+        if isinstance(self.prior_scale, str | int | float):
+            object.__setattr__(self, "prior_scale", str(self.prior_scale).split(","))
+        object.__setattr__(self, "prior_scale", [str(scale).removesuffix(".0") for scale in self.prior_scale])
         for name in ("hidden", "methods", "prior_scale"):
             values = tuple(dict.fromkeys(getattr(self, name))) if name == "methods" else tuple(getattr(self, name))
             object.__setattr__(self, name, values)
