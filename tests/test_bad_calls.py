@@ -77,6 +77,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "Symmetry": (lambda: SYMMETRY.group.identity()(transposed()), "0.weight"),
     "Group.element": (lambda: GROUP.element({"0": [0, 0, 1]}), "permutations"),
     "canonicalize": (lambda: ps.canonicalize(broken(4), SYMMETRY), "0.weight"),
+    "canonical.sorting_permutation": (lambda: ps.canonical.sorting_permutation(3, SYMMETRY), "weights is 3"),
     "minimal_mass": (lambda: ps.minimal_mass(broken(4), SYMMETRY), "0.weight"),
     # models
     "BayesianModel": (lambda: ps.BayesianModel(NET, ps.GaussianPrior(scales={"0.wait": 2.0})), "0.wait"),

@@ -209,7 +209,12 @@ def test_log_likelihood_of_every_row(draws, x):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda p, m, x: predict(p, m.net, x, kind="mean"), ValueError, "no likelihood"),
+        (
+            lambda p, m, x: predict(p, m.net, x, kind="mean"),
+            ValueError,
+            "a bare network has no likelihood; pass the BayesianModel",
+        ),
+        (lambda p, m, x: predict(p, m, x, kind="discrete"), ValueError, "a network has no discrete latent sites"),
         (lambda p, m, x: predict({"u": torch.zeros(3)}, regression, x), ValueError, "none of the sites"),
         (lambda p, m, x: predict(p.select(draws=slice(0)), m, x), ValueError, "no draws"),
     ],

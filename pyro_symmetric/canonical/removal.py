@@ -48,7 +48,8 @@ def sorting_permutation(
     """
     arguments.one_of("key", key, get_args(PermutationKey))
     whole = group_of(symmetry, "symmetry")
-    weights, group = weights_of(weights, whole), whole.permutations
+    weights = arguments.weights("weights", weights_of(weights, whole), "a network or a posterior")
+    group = whole.permutations
     group.require_own(weights)
     shape, images = group.batch_shape(weights), dict[str, Tensor]()
     flat = _viewed(group, weights)

@@ -135,7 +135,9 @@ def chosen(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     if density.target.one_by_one:
         limits = {"few, as they are evaluated one after another": FEWEST_CHAINS}
     why = min(limits, key=lambda name: limits[name])
-    chains = 1 << (max(limits[why], FEWEST_CHAINS).bit_length() - 1)
+    if limits[why] < FEWEST_CHAINS:
+        limits = {(why := "as few as can be compared"): FEWEST_CHAINS}
+    chains = 1 << (limits[why].bit_length() - 1)
     if num_chains is not None:
         chains, why = num_chains, "as asked"
     mass = "dense" if density.dim <= DENSE and not density.is_network else "diagonal"

@@ -150,7 +150,8 @@ class NetworkPredictor:
         if not bare and len(args) + len(kwargs) != (2 if kind == "log_likelihood" else 1):
             raise TypeError(f"a BayesianModel takes the inputs only, for log-likelihoods the targets; found {found}")
         if kind == "discrete" or (bare and kind != "outputs"):
-            raise ValueError(f"kind is {kind!r}, but a network has no discrete sites, and a bare one no likelihood")
+            lacks = "no discrete latent sites" if kind == "discrete" else "no likelihood; pass the BayesianModel"
+            raise ValueError(f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}")
         self.model, self.kind = model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(), kind
         net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())

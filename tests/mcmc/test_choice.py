@@ -46,6 +46,7 @@ def test_chains_are_fewer_the_more_an_evaluation_holds():
     counts = [choice(normal, torch.randn(rows)).num_chains for rows in (10, 50_000, 10**6)]
     assert counts[0] == 64 > counts[1] > counts[2] == 4
     assert [choice(wide, dim).num_chains for dim in (10, 20_000, 10**6)] == [64, 16, 4]
+    assert "NUTS with 4 chains (as few as can be compared)" in choice(normal, torch.randn(10**6)).chosen
 
 
 def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
