@@ -82,6 +82,11 @@ def test_regression_targets_return_to_the_data_s_units():
     torch.testing.assert_close(targets.sort().values, expected.sort().values)
 
 
+def test_classes_are_held_out_only_if_that_is_asked_for():
+    assert datasets.load("digits").num_outputs == 10
+    assert datasets.load("wine", hold_out="auto").ood_x is None  # of so few
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [

@@ -15,6 +15,7 @@ import pytest
 import torch
 from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
@@ -286,6 +287,39 @@ def test_energies_that_blow_up_count_as_divergences_and_are_told(kind, step):
     assert any("diverg" in str(one.message) for one in told)
     assert posterior.statistics["diverging"].float().mean() > 0.2
     assert posterior.samples["z"].abs().max() < 1e3
+
+
+class Looks(TorchDispatchMode):
+    """Counts what makes the host wait for a device: values that are looked at, and copies."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "_to_copy", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        copies = name == "_to_copy" and (kwargs or {}).get("device") is None  # to another dtype, where it lies
+        if name in self.WAITS and not copies:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [SGLD, pSGLD, SGHMC])
+@pytest.mark.parametrize("settings", [{}, {"batch_size": BATCH}])
+def test_an_iteration_never_waits_for_the_device(kind, settings) -> None:
+    kernel = kind(regression(), **settings)
+    data = torch.tensor(X), torch.tensor(Y)
+    density = Density(kernel.model, data, engine="eager", batch_size=kernel.batch_size, subsampled=True)
+    z = torch.tensor(MEAN).expand(4, D).clone()
+    state = kernel.init(density, z, 4, fresh_generator())
+    for iteration in range(6):
+        with Looks() as looks:
+            state = kernel.step(density, state)
+        assert looks.found == [], iteration
+        if iteration < 4:
+            state = kernel.adapt(density, state, iteration, 4)
 
 
 def scaled(y: Tensor) -> None:

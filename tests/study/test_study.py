@@ -204,6 +204,11 @@ def test_a_study_leaves_the_callers_parameters_and_generators_alone(tmp_path: Pa
         run(tmp_path / "a", methods=("mean-field",), prior_scale=("2",))
 
 
+def test_a_prior_scale_may_be_a_number_or_a_text() -> None:
+    for given, found in ((0.5, ("0.5",)), ("2,1.*=0.5", ("2", "1.*=0.5")), ((1.0,), ("1",)), (3, ("3",))):
+        assert StudySettings(prior_scale=given).prior_scale == found  # type: ignore[arg-type]
+
+
 def test_another_network_or_table_of_the_same_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "table.csv"
     rows = [f"{i},{i * i % 7},{'ab'[i % 2]}" for i in range(40)]
@@ -485,6 +490,18 @@ def test_bad_input_ends_in_one_sentence_and_a_non_zero_exit(
     assert code == 2
     assert message in captured.err
     assert captured.err.startswith("pyro-symmetric: ")
+
+
+def test_a_full_disk_ends_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Any, path: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(ps.Posterior, "save", full)
+    code = cli.main(f"compare --data wine --hidden 4 --quick --methods ensemble --no-progress --out {tmp_path}".split())
+    assert code == 2
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> None:
