@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import warnings
@@ -130,6 +131,18 @@ def test_noise_of_train_mode_alone_breaks_no_symmetry(name: str) -> None:
     # Train mode is still compared: a layer that it alone uses is missed if it doesn't move.
     axes = {"a.weight": ("a", None), "a.bias": ("a",)}
     assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).error > 1e-3
+
+
+def test_operators_that_draw_and_compute_from_their_operands_are_taken_apart() -> None:
+    def attended(h: Tensor) -> Tensor:
+        heads = h.view(1, 4, 2, 3).transpose(1, 2)  # two heads of three units, of queries, keys and values alike
+        h = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
+        return h.transpose(1, 2).reshape(4, 6)
+
+    net, x = Between(attended), torch.randn(4, 3)
+    symmetry = find_symmetry(net, x, verify=False)
+    assert symmetry.permutations.log_order() == pytest.approx(math.log(2 * 6**2 * 24))
+    assert verify(symmetry, net, x)
 
 
 def test_means_of_noise_are_those_of_many_draws() -> None:

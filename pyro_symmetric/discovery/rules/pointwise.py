@@ -57,11 +57,14 @@ def anything(flow: Flow, call: Call) -> Value:
     return opaque(call.shape)
 
 
-# Random numbers whose law depends on an operand; others have its shape alone.
+# Random numbers that have the shape of an operand alone, and those whose law depends on operands. PyTorch's tag of what
+# draws has more (attention, recurrent layers): functions of their operands, which are taken apart.
+OF_SHAPE = """rand randn randint randperm rand_like randn_like randint_like uniform exponential cauchy log_normal
+    geometric normal_functional""".split()  # noqa: SIM905
 OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
 
 
-@register_rule(torch.Tag.nondeterministic_seeded)
+@register_rule(*OF_SHAPE, *OF_PARAMETERS)
 def drawn(flow: Flow, call: Call) -> Value:
     """A network that draws random numbers is taken as a function of its weights with these numbers fixed.
 
