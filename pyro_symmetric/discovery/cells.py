@@ -35,6 +35,7 @@ class Cells:
     :param cell: class -> cell.
     :param place: class -> number of its unit within the cell.
     :param cells: cell number -> cell.
+    :param apart: whether units were individualised, so that others, too, may have colours of their own.
     """
 
     unit: Array
@@ -43,6 +44,7 @@ class Cells:
     cell: Array
     place: Array
     cells: dict[int, Cell]
+    apart: bool
 
 
 def solve(flow: Flow) -> Cells:
@@ -84,7 +86,7 @@ class _Refinement:
             except NotNested as ambiguous:
                 self._individualise(ambiguous.classes, ambiguous.colours)
                 continue
-            return Cells(self.unit, self.atom_colour, colour, cell, place, cells)
+            return Cells(self.unit, self.atom_colour, colour, cell, place, cells, bool(self.extra.any()))
 
     def _individualise(self, classes: Array, colours: Array) -> None:
         """Tell classes apart by further colours."""

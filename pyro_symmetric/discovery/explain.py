@@ -75,6 +75,7 @@ class Explanation(tuple[AxisExplanation, ...]):
 
 
 Names = str | Iterable[str]
+NO_PRODUCT = "no product of permutations was found for them"
 
 
 def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
@@ -115,7 +116,7 @@ def explain(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation
                 chain = chains.between(atoms, flow.leaves[home.site].value.parts[home.dim].atoms)
             elif numbers and numbers[0] >= 0:
                 chain = chains.between(atoms, flow.refinements[numbers[0]].one)
-            reasons = tuple(dict.fromkeys(_reason(flow, number) for number in numbers))
+            reasons = tuple(dict.fromkeys(_reason(flow, cells, number) for number in numbers))
             names = tuple(one.name for one in lying)
             axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reasons[:3], chain))
     return Explanation(axes)
@@ -134,10 +135,10 @@ def _first_refinements(flow: Flow, cells: Cells) -> Array:
     return first
 
 
-def _reason(flow: Flow, number: int) -> str:
+def _reason(flow: Flow, cells: Cells, number: int) -> str:
     """Why units stay, by the refinement that gave them a colour of their own."""
     if number < 0:
-        return "each of its units plays a role of its own"
+        return NO_PRODUCT if cells.apart else "each of its units plays a role of its own"
     why = flow.origins[flow.refinements[number].number]
     return f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
 

@@ -94,7 +94,8 @@ def _made_pure(graph: fx.Graph) -> bool:
             continue
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             packet, written = node.target.overloadpacket.__name__, node.args[0]
-            pure = getattr(getattr(torch.ops.aten, packet.removesuffix("_")), node.target._overloadname, None)
+            home = torch.ops.aten if node.target.namespace == "aten" else None
+            pure = getattr(getattr(home, packet.removesuffix("_"), None), node.target._overloadname, None)
             if pure is None or pure is node.target or any(map(_is_view, (written, *written.users))):
                 return False
             node.target = pure

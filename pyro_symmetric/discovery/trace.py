@@ -163,7 +163,8 @@ class Trace:
             replace(r, constant=r.constant if known and c is None else c, mask=t.dtype == torch.bool)
             for r, c, t in zip(results, constants, tensors, strict=True)
         ]
-        return results if isinstance(node.meta["val"], list | tuple) else results[0]
+        left = iter(results)
+        return tree_map(lambda own: next(left) if isinstance(own, Tensor) else own, node.meta["val"])
 
     def _read(self, node: Node) -> frozenset[int]:
         """The numbers of the results that something reads, or the network returns (and not only buffers keep)."""

@@ -504,6 +504,27 @@ def test_a_registered_rule_is_used() -> None:
         del RULES["tests::centred"]
 
 
+def test_units_that_were_set_apart_have_no_role_of_their_own() -> None:
+    net = Net(lambda s, x: s.b(F.relu(s.a(x)) + F.relu(s.a(x)).flip(-1)), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    assert "no product of permutations was found" in str(checked(net, columns()).explain("a"))
+
+
+@pytest.mark.parametrize("name", ["bump", "add"])
+def test_a_custom_operator_that_writes_is_none_of_pytorchs(name: str) -> None:
+    @torch.library.custom_op(f"tests::{name}_", mutates_args=("x",))
+    def written(x: Tensor) -> None:
+        x += torch.arange(x.shape[-1])
+
+    net = Net(lambda s, x: s.b(_with(written, s.a(x).clone())), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    with pytest.warns(UnknownOperator, match="in Net"):
+        assert sizes(find_symmetry(net, columns())) == {}
+
+
+def _with(operator: Callable[[Tensor], None], h: Tensor) -> Tensor:
+    operator(h)
+    return h
+
+
 def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> None:
     net = Net(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
     with pytest.raises(UntraceableError, match=r"Group\.declare"):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.values import Value
@@ -84,7 +85,7 @@ def operator_name(target: Any) -> str:
 def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of an operator by name, with its schema's defaults."""
     if not hasattr(target, "_schema"):
-        return {"args": list(args), "kwargs": list(kwargs.values())}
+        return {"args": list(args), "kwargs": tree_leaves(list(kwargs.values()))}
     named = {argument.name: argument.default_value for argument in target._schema.arguments}
     return named | dict(zip(named, args, strict=False)) | dict(kwargs)
 
@@ -149,7 +150,7 @@ def rule_for(target: Any) -> Rule | None:
     """The rule of an operator overload: its own, that of all overloads, or that of PyTorch's tag."""
     packet, tags = getattr(target, "overloadpacket", None), getattr(target, "tags", ())
     keys = [target, packet, getattr(packet, "_qualified_op_name", None)]
-    keys += [tag for tag in (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded) if tag in tags]
+    keys += [torch.Tag.pointwise] if torch.Tag.pointwise in tags else []
     return next((RULES[key] for key in keys if key in RULES), None)
 
 
