@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.discovery.invariance import elements_to_try, parts_of
 from pyro_symmetric.groups import Element, Group
@@ -179,8 +180,9 @@ class Symmetry:
             own = {axis.site: kept[axis.site] for axis in self.group[name].axes if axis.buffer}
             elements = elements_to_try(self.group, [(move, name)]) if own else ()
             moved = (element.on_sites(own) for element in elements)
-            if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for after in moved for site in own):
-                group = group.without([name], move)
+            with forked(0):
+                if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for after in moved for site in own):
+                    group = group.without([name], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
     def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:

@@ -61,6 +61,13 @@ def test_predictions_stay_or_weights_without_running_statistics_are_refused(how)
         assert not all(torch.equal(moved[site], own[site]) for site in own)
 
 
+def test_holding_leaves_the_global_generator_alone():
+    net = normalised()
+    symmetry, before = find_symmetry(net, torch.randn(7, 3, dtype=torch.float64)), torch.get_rng_state()
+    symmetry.holding(net)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_holding_keeps_what_leaves_the_statistics_as_they_are():
     x = torch.randn(7, 3, dtype=torch.float64)
     trained, fresh = normalised(), normalised(trained=False)
