@@ -99,7 +99,7 @@ def with_multipliers(
 class _Cell:
     """Units that are alike, and the places where each of them lies: axes with one exponent each.
 
-    :param made_of: names of units whose multipliers together may be these.
+    :param made_of: names of units whose combined multipliers may equal these.
     """
 
     units: Units

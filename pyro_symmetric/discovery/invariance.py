@@ -165,7 +165,7 @@ def elements_to_try(group: Group, parts: Collection[Part], trials: int | None = 
 
 
 def _bits(group: Group, move: Move, name: str) -> float:
-    """With two to the power of this a random element of some units finds a wrong move surely: a bound from below.
+    """A wrong move passes one random element with probability at most ``2 ** -bits``.
 
     Flips of units that are exchanged are wrong together.
     """

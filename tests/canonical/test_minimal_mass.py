@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import nn
+from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.canonical.minimal_mass import MinimalMass, minimal_mass
@@ -263,6 +264,42 @@ def test_multipliers_that_shrink_together_for_nothing_are_pinned(where, shapes, 
         form = canonicalize(weights, group, scalings=rule)
         for site, value in canonicalize(other.weights, group, scalings=rule).items():
             torch.testing.assert_close(value, form[site], rtol=1e-9, atol=1e-9)
+
+
+def normalised_network() -> tuple[nn.Module, dict, Group]:
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(),
+        nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(),
+        nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2),
+    ).double().eval()  # fmt: skip
+    weights = {**{k: v.detach().clone() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    for site in ("1.weight", "4.weight", "1.bias", "4.bias"):
+        weights[site].normal_()
+    units = []
+    for linear, bn, after, n in ((0, 1, 3, 4), (3, 4, 6, 5)):
+        index = torch.arange(n)[None]
+        before = [Axis(f"{linear}.{kind}", 0, index, 1) for kind in ("weight", "bias")]
+        before.append(Axis(f"{bn}.running_mean", 0, index, 1, buffer=True))
+        before.append(Axis(f"{bn}.running_var", 0, index, 2, buffer=True, epsilon=1e-5))
+        units.append(Units(f"{linear}", n, tuple(before), moves={"scale"}))
+        units.append(scaled(f"{bn}", n, [(f"{bn}.weight", 0, 1), (f"{bn}.bias", 0, 1), (f"{after}.weight", 1, -1)]))
+    units.append(scaled("6", 6, [("6.weight", 0, 1), ("6.bias", 0, 1), ("8.weight", 1, -1)]))
+    return net, weights, Group(units, {site: value.shape for site, value in weights.items()})
+
+
+def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
+    net, weights, group = normalised_network()
+    found = minimal_mass(weights, group)
+    # "1" feeds only the scale-free "3", so it has no best scale either; "4" and "6" have.
+    assert pinned_counts(found) == {"0": 4, "1": 4, "3": 5}
+    counted = ("4.weight", "6.weight", "8.weight")
+    assert float(found.mass) == pytest.approx(norm(found.weights, counted), rel=1e-12)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(functional_call(net, found.weights, x), functional_call(net, weights, x))
+    moved = minimal_mass(group.sample(dtype=torch.float64)(weights), group)
+    assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-10)
+    for site in counted:
+        torch.testing.assert_close(moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
 
 
 def test_without_scalings_the_mass_is_the_squared_norm(mlp):

@@ -185,6 +185,14 @@ def test_guilty_units_inside_others_leave_those_outside() -> None:
     assert left.group == group.without([inner.name])
 
 
+def test_the_network_is_untouched() -> None:
+    net, x, symmetry = examples()[0]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    verify(symmetry, net, x)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(module.training for module in net.modules())
+
+
 def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> None:
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
