@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyro.distributions as dist
 from torch import Tensor
+from torch.distributions import Distribution
 
 from pyro_symmetric import arguments
 
@@ -36,7 +37,7 @@ class Likelihood(Protocol):
 
 
 # Their distributions check nothing: one network of many that diverges (a member of an ensemble, a chain) is for the
-# caller to notice, and mustn't stop the others.
+# caller to notice, and mustn't stop the others. Targets are checked where they enter, by ``require_targets``.
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,21 @@ class GaussianLikelihood:
 
     def mean(self, outputs: Tensor) -> Tensor:
         return outputs
+
+
+def require_targets(likelihood: Likelihood, distribution: dist.TorchDistribution, targets: Tensor) -> None:
+    """Check the targets of this library's likelihoods, unless Pyro's validation is off. A likelihood of one's own
+    checks what it wants to.
+
+    :raises ValueError: naming the support, if a target lies outside of it: a label that isn't whole, or NaN.
+    """
+    if not Distribution._validate_args or type(likelihood) not in (CategoricalLikelihood, GaussianLikelihood):
+        return
+    support: Any = distribution.support
+    inside = support.check(targets)
+    if not inside.all():
+        found = targets[~inside][0].item()
+        raise ValueError(f"y holds {found:g}, which isn't within the support of {type(likelihood).__name__}: {support}")
 
 
 def likelihood_of(likelihood: str | Likelihood) -> Likelihood:

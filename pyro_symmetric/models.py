@@ -28,7 +28,13 @@ from torch.distributions import Distribution, Independent, Normal
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock
 from pyro_symmetric.calls import over_weights, with_weights
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood, Likelihood, likelihood_of
+from pyro_symmetric.likelihoods import (
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    Likelihood,
+    likelihood_of,
+    require_targets,
+)
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
@@ -170,6 +176,8 @@ class BayesianModel(nn.Module):
             poutine.scale(scale=1 / self.likelihood.temperature),
         ):
             distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
+            if targets is not None:
+                require_targets(self.likelihood, distribution, targets)
             per_row = len(distribution.batch_shape) - len(batch_shape(particles, self.site_shapes)) - 1
             pyro.sample("y", distribution.to_event(per_row), obs=targets)
         return outputs
@@ -227,12 +235,19 @@ class BayesianModel(nn.Module):
             total = total + prior.log_prob(weights[name].to(place))
         return total
 
-    def log_likelihood(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Log-likelihood of every row, ``batch_shape + (N,)``, untempered."""
+    def log_likelihood(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
+        """Log-likelihood of every row, ``batch_shape + (N,)``, untempered.
+
+        :param validate: look at the targets, for which a GPU is waited for; ``False`` if that has been done.
+        :raises ValueError: if a target lies outside of the likelihood's support, such as a label that isn't whole.
+        """
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x)
         latents = {name: value.to(x.device) for name, value in _latents(weights, self._parameters_of_net()).items()}
-        log_prob = self.likelihood.distribution(outputs, latents).log_prob(self._targets(x, y))
+        distribution, targets = self.likelihood.distribution(outputs, latents), self._targets(x, y)
+        if validate:
+            require_targets(self.likelihood, distribution, targets)
+        log_prob = distribution.log_prob(targets)
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 

@@ -11,8 +11,10 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
+from pyro_symmetric.alignment import loss_barrier
 from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.posterior.predict import predict
 
 LIKELIHOODS = {
     "categorical": ("categorical", 3, lambda n: torch.randint(3, (n,))),
@@ -70,6 +72,25 @@ def test_a_cold_posterior_is_a_power_of_prior_and_likelihood(likelihood: object)
     torch.testing.assert_close(differences[1], 10 * differences[0], rtol=1e-4, atol=1e-3)  # but for a constant
     with pytest.raises(ValueError, match="temper these yourself"):
         BayesianModel(net, lambda name, value: dist.Laplace(0.0, 1.0), temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("categorical", 0.7), ("categorical", -1.0), ("categorical", 3.0), ("fixed noise", math.nan)]
+)
+def test_targets_that_no_likelihood_can_have_are_refused(name: str, value: float) -> None:
+    model, x, y = problem(name)
+    weights, y = draw(model), y.float().index_fill(0, torch.tensor([4]), value)
+    guide = AutoDiagonalNormal(model)
+    for call in (
+        lambda: model.log_likelihood(weights, x, y),
+        lambda: model(x, y),
+        lambda: predict(weights, model, x, y, kind="log_likelihood"),
+        lambda: Trace_ELBO().loss(model, guide, x, y),
+        lambda: loss_barrier(weights, weights, model, (x, y)),
+    ):
+        with pytest.raises(ValueError, match=f"holds ({value:g}, which isn't within the support|1 NaN)"):
+            call()
+    assert torch.isfinite(model.log_likelihood(weights, x[:4], y[:4])).all()
 
 
 def test_outputs_of_a_batch_equal_a_loop_over_networks() -> None:

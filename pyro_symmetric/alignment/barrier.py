@@ -32,6 +32,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, draw, require_ends, to_gaussian
 from pyro_symmetric.calls import described
+from pyro_symmetric.likelihoods import require_targets
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -202,6 +203,7 @@ def _of_model(model: BayesianModel, name: str, pair: Data, weights: Weights, cou
                 f"data[{name!r}] has targets of shape {tuple(targets.shape)}; for this network the "
                 f"{type(model.likelihood).__name__} takes {(len(targets), *expected[1:])}"
             )
+        require_targets(model.likelihood, distribution, targets[part])
         by_row = distribution.log_prob(targets[part]).reshape(count, len(part), -1).sum(-1).double()
         found.append((torch.logsumexp(by_row, 0), model.likelihood.mean(outputs).double().sum(0)))
     return tuple(torch.cat(column) for column in zip(*found, strict=True))

@@ -29,6 +29,7 @@ def regression(outputs):
         (classifier(), X, LABELS.float(), ValueError, r"pass y.long\(\)"),
         (classifier(), X, LABELS + 1, ValueError, "labels from 1 to 3, but the network has 3 outputs"),
         (classifier(), X, LABELS * -100, ValueError, "labels from -200 to 0"),
+        (regression(1), X, torch.full((6,), torch.nan), ValueError, "y holds NaN"),
         (regression(2), X, torch.randn(6), ValueError, r"outputs \(6, 2\) it must have shape \(6, 2\)"),
     ],
 )

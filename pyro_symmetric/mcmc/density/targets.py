@@ -73,7 +73,7 @@ class NetworkTarget:
         """Log-likelihood summed over rows, for weights of batch shape ``(C,)`` or ``()``."""
         own = type(self.model.likelihood) in (CategoricalLikelihood, GaussianLikelihood)
         with contextlib.nullcontext() if own else running_pyro():  # another's distributions may check values
-            return self.model.log_likelihood(weights, x, y).sum(-1)
+            return self.model.log_likelihood(weights, x, y, validate=False).sum(-1)  # see require_data
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed`."""
@@ -117,6 +117,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
     if model.likelihood.targets(y).shape != shape:
         outputs = (len(x), *found.shape[1:])
         raise ValueError(f"y has shape {tuple(y.shape)}; of outputs {outputs} it must have shape {shape}")
+    if not categorical and y.isnan().any():
+        raise ValueError("y holds NaN, which is no target; leave these rows out")
     if categorical and y.is_floating_point():
         raise ValueError(f"y is {described(y)}; class labels are whole numbers: pass y.long()")
     if categorical and not 0 <= int(y.min()) <= int(y.max()) < size:
