@@ -57,8 +57,9 @@ def mmd(
     True
 
     The result's totals are ``median``, ``mean`` and ``maximum`` over the kernels, averaged over layers by their number
-    of weights. Its parts: the same of each layer, ``num_weights``, and of each kernel (ten Gaussian ones, ten Laplace)
-    ``squared``, the squared discrepancy, and ``bandwidth``. Weights are taken as they come: modulo a symmetry,
+    of weights. Its parts: the same of each layer, ``num_weights``, and of each kernel (ten Gaussian ones,
+    ``exp(-(|x - y|_2 / bandwidth)**2)``, then ten Laplace ones, ``exp(-|x - y|_1 / bandwidth)``) ``squared``, the
+    squared discrepancy, and ``bandwidth``. Weights are taken as they come: modulo a symmetry,
     ``mmd(*common_frame(p, q, symmetry))``.
 
     Time grows with samples² times weights, memory beyond the inputs with samples² alone, some ``24 (m + n)²`` bytes.

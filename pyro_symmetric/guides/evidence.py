@@ -240,7 +240,7 @@ def doubts_of(
     """
     most, count = min(0.7, 1 - 1 / math.log10(max(found.num_draws, 11))), found.effective_draws
     far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) and math.isfinite(found.log_evidence) else 0.0
-    told = f"Pareto-k is {k:.2f} (up to {most:.2f} is good), of {count:.0f} effective draws"
+    told = f"Pareto-k is {k:.2f} (good up to {most:.2f}), effective draws are {count:.0f} (good from {FEWEST} on)"
     checks = [
         (not (k <= most and count >= FEWEST and found.error <= 0.5), f"importance sampling: {told}"),
         (

@@ -45,10 +45,10 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
     >>> svi = pyro.infer.SVI(model, ps.symmetrize(guide, group), pyro.optim.Adam({"lr": 0.01}), pyro.infer.Trace_ELBO())
     >>> loss = svi.step()
 
-    The guide draws as it did, one copy of every mode, and gets one factor more, so that any objective of Pyro sees the
-    symmetrised density. Its other sites stay as they are. Automatic guides go by
-    :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also checks that the model has the symmetry: here check
-    yours by ``ps.verify_model(group, model, *args)``.
+    The guide draws as it did, one copy of every mode, and gets one factor more, so that any objective of Pyro (but
+    ``TraceTMC_ELBO``, which leaves factors of guides out) sees the symmetrised density. Its other sites stay as they
+    are. Automatic guides go by :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also checks that the model has
+    the symmetry: here check yours by ``ps.verify_model(group, model, *args)``.
 
     :param guide: a function with ``pyro.sample`` statements. The sites that the group moves must be independent of
         each other and of all others, and lie in no subsampled plate. It is run twice for each draw.

@@ -224,13 +224,16 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
     status: Status = graded(abs(mean - 1), TEMPERATURE) if abs(mean - 1) > margin else "pass"
     found = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
     if status == "pass":
-        told = margin <= TEMPERATURE[1]
-        return Check(name, status if told else "unknown", found if told else f"{found}: more draws would tell", mean)
+        if margin > TEMPERATURE[1]:
+            return Check(
+                name, "unknown", f"{found}: more draws (diagnose looks at num_draws= of them) would tell", mean
+            )
+        return Check(name, status, found, mean)
     advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
     if not arrived:
         advice = "the chains don't agree yet: first a longer warm-up"
     elif mean < 1:
-        advice = "the draws spread too little; run longer"
+        advice = "the draws spread too little, or aren't where they should be yet; run longer"
     return Check(name, status, f"{found}, should be 1: {advice}", mean)
 
 
