@@ -46,7 +46,10 @@ MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
 
-EXACT = 1e-12  # of what isn't tried: an epsilon in a norm makes a larger difference
+# Of the scale of a whole site: an epsilon in a norm makes a larger difference. What float32 proposes is tried in
+# float64, at a site so many times smaller.
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
+SMALLER = 1024
 
 
 def with_multipliers(
@@ -89,7 +92,8 @@ def with_multipliers(
     alone = [{axis.site for axis in one.axes if axis.exponent} for one in found.values()]
     lying = {axis.site for one in found.values() for axis in one.axes}
     for site, move in law.whole():
-        if site not in held and (move == "shift" or {site} not in alone) and (move == "scale" or site not in lying):
+        new = site not in held and (move == "shift" or {site} not in alone) and (move == "scale" or site not in lying)
+        if new and law.stays(site, move):
             axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
             found[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
     return list(found.values())
@@ -185,17 +189,40 @@ class _Law:
     def whole(self) -> Iterator[tuple[str, Move]]:
         """The vectors that may be shifted, and the sites that may be scaled, as a whole, as far as one loss tells."""
         norms = {site: float(gradient.norm()) for site, gradient in self.first.items()}
+        free = self._scale_free(self.draws[0][0], self.first)
+        if free and self.dtype == torch.float32:  # an epsilon shows where all of them are small
+            weights, inputs = self.draws[0]
+            small = [(weights | {site: weights[site] / SMALLER for site in free}, inputs)]
+            free &= set[str]().union(*(self._scale_free(*both) for both in self._gradients(1, False, small)))
         for site, norm in norms.items():
             if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
                 continue
-            gradient = self.first[site].conj()
-            shift, scale = gradient.real, (self.draws[0][0][site] * gradient).real
+            shift = self.first[site].real
             if len(self.shapes[site]) == 1 < self.shapes[site][0] and float(shift.sum().abs()) <= self.null * norm:
                 yield site, "shift"
-            if self.dtype == torch.float64 and float(scale.sum().abs()) <= EXACT * float(scale.abs().sum()):
+            if site in free:
                 yield site, "scale"
 
+    def stays(self, site: str, move: Move) -> bool:
+        """True if a move of a whole site that float32 proposes holds in float64, too, where the site is small."""
+        if move == "shift" or self.dtype == torch.float64:
+            return True
+        weights = {name: precise(value, torch.float64) for name, value in self.draws[0][0].items()}
+        inputs = [[precise(x, torch.float64) for x in own] for own in self.draws[0][1]]
+        small = weights | {site: weights[site] / SMALLER}
+        try:
+            before, after = (self._outputs(own, inputs, dtype=torch.float64) for own in (weights, small))
+        except NotDifferentiable:
+            return False
+        return difference(before, after) < NULL[torch.float64]
+
     # small steps ----------------------------------------------------------------------------------------------------
+
+    def _scale_free(self, weights: Weights, gradients: Weights) -> set[str]:
+        """The sites along which, as a whole, a loss has no slope."""
+        slopes = {site: (weights[site] * gradient.conj()).real for site, gradient in gradients.items()}
+        exact = EXACT[self.dtype]
+        return {site for site, own in slopes.items() if float(own.sum().abs()) <= exact * float(own.abs().sum())}
 
     def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
         """A basis of the exponents of a cell's scales."""
@@ -269,22 +296,27 @@ class _Law:
         nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
         return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
 
-    def _gradients(self, losses: int, twin: bool) -> Iterator[tuple[Weights, Weights]]:
+    def _gradients(
+        self, losses: int, twin: bool, draws: Sequence[tuple[Weights, list[list[Tensor]]]] = ()
+    ) -> Iterator[tuple[Weights, Weights]]:
         """Weights, and the gradients of random losses there."""
-        for k, (own, inputs) in enumerate(self.draws):
+        draws = draws or self.draws
+        for k, (own, inputs) in enumerate(draws):
             weights = {site: value.clone().requires_grad_() for site, value in own.items()}
             outputs = [out for out in self._outputs(weights, inputs, twin) if out.requires_grad]
-            for _ in range(k, losses, len(self.draws)) if outputs else ():
+            for _ in range(k, losses, len(draws)) if outputs else ():
                 loss = torch.stack([(out * self._noise(out)).real.sum() for out in outputs]).sum()
                 with evaluation():
                     every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
                 yield own, {site: g for site, g in zip(weights, every, strict=True) if g is not None}
 
-    def _outputs(self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False) -> list[Tensor]:
+    def _outputs(
+        self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
         passes = zip(self.passes, inputs, strict=True)
         torch.default_generator.manual_seed(0)
         with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
-            return [out for one, own in passes for out in one.outputs(weights, own, twin, self.dtype)]
+            return [out for one, own in passes for out in one.outputs(weights, own, twin, dtype or self.dtype)]
 
     def _noise(self, like: Tensor) -> Tensor:
         dtype = in_precision(like.dtype, self.dtype)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pyro_symmetric.discovery import conservation_law
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.verify import UnverifiedSymmetry, verify
 
@@ -111,3 +112,20 @@ def test_complex_parameters_have_real_scales_and_signs() -> None:
     symmetry = find_symmetry(net, x)
     assert symmetry.finite.order() == 24 * 2**4
     assert verify(symmetry, net, x)
+
+
+@pytest.mark.parametrize(("epsilon", "scales"), [(0.0, ("scale of weight",)), (1e-6, ())])
+def test_large_networks_too_have_the_scale_of_a_whole_site_unless_an_epsilon_breaks_it(
+    epsilon: float, scales: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.out = nn.Parameter(torch.randn(6, 3)), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.tanh(x @ (self.weight / (self.weight.norm() + epsilon)).T))
+
+    monkeypatch.setattr(conservation_law, "PRECISE", 0)  # differentiate in float32
+    symmetry = find_symmetry(Normalised(), torch.randn(4, 3), verify=False)
+    assert symmetry.scalings.names("scale") == scales
