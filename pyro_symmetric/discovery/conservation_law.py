@@ -30,7 +30,7 @@ from pyro_symmetric.discovery.arrays import Array
 from pyro_symmetric.discovery.integer_bases import echelon, independent, sparse, whole_numbers
 from pyro_symmetric.discovery.invariance import difference, guilty
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise
-from pyro_symmetric.discovery.multiplied import Place, Powers, add_multipliers, place_of
+from pyro_symmetric.discovery.multiplied import Place, Powers, add_multipliers, multiplied, odd_of, one_run, place_of
 from pyro_symmetric.discovery.symmetry import in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis, Units
@@ -40,8 +40,7 @@ from pyro_symmetric.weights import Weights
 PRECISE = 2_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
 SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
-# Random losses at most, of large networks and of small; units with so many places that more are needed have no
-# multipliers.
+# Random losses at most, of large and of small networks; units with more places than these tell have no multipliers.
 MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -181,7 +180,7 @@ class _Law:
         for own, odd in zip(scales, signs, strict=True):
             moves: dict[Powers, frozenset[Move]] = {powers: frozenset({"scale"}) for powers in own}
             for parities in odd:
-                same = next((powers for powers in moves if _odd(powers) == parities), parities)
+                same = next((powers for powers in moves if odd_of(powers) == parities), parities)
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
             found.append(moves)
         return found
@@ -246,7 +245,7 @@ class _Law:
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
         order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
         basis = echelon(np.array(proposed, dtype=int)[:, order], True)[0].astype(int)[:, order.argsort()].tolist()
-        shared = [odd for odd in map(_odd, scales) if len(independent([*basis, odd], True)) == len(basis)]
+        shared = [odd for odd in map(odd_of, scales) if len(independent([*basis, odd], True)) == len(basis)]
         every = [*shared, *map(tuple, basis)]
         return [every[k] for k in independent(every, True)]
 
@@ -264,7 +263,7 @@ class _Law:
                 for axis, power in zip(cells[number].places, powers, strict=True):
                     if power:
                         by = factor ** (power if factor < 0 else power / max(map(abs, powers)))
-                        moved[axis.site] = _multiplied(moved[axis.site], axis, units, by)
+                        moved[axis.site] = multiplied(moved[axis.site], axis, units, by)
             return not difference(before, self._outputs(moved, inputs)) < 10 * self.null
 
         # Each alone, for what several change may cancel out; all together far off, where a clamp isn't odd any more.
@@ -289,7 +288,7 @@ class _Law:
                 product = ((weights[site] + self.epsilons.get(site, 0.0)) * gradient.conj()).real
                 products[site] = [product, product.abs()]
             for place, axis in axes.items():
-                run = _run(self.shapes[axis.site], axis)
+                run = one_run(self.shapes[axis.site], axis)
                 rest = [dim for dim in range(len(run)) if dim != axis.dim]
                 both = [own.reshape(run) for own in products.get(axis.site, [torch.zeros(run, device="cpu")] * 2)]
                 found[place].append(torch.stack([own.sum(rest) if rest else own for own in both]).double().cpu())
@@ -393,28 +392,9 @@ def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[
         for row, (cell, powers) in zip(rows, moves, strict=True):
             for axis, power in zip(cell.places, powers, strict=True):
                 if axis.site == site and power:
-                    run = row.view(_run(row.shape, axis)).movedim(axis.dim, 0)
+                    run = row.view(one_run(row.shape, axis)).movedim(axis.dim, 0)
                     run[axis.index[:, : cell.units.count // count].flatten()] += power
         flat = rows.flatten(1).numpy()
         mixed = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(mixed, return_index=True)[1]])
     return np.concatenate(columns, 1)
-
-
-def _odd(powers: Powers) -> Powers:
-    return tuple(power % 2 for power in powers)
-
-
-def _run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """A site's shape if the axes that an axis spans are one."""
-    first, last = axis.dim, axis.dim + axis.span
-    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
-
-
-def _multiplied(value: Tensor, axis: Axis, units: Tensor, factor: float) -> Tensor:
-    """A site's value with some units multiplied along one axis."""
-    run, epsilon = _run(value.shape, axis), axis.epsilon or 0.0
-    factors = torch.ones(run[axis.dim], dtype=value.real.dtype, device="cpu")
-    factors[axis.index[:, units]] = factor
-    factors = factors.to(value.device).reshape(-1, *(1 for _ in run[axis.dim + 1 :]))
-    return ((value.reshape(run) + epsilon) * factors - epsilon).reshape(value.shape)

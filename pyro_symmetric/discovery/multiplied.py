@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pyro_symmetric.discovery.units import module_name, unused
 from pyro_symmetric.groups import Axis, Group, Units
@@ -75,3 +77,23 @@ def _permuting(units: Units) -> Units:
 
 def place_of(axis: Axis) -> Place:
     return axis.site, axis.dim, axis.span
+
+
+def one_run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
+    """A site's shape if the axes that an axis spans are one."""
+    first, last = axis.dim, axis.dim + axis.span
+    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
+def multiplied(value: Tensor, axis: Axis, units: Tensor, factor: float) -> Tensor:
+    """A site's value with some units multiplied along one axis."""
+    run, epsilon = one_run(value.shape, axis), axis.epsilon or 0.0
+    factors = torch.ones(run[axis.dim], dtype=value.real.dtype, device="cpu")
+    factors[axis.index[:, units]] = factor
+    factors = factors.to(value.device).reshape(-1, *(1 for _ in run[axis.dim + 1 :]))
+    return ((value.reshape(run) + epsilon) * factors - epsilon).reshape(value.shape)
+
+
+def odd_of(powers: Powers) -> Powers:
+    """Which places a sign enters whose multiplier enters them with these powers."""
+    return tuple(power % 2 for power in powers)
