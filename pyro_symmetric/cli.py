@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.methods == ("help",):
         print(list_methods(options.quick))
         return 0
-    out = options.out or f"runs/{options.data.replace('csv:', '').replace('/', '-')}{'-quick' if options.quick else ''}"
+    out = options.out or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
     study = run_study(settings_of(options), out, progress=options.progress)
     tables = summary_table(study.results["methods"], study.problem.is_classification)
     print(f"\n{tables}\n\nReport: {study.report}")

@@ -17,7 +17,7 @@ from pyro_symmetric.datasets import sources
 from pyro_symmetric.datasets.dataset import Dataset, Task, shorten
 from pyro_symmetric.datasets.sources import Raw
 
-KNOWN = (*sources.SKLEARN, *sources.IMAGES, "uci/<name>", "csv:FILE")
+KNOWN = (*sources.SKLEARN, *sources.IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 """The names that :func:`load` reads."""
 
 
@@ -31,6 +31,7 @@ def load(
     test_fraction: float = 0.2,
     hold_out: Literal["auto"] | Sequence[str | int] | None = None,
     split: int = 0,
+    image_size: int = 64,
     max_train: int | None = None,
     max_test: int | None = None,
     seed: int = 0,
@@ -40,7 +41,8 @@ def load(
     """Load a data set, split it, and standardise it by its training rows.
 
     :param name: one of :data:`KNOWN`: a table or the digits of scikit-learn; images, read by torchvision from ``root``;
-        ``uci/<name>``, a folder under ``root``; ``csv:FILE``, the user's own table.
+        ``uci/<name>``, a folder under ``root``; ``csv:FILE``, the user's own table; ``images:FOLDER``, the user's own
+        pictures, a folder for each class.
     :param root: the folder in which data sets are looked for, and to which they are downloaded.
     :param download: fetch an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
@@ -50,6 +52,7 @@ def load(
     :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs;
         ``"auto"`` the last fifth where there are at least 5. Of a test part of its own, where there is one.
     :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
+    :param image_size: the side in pixels to which the pictures of ``images:FOLDER`` are scaled and cut.
     :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
     :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
     :param dtype: of the inputs and regression targets; PyTorch's default by default.
@@ -60,7 +63,7 @@ def load(
     arguments.fraction("test_fraction", test_fraction)
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
-    raw = _read(name, Path(root).expanduser(), download, target, split, task)
+    raw = _read(name, Path(root).expanduser(), download, target, split, task, image_size)
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
     rng = np.random.default_rng([seed, split])
@@ -129,7 +132,7 @@ def ood(
     if name.startswith("csv:"):
         raw = Raw(sources.numbers(sources.frame(name, like.feature_names)[list(like.feature_names)]), np.zeros(0))
     else:
-        raw = _read(name, Path(root).expanduser(), download, None, 0, None)
+        raw = _read(name, Path(root).expanduser(), download, None, 0, None, like.input_shape[-1])
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
     if x.shape[1:] != like.input_shape:
@@ -141,7 +144,7 @@ def ood(
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None) -> Raw:
+def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None, side: int) -> Raw:
     if name in sources.SKLEARN:
         return sources.read_sklearn(name)
     if name in sources.IMAGES:
@@ -152,6 +155,8 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
         return sources.read_uci(name, root, split, task)
     if name.startswith("csv:"):
         return sources.read_csv(name, target, task)
+    if name.startswith("images:"):
+        return sources.read_folder(name, side)
     raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
 
 

@@ -1,4 +1,4 @@
-"""Readers of data: scikit-learn, torchvision, a CSV file, a UCI folder in the layout of the literature."""
+"""Readers of data: scikit-learn, torchvision, a CSV file, folders of pictures, UCI folders."""
 
 from __future__ import annotations
 
@@ -77,6 +77,28 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
     rows = np.arange(len(x))
     return Raw(x, y, classes, (rows[: len(train)], rows[len(train) :]))
+
+
+def read_folder(name: str, side: int) -> Raw:
+    """Read ``images:FOLDER``: a folder of pictures for each class, or such folders in ``train`` and ``test``.
+
+    TinyImageNet, Textures and their like are laid out so. Of ``train`` alone, or beside other classes, only it is read.
+
+    :param side: of the square that pictures are scaled and cut to, in pixels.
+    :raises FileNotFoundError: if there is no such folder, or no picture in it.
+    """
+    import_torchvision()
+    from torchvision import datasets, transforms
+
+    root = Path(name.removeprefix("images:")).expanduser()
+    cut = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
+    parts = [root / part for part in ("train", "test", "val") if (root / part).is_dir()]
+    read = [datasets.ImageFolder(part, cut, allow_empty=True) for part in (parts[:2] or [root])]
+    read = read if read[0].classes == read[-1].classes else read[:1]
+    x = np.stack([np.asarray(picture).transpose(2, 0, 1) for part in read for picture, _ in part])
+    y, rows = np.concatenate([part.targets for part in read]), np.arange(len(x))
+    official = (rows[: len(read[0])], rows[len(read[0]) :]) if len(read) > 1 else None
+    return Raw(x, y, tuple(read[0].classes), official)
 
 
 def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -38,7 +38,7 @@ class StudySettings:
     data: str = option(
         "digits",
         "digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; uci/<name>; "
-        "csv:FILE",
+        "csv:FILE; images:FOLDER, a folder of pictures for each class",
         "NAME",
     )
     data_root: str = option("data", "where data sets lie (default: data)", "FOLDER")

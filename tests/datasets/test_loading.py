@@ -82,6 +82,22 @@ def test_regression_targets_return_to_the_data_s_units():
     torch.testing.assert_close(targets.sort().values, expected.sort().values)
 
 
+def test_folders_of_pictures_are_read_by_class_and_serve_as_other_inputs(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 6), ("val", 3)):
+        for number, name in enumerate(("blue", "red")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for k in range(count):
+                colour = (200 * number, 0, 250 - 200 * number)
+                image.new("RGB", (20 + k, 12), colour).save(tmp_path / part / name / f"{k}.png")
+    data = datasets.load(f"images:{tmp_path}", image_size=8)
+    assert (data.train_x.shape, data.test_x.shape, data.class_names) == ((12, 3, 8, 8), (6, 3, 8, 8), ("blue", "red"))
+    raw = data.train_x * data.x_scale + data.x_mean
+    assert torch.allclose(raw[:, 0].mean((1, 2)) * 255, 200.0 * data.train_y, atol=1e-3)
+    other = datasets.ood(f"images:{tmp_path / 'train'}", data)
+    assert other.ood_x.shape == (12, 3, 8, 8)
+
+
 def test_classes_are_held_out_only_if_that_is_asked_for():
     assert datasets.load("digits").num_outputs == 10
     assert datasets.load("wine", hold_out="auto").ood_x is None  # of so few
