@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -105,12 +106,15 @@ def broken_moves(
     :return: the moves that change it, and the largest change that all of them together made.
     """
 
+    broke: list[Element] = []  # the first that did; others may break a clamp, say, more rarely
+
     def worst(parts: Sequence[Part], trials: int | None = None) -> Change:
         """The effect of the first element that changes the function, or the largest effect of all."""
         found = Change(False, 0.0)
-        for element in elements_to_try(group, parts, trials):
+        for element in chain([only(one, parts) for one in broke], elements_to_try(group, parts, trials)):
             found = max(found, change(element), key=lambda one: (one.broken, one.size))
             if found.broken:
+                broke[:] = broke or [element]
                 break
         return found
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.invariance import InconclusiveError
+from pyro_symmetric.discovery.invariance import Change, InconclusiveError, broken_moves
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, repaired, verify
-from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups import Axis, Element, Group, Units
 
 
 class Convolutional(nn.Module):
@@ -260,3 +260,23 @@ def test_flips_that_hold_only_together_never_pass_for_two() -> None:
         units += [Units("2", 1, (Axis("2.weight", 1, one, 1),), moves=frozenset({"flip"}))]
         group = Group(units, {name: value.shape for name, value in net.named_parameters()})
         assert not verify(Symmetry(group), net, torch.randn(4, 3))
+
+
+def test_a_move_that_few_elements_show_to_be_wrong_is_the_only_one_that_is_dropped() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    group = find_symmetry(nn.Sequential(*layers, nn.Linear(8, 2)), torch.randn(9, 8)).scalings
+    assert len(group.names("scale")) == 6
+
+    def change(element: Element) -> Change:
+        """As of a clamp that units meet only if they grow to seven times their size."""
+        size = float(element.log_scales.get("6", torch.zeros(8)).max())
+        return Change(size > 2.0, max(size, 0.0))
+
+    caught = 0
+    for seed in range(60):
+        torch.manual_seed(seed)
+        broken, _ = broken_moves(group, change)
+        caught += bool(broken)
+        assert [one.name for one in broken] in ([], ["6"])
+    assert caught > 3  # each is caught with a probability of 0.17
