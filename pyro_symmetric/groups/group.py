@@ -60,8 +60,15 @@ class Group(PlacedUnits):
         super().__init__(units, shapes, of_network, runs)
         self.factors = {name: one.size for name, one in self.units.items() if one.moves}
         self.moves = frozenset(move for move in MOVES if self.names(move))
-        self._hash = hash((tuple(self.factors.items()), tuple(sorted(self._members))))
+        self._hash = self._hashed()
         return self
+
+    def _hashed(self) -> int:
+        return hash((tuple(self.factors.items()), tuple(sorted(self._members))))
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._hash = self._hashed()  # strings have other hashes in other processes
 
     @classmethod
     def declare(

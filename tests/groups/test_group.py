@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -234,3 +238,12 @@ def test_moves_are_those_of_all_units_or_of_each(moves, order):
     assert len(distinct) == order
     g, h = group.sample((20,)), group.sample((20,))
     assert close((g @ h)(weights), g(h(weights)))
+
+
+def test_a_group_from_another_process_is_found_among_equal_ones():
+    given = 'import pickle, sys, torch; from pyro_symmetric.groups import Group; group = Group.declare({"w": ("k",)}, '
+    code = given + '{"w": torch.Size([3])}); hash(group); sys.stdout.buffer.write(pickle.dumps(group))'
+    environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment, timeout=300)
+    fresh = Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
+    assert pickle.loads(child.stdout) in {fresh: 1}
