@@ -134,8 +134,8 @@ def evidence(
     estimator: OrbitEstimator | None = None,
     num_samples: int = 512,
     chunk: int = 64,
-    log_joint: Joint | None = None,
-    group: Group | None = None,
+    log_joint: Joint | Any = None,
+    group: Group | Any = None,
     **kwargs: Any,
 ) -> Evidence:
     """Return bounds and estimates of the log-evidence of a guide's model, by the guide and by chains.
@@ -161,9 +161,14 @@ def evidence(
     :param num_samples: draws of the guide, at least 2, and about as many of the posterior, evenly spaced.
     :param chunk: how many are evaluated at once.
     :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``; by default
-        the model's. ``group``: of all that it doesn't tell apart.
+        the model's. ``group``: of all that it doesn't tell apart. Anything else under these two names, such as
+        the indices of a hierarchical model's groups, goes to the model.
     :raises ValueError: naming the units whose exchange changes the model; if chains never move, or equal others.
     """
+    if log_joint is not None and not callable(log_joint):
+        log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
+    if log_joint is None and group is not None and not isinstance(group, Group):
+        group, kwargs = None, {**kwargs, "group": group}
     if group is None or log_joint is None:
         arguments.instance("guide", guide, AutoSymmetrized, "an AutoSymmetrized guide")
         group = group or guide.group

@@ -44,6 +44,22 @@ def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     assert worth.symmetrized_elbo > worth.elbo
 
 
+def test_a_model_may_have_arguments_named_group_and_log_joint() -> None:
+    def grouped(group: torch.Tensor, y: torch.Tensor, log_joint: float = 1.0) -> None:
+        locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 2.0).to_event(1))
+        effects = pyro.sample("effects", dist.Normal(torch.zeros(2), log_joint).to_event(1))
+        pyro.sample("y", dist.Normal(locs.sum(-1, keepdim=True) + effects[..., group], 1.0).to_event(1), obs=y)
+
+    group = torch.arange(12) % 2
+    declared = Group.declare({"locs": ("k",)}, {"locs": torch.Size([3]), "effects": torch.Size([2])})
+    guide = ps.AutoSymmetrized(grouped, declared).setup(group, DATA)
+    found = []
+    for args, kwargs in (((group, DATA, 2.0), {}), ((), {"group": group, "y": DATA, "log_joint": 2.0})):
+        pyro.set_rng_seed(1)
+        found.append(ps.evidence(guide, *args, num_samples=16, **kwargs))
+    assert found[0] == found[1]
+
+
 def test_a_guide_knows_its_model_and_its_group(tmp_path: Path) -> None:
     """The same numbers as of the function and the group; a guide from a file knows no model."""
     guide = ps.AutoSymmetrized(model, GROUP).setup(DATA)
