@@ -214,7 +214,11 @@ def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -
         if index.dim() == 1:
             value = value.index_select(dim - site_dims, index)
             continue
-        batch = torch.broadcast_shapes(value.shape[: value.dim() - site_dims], index.shape[:-1])
+        own = value.shape[: value.dim() - site_dims]
+        batch = torch.broadcast_shapes(own, index.shape[:-1])
+        if dim == 0 and site_dims > 1 and own.numel() == 1:  # rows of one value, which needn't be repeated
+            value = value.reshape(site).index_select(0, index.flatten()).reshape(*batch, *site)
+            continue
         value = value.expand(*batch, *site)
         if dim == 0 and site_dims > 1:  # whole rows, which are copied many times as fast as their entries one by one
             first = site[0] * torch.arange(batch.numel(), device=value.device).reshape(*batch, 1)
