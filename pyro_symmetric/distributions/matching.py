@@ -149,7 +149,7 @@ class UnitDensities:
     def of(self, name: str, quick: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """The matrices of one set, up to a constant for each place; the best unit of each place, and if it is sure.
 
-        :param quick: by a sketch, and by what is known of others alone. What is expected of them makes nothing sure.
+        :param quick: by a sketch, and by what is known of others alone. Expected positions never count as sure.
         """
         one, like = self.sets[name], self.like.dtype
         numbers = [self.draws[axis.site].numel() for axis in one.lone + one.shared]
@@ -185,7 +185,7 @@ class UnitDensities:
                 matched = [(p * u.take_along_dim(column.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
                 rounding = torch.finfo(dtype).eps * sum(matched[1:], matched[0])
                 sure = sure & (rounding < 1.0) if trusted else torch.zeros_like(sure)
-                if bool(sure.all()) or not (brief or bool((rounding * ~sure > ROUNDING).any())):
+                if bool(sure.all()) or (not brief and bool((rounding * ~sure <= ROUNDING).all())):  # false of NaN
                     break
         return found, column, sure
 
@@ -193,6 +193,7 @@ class UnitDensities:
         self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, brief: bool, places: Tensor | None, known: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The share of some axes: a product of numbers of the places and of the units, and these."""
+        brief = brief and name not in self.blocks  # whose precisions are of all weights of a unit
         key, kept = (name, dtype, brief), axes is self.sets[name].lone and places is None
         if kept and key in self._kept:
             return self._kept[key]

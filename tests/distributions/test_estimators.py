@@ -165,6 +165,24 @@ def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
     assert sure < 30.0 or float(gap.mean()) < 0.1 * action.group.log_order()
 
 
+def test_matrices_that_overflow_in_float32_are_made_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "FEW_PRODUCTS", 0)
+    group = one_layer(4)
+    action = action_of(group)
+    q = dist.Normal(torch.zeros(action.dim), 1e-20, validate_args=False).to_event(1)  # whose square is 0 in float32
+    densities = UnitDensities(q, action, 1e-20 * torch.randn(1, action.dim))
+    assert bool(densities.of(next(iter(densities.sets)))[0].isfinite().all())
+
+
+def test_draws_that_are_not_finite_are_matched_anyhow() -> None:
+    action = action_of(one_layer(4))
+    q = dist.MultivariateNormal(torch.zeros(action.dim), torch.eye(action.dim), validate_args=False)
+    w = torch.zeros(2, action.dim).index_fill(0, torch.tensor([1]), math.inf)
+    found = SinkhornImportance(2).log_prob(q, action, w)
+    assert bool(found[0].isfinite())
+    assert not bool(found[1].isfinite())
+
+
 @pytest.mark.stochastic
 @pytest.mark.parametrize("scale", [1e-2, 1e-3])
 def test_sharp_units_among_loose_ones_keep_their_digits_in_float32(scale: float) -> None:

@@ -1,6 +1,7 @@
 """Unit blocks equal the dense Gaussian that they stand for, in density, moments, moves and files."""
 
 import copy
+import math
 import pickle
 
 import pyro
@@ -148,3 +149,11 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
         assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
             site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()
         }
+
+
+def test_blocks_of_more_weights_than_a_sketch_have_an_estimate() -> None:
+    net, x = nn.Sequential(nn.Linear(300, 24), nn.Tanh(), nn.Linear(24, 1)), torch.randn(4, 300)
+    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.5))
+    group, estimator = ps.find_symmetry(net, x).finite, ps.SinkhornImportance(4)
+    guide = ps.AutoSymmetrized(model, group, base=ps.AutoUnitBlocks, estimator=estimator).setup(x, torch.randn(4))
+    assert math.isfinite(Trace_ELBO().loss(model, guide, x, torch.randn(4)))
