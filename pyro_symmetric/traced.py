@@ -187,7 +187,7 @@ class TracedTarget(Traced):
                 f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
             )
         for name, (probe, expected) in self._probes.items() if supports else ():
-            # Of a support for each value of a discrete site all are compared.
+            # With discrete sites summed out, each value's support is compared.
             same_shape = nodes[name]["value"].shape == expected.shape
             if not (same_shape and bool((transform_of(name, nodes[name]["fn"])(probe) == expected).all())):
                 raise ValueError(

@@ -60,8 +60,7 @@ def draw_matchings(
 ) -> tuple[Tensor, Tensor]:
     """Draw the identity and ``count`` matchings: rows that are sure take their best column, the others are drawn.
 
-    With probability ``ELSEWHERE`` the matching is uniform instead; if it then happens to leave sure rows where they
-    are, it counts as none.
+    With probability ``ELSEWHERE`` the matching is uniform instead; a uniform draw that keeps the sure rows is rejected.
 
     :param densities: ``A``, ``(signs, 1 or count + 1) + batch + (n, n)``.
     :param column: the best of each row, and whether it is ``sure``, as :func:`leading` finds them.

@@ -132,7 +132,7 @@ def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weig
 
 
 def leaving(group: Group) -> Group:
-    """Scales of the outgoing weights of hidden units: of what the symmetry permutes, and what holds no other units.
+    """Scales of the outgoing weights of innermost permuted units.
 
     These lie along second axes or, those into grouped convolutions, along several axes at once.
     """
