@@ -280,7 +280,7 @@ class Flow:
         if apart:
             self.refine(units.atoms, positions(apart, units.axes, sizes))
         if len(touching) == 1 and labelled.union(apart) == set(units.axes):
-            self.members[self.starts[-1]] = spread(touching[0], units.axes, sizes).reshape(-1)
+            self.members[int(units.atoms.flat[0])] = spread(touching[0], units.axes, sizes).reshape(-1)
         rest = [part for part in value.parts if part not in touching]
         return replace(value, parts=(*rest, units), fixed=value.fixed - set(units.axes))
 

@@ -95,5 +95,5 @@ def multiplied(value: Tensor, axis: Axis, units: Tensor, factor: float) -> Tenso
 
 
 def odd_of(powers: Powers) -> Powers:
-    """Which places a sign enters whose multiplier enters them with these powers."""
+    """The places that a sign enters whose multiplier enters them with these powers."""
     return tuple(power % 2 for power in powers)

@@ -23,7 +23,6 @@ from torch import Tensor
 Array = NDArray[np.float64]
 
 TAILS = (0.05, 0.95)
-ROUNDING = 4.0  # of a sum, in units of the last place, about
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
 _PART_ENTRIES = 2**16  # what a thread works on at a time: a few megabytes with its copies, which its cache holds
@@ -175,7 +174,7 @@ def effective_size(split: NDArray[Any]) -> Array:
 
 
 def _autocovariance(centred: Array, lags: int) -> Array:
-    """Of each row the mean over its chains, at the first lags."""
+    """The mean over the chains of each row, at the first lags."""
     _, chains, length = centred.shape
     padded = fft.next_fast_len(length + lags, real=True)
     parts = fft.rfft(centred, n=padded).view(np.float64)
@@ -246,11 +245,6 @@ def missing_energy(energy: Tensor) -> Tensor:
     at every draw, ``(chains, draws)``. Below 0.3 momenta change it too little to follow the posterior's tails."""
     energy = energy.double()
     return energy.diff(dim=1).square().mean(1) / energy.var(1)
-
-
-def rounding(energy: Tensor) -> Tensor:
-    """The distance that rounding may move sums as large as these, in their shape: four units of the last place."""
-    return ROUNDING * torch.finfo(energy.dtype).eps * energy.abs()
 
 
 # places -------------------------------------------------------------------------------------------------------------

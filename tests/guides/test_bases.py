@@ -112,22 +112,13 @@ def test_evidence_takes_the_finite_part_and_gains_up_to_its_log_order() -> None:
     guide = AutoSymmetrized(model, symmetry, estimator=ExactOrbit(), init_scale=0.01).setup(x, y)
     with torch.no_grad():
         guide.base.loc[:3] = torch.tensor([1.0, -2.0, 3.0])
-    worth = evidence(
-        guide,
-        log_joint=lambda w: model.log_joint(w, x, y),
-        group=symmetry.finite,
-        estimator=ExactOrbit(),
-        num_samples=10,
+    joint = functools.partial(model.log_joint, x=x, y=y)
+    worth, without = (
+        evidence(guide, log_joint=joint, group=group, estimator=ExactOrbit(), num_samples=10)
+        for group in (symmetry.finite, symmetry.signs)
     )
     assert worth.log_order == pytest.approx(math.log(48))
     assert worth.symmetrized_elbo - worth.elbo == pytest.approx(math.log(48), abs=1e-3)
-    without = evidence(
-        guide,
-        log_joint=lambda w: model.log_joint(w, x, y),
-        group=symmetry.signs,
-        estimator=ExactOrbit(),
-        num_samples=10,
-    )
     assert without.symmetrized_elbo - without.elbo == pytest.approx(math.log(8), abs=1e-3)
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.kernel import State, normal
-from pyro_symmetric.posterior.statistics import rounding
+
+ROUNDING = 4.0  # of a sum, in units of the last place, about
 
 MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
 
@@ -117,6 +118,6 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
     """
     error = after - before
     if error.dtype == torch.float32:
-        blur = rounding(before)
+        blur = ROUNDING * torch.finfo(before.dtype).eps * before.abs()
         error = torch.where((blur > 1) & (error.abs() <= blur), 0.0, error)
     return error.nan_to_num(torch.inf, torch.inf, torch.inf)
