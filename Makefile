@@ -108,7 +108,7 @@ $(DOCS): $(VENV)/.installed-torch
 # torch first, by itself and pinned: where pip is configured to offer a CPU-only build of that version, it is taken, and
 # what depends on torch is then content with it. Asked for by a range, the largest CUDA build would come.
 # torchvision must be compiled for that very build. PyPI's isn't compiled for a CPU-only torch: then PyTorch's own index
-# has the one that fits. Without it the library's own imports still work (pyro_symmetric/_torchvision.py).
+# has the one that fits. Without it the library's own imports still work (pyro_symmetric/networks.py).
 $(VENV)/.installed-torch: $(VENV)/.created pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt torch torchvision
 	@$(BIN)/python -c 'import torchvision' 2>/dev/null || \

@@ -66,9 +66,8 @@ from pyro_symmetric.guides import (
     symmetrize,
 )
 from pyro_symmetric.infer import MCMC
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, log_joint, pSGLD, sample
-from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.posterior import checkpoints as checkpoints
 from pyro_symmetric.posterior.predict import predict

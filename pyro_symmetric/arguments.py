@@ -1,4 +1,4 @@
-"""Checks of arguments at entry points, in one sentence: the name, what was found, what would be right.
+"""Arguments at entry points: checks in one sentence (the name, what was found, what would be right), and their words.
 
 Each check raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value. What Python, PyTorch or Pyro
 would refuse anyway isn't checked.
@@ -6,6 +6,7 @@ would refuse anyway isn't checked.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from pyro_symmetric.calls import described, did_you_mean
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None, *, none: str = "") -> Any:
@@ -127,6 +126,40 @@ def dtype(name: str, value: Any, choices: Iterable[torch.dtype] = ()) -> Any:
         wanted = " or ".join(map(str, choices)) or "a floating-point dtype such as torch.float64"
         raise ValueError(f"{name} is {value}; it must be {wanted}")
     return value
+
+
+def described_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Arguments in words."""
+    parts = [described(value) for value in args] + [f"{name}={described(value)}" for name, value in kwargs.items()]
+    return ", ".join(parts) or "no arguments"
+
+
+def described(value: Any) -> str:
+    """One value in words: a short one as it is written, a tensor by its shape and dtype, others by their type."""
+    if isinstance(value, Tensor):
+        place = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a tensor {tuple(value.shape)} of {value.dtype}{place}"
+    if value is None or (isinstance(value, str | Real | torch.dtype | torch.device) and len(repr(value)) < 80):
+        return repr(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def did_you_mean(found: Any, names: Iterable[str]) -> str:
+    """The end of a message about a name that isn't known: the most similar one that is; empty if none is similar.
+
+    >>> did_you_mean("estimater", ["base", "estimator"])
+    "; did you mean 'estimator'?"
+    """
+    close = difflib.get_close_matches(found, list(names), 1, 0.7) if isinstance(found, str) else ()
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor where it is; a number, a list or an array on the CPU, whatever PyTorch's default device is."""
+    return torch.as_tensor(value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu")
 
 
 def _or_none(none: str) -> str:

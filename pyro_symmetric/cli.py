@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric._version import __version__
-from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.arguments import did_you_mean
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.networks import net_from_callable
+from pyro_symmetric.networks import import_torchvision, net_from_callable
 from pyro_symmetric.study import StudySettings, run_study
 from pyro_symmetric.study.methods import list_methods
 from pyro_symmetric.study.tables import summary_table

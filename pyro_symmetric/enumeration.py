@@ -30,8 +30,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.calls import is_enumerated
-from pyro_symmetric.placement import as_tensor
+from pyro_symmetric.arguments import as_tensor
 
 MOST_ENTRIES = 2**27  # of one chain's largest table
 DRAWS = 8  # of the discrete sites, at which the density is compared with what the model itself finds
@@ -237,6 +236,12 @@ class _AtMost(TorchDispatchMode):
 
 def _sampled(trace: poutine.Trace) -> Iterator[Any]:
     yield from (s for s in trace.nodes.values() if s["type"] == "sample" and not site_is_subsample(s))
+
+
+def is_enumerated(site: Any) -> bool:
+    """True if a sample site is latent and has finitely many values, so that it can be summed out."""
+    fn = site["fn"]
+    return not site["is_observed"] and isinstance(fn, TorchDistributionMixin) and bool(fn.has_enumerate_support)
 
 
 def masked_log_prob(site: Any) -> Any:

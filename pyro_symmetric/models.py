@@ -14,9 +14,12 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyro
 import pyro.distributions as dist
@@ -24,18 +27,13 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import OwnLock
-from pyro_symmetric.calls import over_weights, with_weights
-from pyro_symmetric.likelihoods import (
-    CategoricalLikelihood,
-    GaussianLikelihood,
-    Likelihood,
-    likelihood_of,
-    require_targets,
-)
+from pyro_symmetric._process import OwnLock, without_fast_attention
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
+
+PARTS = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
@@ -255,6 +253,182 @@ class BayesianModel(nn.Module):
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
         scale = self._size(x) / (len(x) * self.likelihood.temperature)
         return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
+
+
+# likelihoods ---------------------------------------------------------------------------------------------------------
+
+
+class Likelihood(Protocol):
+    """A law of targets given outputs of the network; write your own by providing these."""
+
+    @property
+    def temperature(self) -> float:
+        """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        """Priors of the likelihood's own latent sites, on the device and in the dtype of ``like``."""
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        """Distribution of the targets, of batch shape ``batch_shape + (N,)``, given outputs ``batch_shape + (N,
+        ...)``."""
+
+    def targets(self, y: Tensor) -> Tensor:
+        """The targets in the shape that :meth:`distribution` scores."""
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """The expected target: class probabilities, or the regression function."""
+
+
+@dataclass(frozen=True)
+class CategoricalLikelihood:
+    """Class labels; the network's outputs are logits ``(N, C)``.
+
+    >>> model = ps.BayesianModel(nn.Linear(4, 3), likelihood=ps.CategoricalLikelihood(temperature=0.5))
+    >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).shape
+    torch.Size([5])
+
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        arguments.positive("temperature", self.temperature)
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {}
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        if outputs.shape[-1] < 2:
+            raise ValueError(f"the network has {outputs.shape[-1]} output; a categorical likelihood needs at least 2")
+        return dist.Categorical(logits=outputs, validate_args=False)
+
+    def targets(self, y: Tensor) -> Tensor:
+        return y
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(-1)
+
+
+@dataclass(frozen=True)
+class GaussianLikelihood:
+    r"""Real targets with noise of one standard deviation; the network's outputs are means ``(N, D)``, ``(N, 1)`` or
+    ``(N,)``.
+
+    >>> model = ps.BayesianModel(nn.Linear(4, 1), likelihood=ps.GaussianLikelihood(prior_scale=0.5))
+    >>> sorted(model.priors())
+    ['bias', 'noise_scale', 'weight']
+
+    :param scale: the noise's standard deviation, or ``None`` to learn it as the latent site ``noise_scale``.
+    :param prior_scale: with ``scale=None``, the scale of the half-normal prior of ``noise_scale``.
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``.
+    """
+
+    scale: float | None = None
+    prior_scale: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        arguments.positive("temperature", self.temperature)
+        arguments.positive("scale", self.scale, none="one that is learnt")
+        arguments.positive("prior_scale", self.prior_scale)
+
+    def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
+        return {"noise_scale": dist.HalfNormal(like.new_tensor(self.prior_scale))} if self.scale is None else {}
+
+    def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
+        outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
+        scale = outputs.new_full((), self.scale) if self.scale is not None else latents["noise_scale"]
+        per_row = outputs.dim() - scale.dim()
+        scale = scale.reshape(*scale.shape, *([1] * per_row))
+        return dist.Normal(outputs, scale, validate_args=False)
+
+    def targets(self, y: Tensor) -> Tensor:
+        return y.squeeze(-1) if y.dim() > 1 and y.shape[-1] == 1 else y
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+def require_targets(likelihood: Likelihood, distribution: dist.TorchDistribution, targets: Tensor) -> None:
+    """Check the targets of this library's likelihoods, unless Pyro's validation is off. A likelihood of one's own
+    checks what it wants to.
+
+    :raises ValueError: naming the support, if a target lies outside of it: a label that isn't whole, or NaN.
+    """
+    if not Distribution._validate_args or type(likelihood) not in (CategoricalLikelihood, GaussianLikelihood):
+        return
+    support: Any = distribution.support
+    inside = support.check(targets)
+    if not inside.all():
+        found = targets[~inside][0].item()
+        raise ValueError(f"y holds {found:g}, which isn't within the support of {type(likelihood).__name__}: {support}")
+
+
+def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
+    """A likelihood by its name, or as it is.
+
+    :raises ValueError: if it is neither.
+    """
+    known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
+    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in PARTS):
+        return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
+    return likelihood  # type: ignore[return-value]
+
+
+# many networks at once ------------------------------------------------------------------------------------------------
+
+
+# Networks that vmap has failed on, and why.
+_UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def over_weights(
+    net: nn.Module,
+    function: Callable[..., Any],
+    *args: Any,
+    in_dims: Sequence[int | None] | None = None,
+    randomness: str = "error",
+    chunk_size: int | None = None,
+) -> Any:
+    """``function(*args)`` for every index of the first axis, results stacked: by :func:`torch.func.vmap`, or by a loop,
+    with a warning, if the network has an operator that can't be mapped. Arguments are as those of ``vmap``.
+    """
+    axes = tuple(in_dims or [0] * len(args))
+    failure: Exception | None = None
+    if not unmappable(net):
+        try:
+            return torch.func.vmap(function, axes, randomness=randomness, chunk_size=chunk_size)(*args)
+        except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
+            raise
+        except (RuntimeError, ValueError) as error:
+            # Dropout would draw other numbers for each; on a CPU memory that is missing is a plain RuntimeError.
+            if "randomness" in str(error) or "memory" in str(error):
+                raise
+            failure = error
+    mapped = [value for value, axis in zip(args, axes, strict=True) if axis == 0]
+    results = []
+    for k in range(len(tree_leaves(mapped)[0])):
+        own = operator.itemgetter(k)
+        results.append(function(*(v if axis is None else tree_map(own, v) for v, axis in zip(args, axes, strict=True))))
+    if failure is not None:  # the network itself is in order, then
+        said = str(failure.__cause__ or failure).splitlines()[0]
+        _UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {said}"
+        warnings.warn(f"networks are evaluated one by one, which takes longer: {_UNMAPPABLE[net]}", stacklevel=3)
+    return tree_map(lambda *leaves: torch.stack(leaves), *results)
+
+
+def with_weights(
+    net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
+    with without_fast_attention():
+        return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
+
+
+def unmappable(net: nn.Module) -> str:
+    """The reason why a network can't be mapped over its weights, if one has been met; else empty."""
+    return _UNMAPPABLE.get(net, "")
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -10,37 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import hmm
+from pyro.distributions import Delta, hmm
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.ops import gaussian, special, tensor_utils
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
-from pyro_symmetric.calls import (
-    described,
-    explaining,
-    is_deterministic,
-    is_enumerated,
-    name_of,
-    refuse_complex_observations,
-)
-from pyro_symmetric.enumeration import Enumeration
-from pyro_symmetric.layout import transform_of
-from pyro_symmetric.placement import Placement, as_tensor, promoted
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.arguments import as_tensor, described, described_call
+from pyro_symmetric.enumeration import Enumeration, is_enumerated
+from pyro_symmetric.weights import Weights, transform_of
 
 RUNS = 10  # of a model, to see whether its sites and supports are always the same
 
@@ -299,6 +292,92 @@ def unchecked(fn: Any) -> Any:
     own = copy.copy(fn)
     vars(own).update(parts, _validate_args=False)
     return own
+
+
+# sites and places ----------------------------------------------------------------------------------------------------
+
+
+def is_deterministic(site: Any) -> bool:
+    """True if a site's value follows from others: a ``pyro.deterministic``, or what ``poutine.reparam`` made of a site.
+
+    Pyro makes an observed sample site of both: its distribution is a :class:`~pyro.distributions.Delta` at its value,
+    whose density is switched off, or stands for the change of variables.
+    """
+    if site["type"] != "sample" or not site["is_observed"]:
+        return False
+    fn = site["fn"]
+    switched_off = isinstance(fn, MaskedDistribution) and fn._mask is False and isinstance(fn.base_dist, Delta)
+    at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
+    return bool(site["infer"].get("_deterministic")) or switched_off or at_its_value
+
+
+def refuse_complex_observations(observed: Iterable[Any]) -> None:
+    """:raises ValueError: naming the observed sites that hold complex numbers."""
+    values = {site["name"]: site["value"] for site in observed}
+    if several := [n for n, v in values.items() if (v.is_complex() if torch.is_tensor(v) else type(v) is complex)]:
+        raise ValueError(
+            f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe both "
+            "parts, as torch.view_as_real gives them"
+        )
+
+
+@contextlib.contextmanager
+def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Around a call of a Pyro model: add to its error what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This came from {name_of(model)}, called with {described_call(args, kwargs)}.")
+        raise
+
+
+def name_of(model: Any) -> str:
+    """A model in words: a function by its name, a module by its class."""
+    kind = "module" if isinstance(model, nn.Module) else "model"
+    return f"the {kind} {getattr(model, '__name__', type(model).__name__)}"
+
+
+def placed(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model and its arguments on the device and, if floating-point, in the dtype; ``None``: as they are.
+
+    The caller's own objects stay as they are: a module that isn't there yet is copied. Tensors are found in lists,
+    tuples and dictionaries too, at any depth.
+    """
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+    if isinstance(model, nn.Module):
+        parts = [*model.parameters(), *model.buffers()]
+        if any(place(part) is not part for part in parts):
+            model = copy.deepcopy(model).to(device=device, dtype=dtype)
+    return model, tree_map(place, args), tree_map(place, kwargs)
+
+
+class Placement(Messenger):
+    """Moves what a model draws to a device and dtype: a prior ``Normal(0.0, 1.0)`` draws on the CPU in float32."""
+
+    def __init__(self, device: torch.device | str | None, dtype: torch.dtype | None):
+        super().__init__()
+        self.device, self.dtype = device, dtype
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
+            msg["value"] = msg["value"].to(device=self.device, dtype=self.dtype)
+
+
+def promoted(values: list[Tensor]) -> torch.dtype | None:
+    """The dtype that holds all floating-point tensors of a list; ``None`` if it has none."""
+    dtypes = [value.dtype for value in values if value.is_floating_point()]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 # stand-ins ------------------------------------------------------------------------------------------------------------

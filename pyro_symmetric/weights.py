@@ -1,7 +1,11 @@
-"""The library's one currency: ``weights``, a dict from site to tensor.
+r"""The library's one currency: ``weights``, a dict from site to tensor; and flat vectors of unconstrained numbers.
 
 Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as ``MCMC.get_samples``,
 ``Predictive`` and ``torch.func.functional_call`` already speak it. These helpers read, check and reshape such dicts.
+
+Samplers and guides move a vector :math:`z \in \mathbb R^D`. It concatenates a model's sites, each mapped to
+unconstrained values by the bijection of its support. A vector never travels without its :class:`Layout`, which is keyed
+by site name.
 """
 
 from __future__ import annotations
@@ -12,9 +16,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from pyro.distributions import Delta, SineBivariateVonMises, SineSkewed
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
+from torch.distributions import (
+    Distribution,
+    Independent,
+    Transform,
+    VonMises,
+    biject_to,
+    constraints,
+    identity_transform,
+)
+from torch.distributions.transforms import ComposeTransform, IndependentTransform
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import as_tensor
 
 Weights = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -110,3 +127,129 @@ def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
     pieces = vector.split([math.prod(shape) for shape in shapes.values()], dim=-1)
     named = zip(shapes.items(), pieces, strict=True)
     return {site: piece.reshape((*vector.shape[:-1], *shape)) for (site, shape), piece in named}
+
+
+# flat vectors ---------------------------------------------------------------------------------------------------------
+
+ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
+
+
+class Layout:
+    """The place of each site in a flat unconstrained vector of shape ``batch_shape + (dim,)``.
+
+    :param site_shapes: site -> shape of its (constrained) value, in the order in which the vector concatenates them.
+    :param transforms: site -> map from its unconstrained to its constrained values; the identity for all others.
+    :ivar unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3 has 2 coordinates.
+    :ivar dim: length ``D`` of the vector.
+    """
+
+    def __init__(self, site_shapes: Mapping[str, Iterable[int]], transforms: Mapping[str, Transform] | None = None):
+        given = transforms or {}
+        self.site_shapes = {site: torch.Size(shape) for site, shape in site_shapes.items()}
+        self.transforms: dict[str, Transform] = {site: given.get(site, identity_transform) for site in site_shapes}
+        self.unconstrained_shapes = {
+            site: torch.Size(self.transforms[site].inverse_shape(shape)) for site, shape in self.site_shapes.items()
+        }
+        self.dim = sum(shape.numel() for shape in self.unconstrained_shapes.values())
+        self._curved = tuple(site for site, transform in self.transforms.items() if not is_identity(transform))
+
+    @classmethod
+    def of(cls, sites: Mapping[str, Distribution]) -> Layout:
+        """The layout of sites with these distributions, in this order.
+
+        :raises ValueError: naming a site whose support no continuous sampler can move on.
+        """
+        shapes = {site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape) for site, fn in sites.items()}
+        return cls(shapes, {site: transform_of(site, fn) for site, fn in sites.items()})
+
+    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
+        """Unconstrained values by site -> vectors."""
+        batch = batch_shape(pieces, self.unconstrained_shapes)
+        return torch.cat([pieces[site].reshape(*batch, -1) for site in self.unconstrained_shapes], dim=-1)
+
+    def unflatten(self, z: Tensor) -> Weights:
+        """The inverse of :meth:`flatten`."""
+        return unflatten(z, self.unconstrained_shapes)
+
+    def constrain(self, z: Tensor) -> Weights:
+        """Vectors -> weights."""
+        pieces = self.unflatten(z)
+        for site in self._curved:
+            pieces[site] = self.transforms[site](pieces[site])
+        return pieces
+
+    def constrain_with_log_det(self, z: Tensor, sites: Iterable[str] | None = None) -> tuple[Weights, Tensor]:
+        r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``.
+
+        :param sites: which are mapped and count, by default all that aren't mapped by the identity.
+        """
+        weights = self.unflatten(z)
+        log_det = z.new_zeros(z.shape[:-1])
+        for site in self._curved if sites is None else sites:
+            free, transform = weights[site], self.transforms[site]
+            weights[site] = transform(free)
+            log_det = log_det + transform.log_abs_det_jacobian(free, weights[site]).reshape(*z.shape[:-1], -1).sum(-1)
+        return weights, log_det
+
+    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Weights -> vectors. Sites that the layout doesn't know are left out.
+
+        :raises ValueError: naming a site that is missing, or whose shape doesn't fit.
+        """
+        require_sites(weights, self.site_shapes)
+        batch_shape(weights, self.site_shapes)
+        return self.flatten({site: transform.inv(weights[site]) for site, transform in self.transforms.items()})
+
+
+def is_identity(transform: Transform) -> bool:
+    """True if a transform, looked into, does nothing."""
+    if isinstance(transform, IndependentTransform):
+        return is_identity(transform.base_transform)
+    return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
+
+
+def transform_of(site: str, fn: Distribution) -> Transform:
+    """The map from unconstrained values to a site's support.
+
+    :raises ValueError: naming a site whose support no continuous sampler can move on.
+    """
+    inner = fn
+    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
+        inner = inner.base_dist
+    if isinstance(inner, Delta):
+        raise ValueError(f"site {site!r} is a Delta, which leaves nothing to sample; use pyro.deterministic")
+    try:
+        support: Any = fn.support
+        if isinstance(inner, ANGLES):  # Pyro has them on the line, on which their densities repeat for ever
+            support = constraints.independent(constraints.interval(-math.pi, math.pi), len(fn.event_shape))
+        if not support.is_discrete:
+            # A mixture's support is that of its components, wrapped in a constraint without a transform.
+            mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)
+            return _without_shifts(biject_to(_half_line(support.base_constraint if mixed else support)))
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
+            "reparametrise the site (pyro.poutine.reparam)"
+        ) from error
+    raise ValueError(
+        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is no data, "
+        "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
+    )
+
+
+def _half_line(support: Any) -> Any:
+    """An interval without an upper end as what it is, which has another map."""
+    upper = getattr(support, "upper_bound", None)
+    endless = upper is not None and bool((as_tensor(upper) == torch.inf).all())
+    return constraints.greater_than_eq(support.lower_bound) if endless else support
+
+
+def _without_shifts(transform: Transform) -> Transform:
+    """A transform without the parts that shift by 0, as that to a half-line has."""
+    if isinstance(transform, IndependentTransform):
+        return IndependentTransform(_without_shifts(transform.base_transform), transform.reinterpreted_batch_ndims)
+    if not isinstance(transform, ComposeTransform):
+        return transform
+    numbers = [(getattr(part, "loc", None), getattr(part, "scale", None)) for part in transform.parts]
+    idle = [not any(isinstance(n, Tensor) for n in pair) and pair == (0, 1) for pair in numbers]
+    return ComposeTransform([part for part, is_idle in zip(transform.parts, idle, strict=True) if not is_idle])

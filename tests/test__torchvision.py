@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision
+from pyro_symmetric.networks import import_torchvision, prepare_torchvision
 
 
 def test_data_sets_models_and_torchmetrics_are_usable_in_a_fresh_process():
     """A package that imports torchvision without our help, as torchmetrics does, finds it prepared."""
     program = (
         "import importlib.util, warnings\n"
-        "from pyro_symmetric._torchvision import import_torchvision, prepare_torchvision\n"
+        "from pyro_symmetric.networks import import_torchvision, prepare_torchvision\n"
         "prepare_torchvision()\n"
         "import torchvision.datasets, torchvision.models\n"
         "assert import_torchvision() is torchvision\n"

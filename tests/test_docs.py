@@ -6,7 +6,7 @@ from pathlib import Path
 import pyro
 import pytest
 
-from pyro_symmetric._torchvision import prepare_torchvision
+from pyro_symmetric.networks import prepare_torchvision
 
 TREE = Path(__file__).parent.parent
 PAGES = {

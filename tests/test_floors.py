@@ -13,16 +13,9 @@ GRAPH = grimp.build_graph("pyro_symmetric", cache_dir=None)
 # From below. What knows no symmetry comes first, the samplers included.
 FLOORS = [
     ["_process", "errors"],
-    [
-        "_torchvision",
-        "_version",
-        "calls",
-        "placement",
-        "plots",
-    ],
-    ["arguments", "enumeration", "networks"],
-    ["datasets", "likelihoods", "storage", "weights"],
-    ["fingerprint", "layout", "models", "store"],
+    ["_version", "arguments", "networks", "plots"],
+    ["datasets", "enumeration", "storage", "weights"],
+    ["fingerprint", "models", "store"],
     ["traced"],
     ["posterior"],
     ["mcmc"],

@@ -12,8 +12,7 @@ from pyro.infer.autoguide import AutoDiagonalNormal
 from torch import nn
 
 from pyro_symmetric.alignment import loss_barrier
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 from pyro_symmetric.posterior.predict import predict
 
 LIKELIHOODS = {

@@ -9,7 +9,7 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.placement import placed
+from pyro_symmetric.traced import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)
 QUICK = {"num_samples": 8, "num_warmup": 4, "num_chains": 2, "seed": 0, "progress": False}

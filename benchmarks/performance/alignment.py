@@ -24,11 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.networks import Recurrent, perceptron, transformer
-from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.alignment import GaussianWeights, align
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Group
-from pyro_symmetric.networks import resnet20
+from pyro_symmetric.networks import import_torchvision, resnet20
 from pyro_symmetric.weights import Weights
 
 Case = tuple[Callable[[], nn.Module], Tensor]

@@ -35,9 +35,8 @@ from torch.func import functional_call, grad, vmap
 from benchmarks.contestants import Problem
 from benchmarks.harness import print_table
 from pyro_symmetric import BayesianModel
-from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.models import GaussianPrior
+from pyro_symmetric.models import GaussianLikelihood, GaussianPrior
 
 NOISE = 0.1
 SPREAD = 0.1  # of the weights at which gradients are taken, in standard deviations of the prior

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import Built, Case, Cases
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric.networks import import_torchvision
 
 NODES, FEATURES, WIDTH, EDGES = 8, 5, 12, 4
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import Built, Case, Cases
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric.networks import import_torchvision
 
 # Name -> pixels a side: smaller than the networks were made for, if they allow it.
 TORCHVISION = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.zoo import Built, Case, Cases, Tensors
-from pyro_symmetric._torchvision import import_torchvision
+from pyro_symmetric.networks import import_torchvision
 
 # What configurations call these sizes; each takes those that it knows.
 SMALL = {

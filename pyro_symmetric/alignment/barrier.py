@@ -31,9 +31,8 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, draw, require_ends, to_gaussian
-from pyro_symmetric.calls import described
-from pyro_symmetric.likelihoods import require_targets
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.arguments import described
+from pyro_symmetric.models import BayesianModel, require_targets
 from pyro_symmetric.weights import Weights, require_finite
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]

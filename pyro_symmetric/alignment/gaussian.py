@@ -27,7 +27,7 @@ from torch.distributions.constraints import Constraint
 from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.groups.action import is_real
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite

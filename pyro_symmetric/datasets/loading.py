@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.arguments import did_you_mean
 from pyro_symmetric.datasets import sources
 from pyro_symmetric.datasets.dataset import Dataset, Task, shorten
 from pyro_symmetric.datasets.sources import Raw

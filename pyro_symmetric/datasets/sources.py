@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pyro_symmetric._torchvision import import_torchvision
 from pyro_symmetric.datasets.dataset import Task
+from pyro_symmetric.networks import import_torchvision
 
 SKLEARN = ("digits", "wine", "breast-cancer", "diabetes")
 IMAGES = {

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
-from pyro_symmetric.calls import refuse_complex_observations
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.discovery.invariance import (
     BrokenMove,
     Change,
@@ -34,9 +34,9 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
-from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
+from pyro_symmetric.traced import refuse_complex_observations
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4

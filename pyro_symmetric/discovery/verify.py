@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked, with_both_branches, without_fast_attention, without_warnings
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.discovery.deterministic import Deterministic
 from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.invariance import (

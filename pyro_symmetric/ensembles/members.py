@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric.calls import with_weights
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, with_weights
 from pyro_symmetric.traced import unchecked
 from pyro_symmetric.weights import Weights
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.calls import described, over_weights
+from pyro_symmetric.arguments import described
 from pyro_symmetric.ensembles.members import (
     LOSSES,
     Loss,
@@ -36,8 +36,8 @@ from pyro_symmetric.ensembles.members import (
     map_loss,
     network_loss,
 )
-from pyro_symmetric.mcmc.density.targets import require_data
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.mcmc.density.eager import require_data
+from pyro_symmetric.models import BayesianModel, over_weights
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 

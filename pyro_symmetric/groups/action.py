@@ -21,10 +21,10 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint, independent
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.layout import Layout
-from pyro_symmetric.placement import as_tensor
+from pyro_symmetric.weights import Layout
 
 
 class Action:
@@ -39,7 +39,7 @@ class Action:
     :param sites: the sites in the order in which the vector concatenates them; as a mapping, site -> support, and the
         vector holds unconstrained coordinates.
     :param shapes: shapes of (constrained) sites that the group doesn't know, and that it therefore leaves alone.
-    :ivar layout: the :class:`~pyro_symmetric.layout.Layout` of the vector.
+    :ivar layout: the :class:`~pyro_symmetric.weights.Layout` of the vector.
     :ivar nonlinear_sites: sites on which the group acts through a bijection there and back, as on a simplex whose
         entries are permuted; ``simplex_sites``: those of them whose values lie on a simplex, or on one for each row.
     :raises ValueError: if the group acts on a site that isn't among ``sites``, or doesn't know one whose shape isn't

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups.places import along_axis, laid_out, permute_axes
 from pyro_symmetric.groups.units import MOVES, Move
-from pyro_symmetric.placement import as_tensor
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:

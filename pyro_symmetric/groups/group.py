@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.groups.checks import check_axes, check_group
 from pyro_symmetric.groups.element import Element, checked
 from pyro_symmetric.groups.places import PlacedUnits

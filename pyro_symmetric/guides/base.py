@@ -22,8 +22,7 @@ from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Action, Group
-from pyro_symmetric.layout import Layout
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Layout, Weights
 
 # Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
 _NUMBERS = itertools.count(1)

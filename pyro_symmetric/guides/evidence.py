@@ -40,11 +40,10 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc import log_joint as joint_of
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, effective_size
-from pyro_symmetric.weights import Weights, require_finite, require_sites
+from pyro_symmetric.weights import Layout, Weights, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
 

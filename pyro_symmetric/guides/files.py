@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, UnitBlocks
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide, layout_of

@@ -23,7 +23,7 @@ from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry

@@ -24,9 +24,9 @@ from torch.distributions import Independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.guides.base import layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
-from pyro_symmetric.placement import as_tensor
 
 
 def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.placement import Placement, as_tensor, placed, promoted
 from pyro_symmetric.posterior.predict import predict
+from pyro_symmetric.traced import Placement, placed, promoted
 
 if TYPE_CHECKING:
     import xarray

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
-from pyro_symmetric.placement import as_tensor
+from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.posterior.arviz import to_arviz
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import chains_diagnostics, summary_tables

@@ -23,19 +23,11 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, running_pyro
-from pyro_symmetric.calls import (
-    described_call,
-    explaining,
-    is_deterministic,
-    is_enumerated,
-    over_weights,
-    with_weights,
-)
-from pyro_symmetric.enumeration import Enumeration, masked_log_prob
-from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.placement import Placement, placed, promoted
+from pyro_symmetric.arguments import described_call
+from pyro_symmetric.enumeration import Enumeration, is_enumerated, masked_log_prob
+from pyro_symmetric.models import BayesianModel, over_weights, with_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.traced import Traced
+from pyro_symmetric.traced import Placement, Traced, explaining, is_deterministic, placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]

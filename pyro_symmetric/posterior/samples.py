@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.calls import described
+from pyro_symmetric.arguments import described
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Shapes, Weights
 

@@ -10,8 +10,7 @@ from pyro.distributions import constraints
 from torch import Tensor, nn
 
 from pyro_symmetric.alignment import GaussianWeights, barrier, loss_barrier
-from pyro_symmetric.likelihoods import CategoricalLikelihood
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood
 from pyro_symmetric.weights import Weights
 
 GRID = torch.tensor([-1.0, 0.5])

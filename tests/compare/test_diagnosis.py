@@ -14,8 +14,7 @@ from torch import nn
 from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.mmd import mmd_test
-from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics
 

@@ -6,8 +6,8 @@ import torch
 from scipy import stats
 from sklearn import metrics
 
-from pyro_symmetric._torchvision import prepare_torchvision
 from pyro_symmetric.compare import mutual_information, scores
+from pyro_symmetric.networks import prepare_torchvision
 
 prepare_torchvision()  # torchmetrics imports it
 torchmetrics = pytest.importorskip("torchmetrics.functional.classification")

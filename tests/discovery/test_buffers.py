@@ -16,7 +16,7 @@ X = torch.arange(100, dtype=torch.float64).square().sin().reshape(2, 2, 5, 5)
 
 
 def test_torchvisions_frozen_normalisation_moves_with_its_channels() -> None:
-    from pyro_symmetric._torchvision import import_torchvision
+    from pyro_symmetric.networks import import_torchvision
 
     layer = import_torchvision().ops.FrozenBatchNorm2d
     net = nn.Sequential(nn.Conv2d(2, 4, 3), layer(4), nn.ReLU(), nn.Conv2d(4, 2, 1))

@@ -547,7 +547,7 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
 
 
 def test_resnet18_has_its_streams_and_blocks() -> None:
-    from pyro_symmetric._torchvision import import_torchvision
+    from pyro_symmetric.networks import import_torchvision
 
     net = import_torchvision().models.resnet18(weights=None, num_classes=3)
     assert len(sizes(checked(net, torch.randn(2, 3, 32, 32)))) == 12

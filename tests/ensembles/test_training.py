@@ -10,8 +10,7 @@ from torch import nn
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
 from pyro_symmetric.ensembles.members import LOSSES
-from pyro_symmetric.likelihoods import GaussianLikelihood
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 
 def blobs(rows=60):

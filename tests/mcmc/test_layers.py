@@ -10,12 +10,11 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.density import layers
 from pyro_symmetric.mcmc.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc.starts import starting_points
-from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
 
 
 @pytest.fixture(params=[pytest.param("tiles", marks=pytest.mark.cpu), "products"])

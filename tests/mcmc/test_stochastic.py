@@ -17,13 +17,12 @@ from scipy.linalg import eigvalsh, inv, solve_discrete_lyapunov, sqrtm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
 from pyro_symmetric.mcmc.kernels import sgld
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate
 from pyro_symmetric.mcmc.starts import starting_points
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6
 _GENERATOR = np.random.default_rng(0)

@@ -19,9 +19,8 @@ from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized
 from pyro_symmetric.guides.evidence import evidence
-from pyro_symmetric.likelihoods import GaussianLikelihood
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 NOISE = 0.5
 GROUP = Group.declare({"hidden.weight": ("hidden", None)}, {"hidden.weight": torch.Size([2, 1])})

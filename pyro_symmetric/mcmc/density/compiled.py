@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric._process import LOCK, OwnLock, without_warnings
-from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, same_evaluation
-from pyro_symmetric.mcmc.density.targets import Rows
+from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Rows, Unavailable, same_evaluation
 
 LEAST_EVALUATIONS = 3500  # for which compiling, about 9 seconds, pays: one of the model itself takes 2.5 ms or more
 # One thread starts no workers. PyTorch compiles and loads trial programs to see which vector instructions there are,

@@ -2,8 +2,8 @@ r"""The potential energy of any Pyro model, for many chains at once; discrete si
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
-over the unconstrained vectors of a :class:`~pyro_symmetric.layout.Layout`. Which engine computes it, and in what chunks
-of chains, is settled when the density is made, by rules and not by timing, so that every run rounds alike.
+over the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. Which engine computes it, and in what
+chunks of chains, is settled when the density is made, by rules and not by timing, so that every run rounds alike.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.calls import refuse_training_batch_norm
-from pyro_symmetric.layout import Layout
 from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
-from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Unavailable, in_chunks, same_evaluation
+from pyro_symmetric.mcmc.density.eager import (
+    Eager,
+    Evaluation,
+    NetworkTarget,
+    Rows,
+    Unavailable,
+    in_chunks,
+    same_evaluation,
+)
 from pyro_symmetric.mcmc.density.layers import Layers
-from pyro_symmetric.mcmc.density.targets import NetworkTarget, Rows
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.placement import placed, promoted
-from pyro_symmetric.traced import TracedTarget, require_model
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.traced import TracedTarget, placed, promoted, require_model
+from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "eager", "layers", "compiled")
@@ -118,7 +122,7 @@ class Density:
                 "batch_size is of a BayesianModel's rows; in another model pass subsample_size to the data's plate, "
                 "as in `with pyro.plate('data', len(x), subsample_size=32) as rows`"
             )
-        refuse_training_batch_norm(model)
+        _refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, tuple(args), dict(kwargs or {}), device, dtype)
         with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
             self.target: NetworkTarget | TracedTarget
@@ -276,3 +280,13 @@ class Density:
         ``generator``; afterwards they are as they were."""
         with forked(generator, self.device):
             return self.unconstrain(self.target.prior_weights(num))
+
+
+def _refuse_training_batch_norm(model: Any) -> None:
+    """:raises ValueError: naming the module."""
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: a row's density "
+                "would depend on the other rows. Call .eval() on the model, so that it uses its running statistics"
+            )

@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.layout import Layout, is_identity
-from pyro_symmetric.likelihoods import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.mcmc.density.eager import Evaluate, Evaluation, Unavailable
-from pyro_symmetric.mcmc.density.targets import ROWS, NetworkTarget, Rows
-from pyro_symmetric.models import normal_base
+from pyro_symmetric.mcmc.density.eager import ROWS, Evaluate, Evaluation, NetworkTarget, Rows, Unavailable
+from pyro_symmetric.models import CategoricalLikelihood, GaussianLikelihood, normal_base
 from pyro_symmetric.traced import TracedTarget
+from pyro_symmetric.weights import Layout, is_identity
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 WEIGHT_BYTES = 2**19  # beyond it a chain's weights leave the cache, and packed matrix products are faster

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from pyro_symmetric.calls import did_you_mean
+from pyro_symmetric.arguments import did_you_mean
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric._process import without_fast_attention
-from pyro_symmetric._torchvision import prepare_torchvision
+from pyro_symmetric.networks import prepare_torchvision
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, TooLarge, register
 from pyro_symmetric.study.methods.networks import NETWORKS, QUICK, draws_each, losses_of, train, weights_of

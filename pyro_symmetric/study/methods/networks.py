@@ -12,12 +12,11 @@ import torch
 
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.layout import Layout
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods.base import Fit, register
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Layout, Weights
 
 TOGETHER = 100  # networks of an ensemble that are trained at once
 NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
