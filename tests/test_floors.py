@@ -15,7 +15,7 @@ FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks", "plots"],
     ["datasets", "enumeration", "storage", "weights"],
-    ["fingerprint", "models", "store"],
+    ["models", "store"],
     ["traced"],
     ["posterior"],
     ["mcmc"],

@@ -1,13 +1,11 @@
 """Samplers of many chains at once, for any Pyro model with continuous latent sites."""
 
 from pyro_symmetric.mcmc.density.density import Density, log_joint
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.hmc import HMC
+from pyro_symmetric.mcmc.kernels.hmc import HMC, AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mclmc import MCLMC
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.kernels.sghmc import SGHMC
-from pyro_symmetric.mcmc.kernels.sgld import SGLD, pSGLD
+from pyro_symmetric.mcmc.kernels.stochastic import SGHMC, SGLD, pSGLD
 from pyro_symmetric.mcmc.sampling import sample
 
 __all__ = [

@@ -1,32 +1,46 @@
 """The state that a run resumes from, and a check that it is the run that a call asks for, never another's.
 
 Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, the data
-by their hash, the model's code with the constants that it reads (:func:`~pyro_symmetric.fingerprint.digest`),
-and the density where the chains stand. ``num_samples`` is left out, so that more may be added. ``resume=True`` resumes
-though code or versions differ. All is told before anything is drawn.
+by their hash, the model's code with the constants that it reads (:func:`digest`), and the density where the chains
+stand. ``num_samples`` is left out, so that more may be added. ``resume=True`` resumes though code or versions differ.
+All is told before anything is drawn.
+
+The hash is the same in every process. It sees tensors, numbers, texts and containers by what they hold (lists and
+tuples are alike, and dictionaries in any order); networks by their modules, parameters, buffers and public attributes;
+functions by their code, constants, defaults, closures and the globals that they read; classes by their bases and
+methods; other objects by their class and what pickle would keep. Functions and classes of installed libraries count by
+their names.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
+import hashlib
 import io
+import json
 import pickle
 import platform
 import sys
+import sysconfig
+import types
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_symmetric._process import LOCK
-from pyro_symmetric.fingerprint import VERSIONS, as_json, differences, digest
+from pyro_symmetric._version import __version__
 from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.mcmc.kernels.adaptation import Agreement
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.storage import StoreError
+from pyro_symmetric.storage import StoreError, raw_bytes
 
 if TYPE_CHECKING:
     from pyro_symmetric.mcmc.run import Settings
@@ -36,6 +50,10 @@ OTHER_MODEL = "the model (its density at the same weights is another)"
 OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative: another processor sums in another order
 MOST_COMPARED = 64  # chains
+VERSIONS = {"pyro_symmetric": __version__, "torch": torch.__version__, "pyro": pyro.__version__}
+LIBRARIES = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1])}
+METHODS = types.FunctionType | property | staticmethod | classmethod
+NAMED = types.BuiltinFunctionType | types.ModuleType | torch.dtype | torch.device
 
 
 # the run that a call asks for ---------------------------------------------------------------------------------------
@@ -133,6 +151,7 @@ class RunState:
     :param generator: where the state's random generator stands.
     :param draws: how many are kept of each chain.
     :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
+    :param agreement: of chains that are to end warm-up, while it lasts.
     :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
     """
 
@@ -141,6 +160,7 @@ class RunState:
     generator: Tensor
     draws: int
     num_warmup: int
+    agreement: Agreement | None = None
     r_hat: float | None = None
 
 
@@ -178,3 +198,111 @@ def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[RunState, dic
     generator = torch.Generator(at.state.z.device)
     generator.set_state(at.generator)
     return replace(at, state=replace(at.state, generator=generator)), more
+
+
+# data and code by a hash ----------------------------------------------------------------------------------------------
+
+
+def as_json(**parts: Any) -> dict[str, Any]:
+    """These parts as JSON; what JSON can't hold goes in by its hash."""
+    return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
+
+
+def differences(found: Any, now: Any, name: str = "") -> list[str]:
+    """The differences between two fingerprints, in words: the one that was stored, and that of the call.
+
+    :param name: of what is compared.
+    """
+    if isinstance(found, dict) and isinstance(now, dict):
+        keys = sorted(found.keys() | now.keys())
+        return [line for k in keys for line in differences(found.get(k), now.get(k), f"{name}.{k}".lstrip("."))]
+    return [] if found == now else [f"{name}: {found!r} there, {now!r} here"]
+
+
+def digest(value: Any) -> str:
+    """The hash, in hexadecimal."""
+    return _digest(value, {}).hex()
+
+
+def _digest(value: Any, met: dict[int, tuple[bytes, Any]]) -> bytes:
+    """:param met: the hashes of objects so far, which are kept alive; of those that hold this one, a stand-in."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return _hash(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
+    if isinstance(value, Tensor):
+        dense = value if value.layout == torch.strided else value.to_dense()
+        return _hash("tensor", f"{dense.dtype} {tuple(dense.shape)}".encode(), raw_bytes(dense).numpy().data)
+    if isinstance(value, NAMED) or _is_of_library(value):
+        return _hash("name", getattr(value, "__qualname__", str(value)).encode())
+    if id(value) not in met:
+        met[id(value)] = b"itself", value
+        kind, parts = _parts(value)
+        found = [_digest(part, met) for part in parts]
+        met[id(value)] = _hash(kind, *(sorted(found) if kind == "set" else found)), value
+    return met[id(value)][0]
+
+
+def _parts(value: Any) -> tuple[str, list[Any]]:
+    """The kind of a value, and its parts; the order of those of a set says nothing."""
+    if isinstance(value, Mapping):
+        return "set", ["dict", *value.items()]
+    if isinstance(value, list | tuple):
+        return "list", list(value)
+    if isinstance(value, set | frozenset):
+        return "set", list(value)
+    if isinstance(value, nn.Module):
+        public = {n: part for n, part in vars(value).items() if not n.startswith("_") or n == "_pyro_samples"}
+        held = [dict(value.named_parameters(recurse=False)), dict(value.named_buffers(recurse=False))]
+        return "module", [type(value), public, *held, dict(value.named_children())]
+    if isinstance(value, types.FunctionType):
+        names = _globals_of(value.__code__) if not _is_installed(value.__code__.co_filename) else set()
+        read = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return "function", [value.__code__, value.__defaults__, value.__kwdefaults__, cells, read]
+    if isinstance(value, property | staticmethod | classmethod):
+        return "wrapped", [value.fget if isinstance(value, property) else value.__func__]
+    if isinstance(value, types.CodeType):
+        return "code", [value.co_code, list(value.co_consts), value.co_names]
+    if isinstance(value, type):
+        methods = [part for part in vars(value).values() if isinstance(part, METHODS)]
+        return "class", [value.__qualname__, value.__bases__, methods]
+    return "object", [type(value), *_pickled(value)]
+
+
+def _pickled(value: Any) -> list[Any]:
+    """The parts of an object that pickle would keep, but for cached ones; none if it can't."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # whatever a class raises that refuses it
+        return []
+    make, arguments, state, *items = (*reduced, None) if isinstance(reduced, tuple) else (reduced, (), None)
+    if isinstance(state, dict):  # cached_property, and PyTorch's like of it, stand in a class under the same name
+        state = {n: p for n, p in state.items() if not hasattr(getattr(type(value), str(n), None), "__get__")}
+    return [make, arguments, state, *(None if part is None else list(part) for part in items)]
+
+
+def _is_of_library(value: Any) -> bool:
+    """True if it is a class or function of an installed library, or of Python's own."""
+    if isinstance(value, types.FunctionType):
+        return not value.__closure__ and _is_installed(value.__code__.co_filename)
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+        return value.__module__ != "__main__" and _is_installed(getattr(module, "__file__", None) or "<frozen>")
+    return False
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith("<frozen") or any(Path(file).is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _globals_of(code: types.CodeType) -> set[str]:
+    """The names of globals that code reads, with that of functions inside."""
+    inner = [_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}.union(*inner)
+
+
+def _hash(tag: str, *parts: Any) -> bytes:
+    state = hashlib.blake2b(digest_size=16)
+    for part in (tag.encode(), *parts):
+        state.update(memoryview(part).nbytes.to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()

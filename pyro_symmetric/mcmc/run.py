@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import drawn_seed
-from pyro_symmetric.fingerprint import VERSIONS
-from pyro_symmetric.mcmc.agreement import LIMIT, Agreement
+from pyro_symmetric._process import drawn_seed, forked
+from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, required
+from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches
 from pyro_symmetric.mcmc.resume import (
+    VERSIONS,
     RunState,
     energies,
     identify,
@@ -27,14 +31,19 @@ from pyro_symmetric.mcmc.resume import (
     require_same_model,
     unpacked,
 )
-from pyro_symmetric.mcmc.starts import resolve, starting_points
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.storage import StoreError
 from pyro_symmetric.store import CHECKPOINT, Checkpoint, Contents, FolderRecorder, Recorder
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
 OPEN = {"num_warmup": "auto", "seed": None}  # what stands for a number
 SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}  # beside the progress bar
+INITIALISATIONS = ("prior", "uniform")
+MOST_TRIES = 100  # of a chain that starts where nothing is finite
+RADIUS = 2.0  # of the box that "uniform" draws from, on the unconstrained scale, as Pyro's MCMC has it
+ROUNDING = 1e-3  # of initial weights that go to unconstrained coordinates and back, relative
+Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Callable[[int], Mapping[str, Tensor]] | None
 Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
 
 
@@ -159,19 +168,22 @@ class Run:
     def _advance(self) -> None:
         """One iteration of all chains."""
         at, kernel, density = self.at, self.settings.kernel, self.density
-        draws, num_warmup, r_hat = at.draws, at.num_warmup, at.r_hat
-        state = required(kernel.step(density, at.state), at.state.z, kernel, "step")
+        draws, num_warmup, agreement, r_hat = at.draws, at.num_warmup, at.agreement, at.r_hat
+        state = _required(kernel.step(density, at.state), at.state.z, kernel, "step")
         if at.iteration < num_warmup:
-            if self._agreement is not None:
-                self._agreement.record(at.iteration, state.z, state.energy, state.statistics.get("acceptance_rate"))
+            if agreement is not None:
+                rate = state.statistics.get("acceptance_rate")
+                agreement = agreement.update(at.iteration, state.z, state.energy, rate)
                 if at.iteration + 1 in self.settings.warmups(density):
-                    r_hat = self._agreement.r_hat(at.iteration + 1)
+                    r_hat = agreement.r_hat()
                     num_warmup = at.iteration + 1 if r_hat < LIMIT else num_warmup
+                if at.iteration + 1 == num_warmup:
+                    agreement = None
             state = kernel.adapt(density, state, at.iteration, num_warmup)
         elif (at.iteration + 1 - num_warmup) % self.settings.thinning == 0:
             self.recorder.append(draws, density.draws(state.z), state.statistics)
             draws += 1
-        self.at = RunState(at.iteration + 1, state, state.generator.get_state(), draws, num_warmup, r_hat)
+        self.at = RunState(at.iteration + 1, state, state.generator.get_state(), draws, num_warmup, agreement, r_hat)
         now = time.perf_counter()
         self._seconds["warmup" if at.iteration < num_warmup else "sampling"] += now - self._clock
         self._clock = now
@@ -208,9 +220,9 @@ class Run:
         z = starting_points(density, settings.num_chains, settings.initial, generator)
         self._one_start = len(z) > 1 and bool((z == z[:1]).all())
         lengths = settings.warmups(density)
-        self._agreement = Agreement() if len(lengths) > 1 else None
-        state = required(settings.kernel.init(density, z, lengths[-1], generator), z, settings.kernel, "init")
-        self.at = RunState(0, state, state.generator.get_state(), 0, lengths[-1])
+        state = _required(settings.kernel.init(density, z, lengths[-1], generator), z, settings.kernel, "init")
+        agreement = Agreement() if len(lengths) > 1 else None
+        self.at = RunState(0, state, state.generator.get_state(), 0, lengths[-1], agreement)
         if settings.store is not None:
             self.recorder.fingerprint = identify(settings, density, self.seed)
             unpacked(self._packed(), settings.kernel)  # so that a state that can't be kept is told now
@@ -238,17 +250,14 @@ class Run:
             if not fits or z.shape != (settings.num_chains, self.density.dim):
                 raise ValueError(f"{len(z)} chains have {last.draws} draws at iteration {iteration}")
             self._one_start, self._seconds = bool(last.metadata.get("one_start")), dict(more["seconds"])
-            self._agreement = Agreement(**more["agreement"]) if len(lengths) > 1 else None
             require_same_model(settings, self.density, z, more["energies"])
 
     def _commit(self) -> None:
         self.recorder.commit(self.at.draws, self.metadata, self._packed)
 
     def _packed(self) -> memoryview:
-        asking = self._agreement if self.at.iteration < self.at.num_warmup else None
-        agreement = {} if asking is None else asking.to_dict(self.at.iteration)
         where = energies(self.density, self.at.state.z)
-        return packed(self.at, {"agreement": agreement, "seconds": dict(self._seconds), "energies": where})
+        return packed(self.at, {"seconds": dict(self._seconds), "energies": where})
 
     @property
     def _done(self) -> int:
@@ -286,3 +295,135 @@ def _reading(settings: Settings) -> Iterator[None]:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise StoreError(f"the run in the store {settings.store} is damaged, or can't go on here: {error!r}") from error
+
+
+def _required(state: Any, z: Tensor, kernel: Kernel, method: str) -> State:
+    """The state that a kernel returned, checked: chains at as many places as ``z``."""
+    name = f"what {type(kernel).__name__}.{method} returned"
+    arguments.instance(name, state, State, "a pyro_symmetric.mcmc.State")
+    if state.z.shape != z.shape:
+        raise ValueError(f"{name} has z of shape {tuple(state.z.shape)}; it must be {tuple(z.shape)}")
+    return state
+
+
+# where chains start ---------------------------------------------------------------------------------------------------
+
+
+def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``initial`` as ``None``, a name, weights, or a function ``num_chains -> weights``.
+
+    Of a posterior the last draw of each chain is taken; for more chains than it has, also the draws before.
+
+    :raises TypeError: if it is none of what :func:`~pyro_symmetric.mcmc.sample` takes.
+    """
+    if isinstance(initial, Posterior):
+        rounds = -(-num_chains // initial.num_chains)
+        if rounds > initial.num_samples:
+            held = f"{initial.num_chains} x {initial.num_samples} draws"
+            raise ValueError(f"initial is a posterior of {held}, too few to start {num_chains} chains from")
+        last = {site: value[:, -rounds:].flip(1).transpose(0, 1) for site, value in initial.samples.items()}
+        return {site: value.flatten(0, 1)[:num_chains] for site, value in last.items()}
+    if hasattr(initial, "sample_posterior"):
+        return lambda count: initial.sample_posterior((count,))
+    if isinstance(initial, AutoGuide):  # of Pyro's own, which gives one draw at a time
+
+        def draws(count: int) -> dict[str, Tensor]:
+            with torch.no_grad():
+                found = [initial(*args, **kwargs) for _ in range(count)]
+            return {site: torch.stack([draw[site] for draw in found]) for site in found[0]}
+
+        return draws
+    if isinstance(initial, str | Mapping | None) or callable(initial):
+        return initial
+    raise TypeError(
+        f"initial is a {type(initial).__name__}; it must be one of {INITIALISATIONS}, weights, a Posterior, a guide "
+        "or a function num_chains -> weights"
+    )
+
+
+def starting_points(
+    density: Density, num_chains: int, initial: Any = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, unless by weights.
+
+    :param initial: what :func:`resolve` returned. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
+        far out, and ``"uniform"`` for any other model.
+    :param generator: what random numbers come from; ``None``: one that is seeded from PyTorch's global one.
+    :raises ValueError: if there are none, or if given weights have none.
+    """
+    if generator is None:
+        generator = torch.Generator(density.device).manual_seed(drawn_seed())
+    if initial is None:
+        initial = "prior" if density.is_network else "uniform"
+    if isinstance(initial, str):
+        arguments.one_of("initial", initial, INITIALISATIONS, "a dict of weights")
+    z, tries = _drawn(density, num_chains, initial, generator), 1
+    most = 1 if isinstance(initial, Mapping) else MOST_TRIES
+    while bool((bad := _broken(density, z, generator)).any()):
+        if tries == most:
+            raise ValueError(
+                f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy "
+                f"and gradient among {tries} draws. Are all data finite, those under a mask, too, and in the supports "
+                "of their distributions? If so, give initial= weights where the density is finite"
+            )
+        z[bad], tries = _drawn(density, int(bad.sum()), initial, generator), tries + 1
+    _tell_of_flat_sites(density, z)
+    return z
+
+
+def _drawn(density: Density, count: int, initial: Any, generator: torch.Generator) -> Tensor:
+    """Points ``(C, D)``; guides and functions draw from global generators, which are put back afterwards."""
+    if initial == "uniform":
+        box = torch.rand(count, density.dim, generator=generator, device=density.device, dtype=density.dtype)
+        return (2 * box - 1) * RADIUS
+    if initial == "prior":
+        return density.draw_prior(count, generator)
+    if isinstance(initial, Mapping):
+        return _placed(density, initial, count, all_known=True)
+    with forked(generator, density.device):
+        return _placed(density, initial(count), count, all_known=False)
+
+
+def _placed(density: Density, weights: Mapping[str, Tensor], count: int, all_known: bool) -> Tensor:
+    """Points ``(C, D)`` of weights, one for each chain or one for all.
+
+    :raises ValueError: if chains would start elsewhere than at these weights. If not all need be known, those that
+        aren't are to be drawn anew.
+    """
+    arguments.weights("initial", weights)
+    shapes = density.layout.site_shapes
+    require_sites(weights, shapes, "initial")
+    found = batch_shape(weights, shapes, "initial")
+    if tuple(found) not in ((), (count,)):
+        raise ValueError(
+            f"initial has batch shape {tuple(found)}; it must be ({count},), one for each chain, or () for one start"
+        )
+    z = density.unconstrain(weights).expand(count, density.dim)
+    known = z.isfinite().all(-1) | all_known
+    for site, value in density.layout.constrain(z[known]).items():
+        given = weights[site].to(value).expand(count, *value.shape[1:])[known]
+        if not bool(((value - given).abs() <= ROUNDING * (1 + given.abs())).all()):
+            raise ValueError(f"no chain can start at initial: outside of its support, or not finite, is {site!r}")
+    return z.clone()
+
+
+def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
+    """Warn of entries on which the density doesn't depend, as its gradient is exactly zero at all starts and beside
+    them. Proper priors have no such entries, and chains would go on along them for ever."""
+    if density.row_counts:
+        return
+    flat = (evaluated_once(density, torch.cat([z, 0.9 * z + 0.1]))[1] == 0).all(0)
+    entries = density.layout.unflatten(flat[None]).items() if bool(flat.any()) else ()
+    if words := [f"{int(v.sum())} of {v.numel()} entries of {site!r}" for site, v in entries if bool(v.any())]:
+        warnings.warn(
+            f"the density doesn't depend on {', '.join(words)}: no chain can settle there. Give the site a proper "
+            "prior, or leave it out; instead of obs_mask, observe the rows that are known alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _broken(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
+    """True for chains whose energy or gradient isn't finite, ``(C,)``."""
+    energy, gradient = evaluated_once(density, z, mini_batches(density.row_counts, len(z), generator))
+    return ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))

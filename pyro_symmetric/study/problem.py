@@ -15,7 +15,7 @@ from pyro_symmetric import datasets
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.fingerprint import as_json, digest
+from pyro_symmetric.mcmc.resume import as_json, digest
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.networks import NETWORKS, net_from_callable
 from pyro_symmetric.study.settings import ACTIVATIONS, DTYPES, StudySettings

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import integrate
 
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC, TrajectoryLength
-from pyro_symmetric.mcmc.kernels.phase_space import Mass
+from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC, TrajectoryLength
+from pyro_symmetric.mcmc.kernels.kernel import Mass
 
 
 def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centre(gaussian, generator):

@@ -10,7 +10,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.mcmc.run import starting_points
 from pyro_symmetric.models import BayesianModel
 
 X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)

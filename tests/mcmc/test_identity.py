@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_symmetric.fingerprint import digest
 from pyro_symmetric.mcmc import HMC, resume, run, sample
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.resume import OTHER_MODEL
+from pyro_symmetric.mcmc.resume import OTHER_MODEL, digest
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.storage import StoreError
 
@@ -207,7 +206,7 @@ def test_containers_that_hold_themselves_have_a_digest():
 SCRIPT = """
 import functools, dataclasses, torch, pyro, pyro.distributions as dist
 from torch import nn
-from pyro_symmetric.fingerprint import digest
+from pyro_symmetric.mcmc.resume import digest
 
 @dataclasses.dataclass
 class Settings:

@@ -10,8 +10,8 @@ from scipy import integrate
 from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC
+from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.mclmc import directed, isokinetic, kicked, langevin
-from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, energy_error, leapfrog
 
 MASSES = {
     "diagonal": Mass.of(torch.tensor([0.5, 2.0], dtype=torch.float64)),

@@ -9,7 +9,7 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, leapfrog
+from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, leapfrog
 
 from .conftest import GaussianPotential, ToyPotential, banana_energy, drive
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate
-from pyro_symmetric.mcmc.kernels.phase_space import Mass
+from pyro_symmetric.mcmc.kernels.kernel import Mass
 
 D = 6
 

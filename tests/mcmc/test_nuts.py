@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.compiled import Compiled
-from pyro_symmetric.mcmc.kernels.kernel import State, normal
+from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, State, leapfrog, normal
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, leapfrog
 
 
 class AsTheyAre(Compiled):

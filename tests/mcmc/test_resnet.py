@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.mcmc import SGHMC, Density, sample
-from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.mcmc.run import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
 from pyro_symmetric.networks import resnet20
 

@@ -23,8 +23,8 @@ from torch import nn
 
 import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.store as recorders
-from pyro_symmetric.fingerprint import VERSIONS
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
+from pyro_symmetric.mcmc.resume import VERSIONS
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_symmetric.mcmc import SGHMC, SGLD, Density, pSGLD, sample
-from pyro_symmetric.mcmc.kernels import sgld
+from pyro_symmetric.mcmc.kernels import stochastic
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.stochastic import CurvatureEstimate
-from pyro_symmetric.mcmc.starts import starting_points
+from pyro_symmetric.mcmc.run import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 N, D, NOISE, BATCH = 60, 3, 0.5, 6
@@ -191,16 +191,16 @@ def test_psgld_with_its_preconditioner_kept_has_the_predicted_covariance(batch):
 
 
 def test_psgld_learns_the_root_mean_square_of_its_gradients_in_warm_up(monkeypatch):
-    monkeypatch.setattr(sgld, "SMOOTHING", 0.8)
+    monkeypatch.setattr(stochastic, "SMOOTHING", 0.8)
     kernel = pSGLD(regression(), step_size=0.1, batch_size=BATCH, num_steps=5)
     state = run(kernel, 0, num_warmup=30)
-    moment = (1 / state.tuning.preconditioner - sgld.DAMPING).square().mean(0)
+    moment = (1 / state.tuning.preconditioner - stochastic.DAMPING).square().mean(0)
     covariance = np.cov(state.z.numpy().T)
     expected = gradient_noise(covariance, BATCH).diagonal() + (PRECISION @ covariance @ PRECISION).diagonal()
     assert moment.sqrt().numpy() == pytest.approx(np.sqrt(expected), rel=0.1)
     first = run(kernel, 0)
     root = first.gradient.square().mean().sqrt()
-    assert first.tuning.preconditioner.unique().item() == pytest.approx(1 / (root.item() + sgld.DAMPING))
+    assert first.tuning.preconditioner.unique().item() == pytest.approx(1 / (root.item() + stochastic.DAMPING))
 
 
 @pytest.mark.parametrize("batch", [None, BATCH])

@@ -17,10 +17,9 @@ from scipy import stats
 from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC, Density
-from pyro_symmetric.mcmc.kernels.adaptive_hmc import AdaptiveHMC
-from pyro_symmetric.mcmc.kernels.kernel import State
+from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC
+from pyro_symmetric.mcmc.kernels.kernel import Mass, State
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
-from pyro_symmetric.mcmc.kernels.phase_space import Mass
 
 GROUPS, ROWS = 3, 4
 

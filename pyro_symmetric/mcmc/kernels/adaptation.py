@@ -1,4 +1,4 @@
-r"""The warm-up of kernels with full gradients: a step size and a mass matrix that all chains learn together.
+r"""Warm-up: a step size and a mass matrix that all chains learn together, for kernels with full gradients; and its end.
 
 **Windows.** As in Stan, the mass matrix is learnt from the draws of windows that double in length, between a first
 phase in which chains arrive and a last one in which the step size settles (:func:`window_ends`).
@@ -23,6 +23,19 @@ on all have one, by their mean acceptance, which so many chains tell after few i
 
 **The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962): chains of a network usually sit
 in different modes, and the distance between modes says nothing about how far one trajectory may go.
+
+**The end** of a warm-up whose length is ``"auto"``: when every chain has settled. A kernel names lengths at which its
+warm-up may end (``Kernel.warmups``). At each of them the second half of the iterations is looked at, by the
+rank-normalised split :math:`\hat R`: of every unconstrained coordinate, in units of each chain's own deviation from its
+own mean, so that it compares the halves of each chain; and of the energy and the acceptance, of which all chains must
+have one law. If the largest is below :data:`LIMIT`, warm-up ends there; at the last length it ends in any case. So a
+run that ended after 300 iterations is, draw for draw, the run that was asked for 300.
+
+Chains needn't be at the same place, nor spread alike: those of a mixture or a network sit in copies of one mode, which
+no waiting brings together, and whether they may is for :func:`~pyro_symmetric.compare.diagnose` to say. For the same
+reason one in :data:`MAY_DIFFER` chains, the farthest by their energy, are left out of what all must agree in. Means of
+half chains of :math:`n` effective draws have :math:`\hat R^2 \approx 1 + 1/n`, so that the limit asks for about ten of
+each half chain. Seen from the mean of its own chain a half is half as far away, squared, which is undone.
 """
 
 from __future__ import annotations
@@ -39,8 +52,9 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.kernels.phase_space import Mass, energy_error, leapfrog, with_fresh_momenta
+from pyro_symmetric.mcmc.kernels.kernel import Kernel, Mass, State, energy_error, leapfrog, with_fresh_momenta
+from pyro_symmetric.posterior.diagnostics import R_HAT
+from pyro_symmetric.posterior.statistics import chain_statistics
 
 DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less than 1
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
@@ -51,6 +65,10 @@ MOST_TRIES = 60  # of a first step size
 MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
 MANY_DRAWS = 2  # for each coordinate, from which on correlations are learnt
 FEW_DRAWS, SMALL = 5.0, 1e-3  # variances are shrunk towards a small constant as if by five draws, as Stan does
+LIMIT = R_HAT[1]
+MAY_DIFFER = 32  # of so many chains one may sit in a lower mode, which no warm-up helps, and hold up no others
+LARGEST = 999.0  # what is said of chains that don't move at all
+CHAINS, COORDINATES, DRAWS = 64, 512, 512  # that are kept at most; an even number of draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,3 +330,42 @@ class MassEstimate:
             variance = torch.where(moves, squares / degrees, variance)
         deviations = variance.sqrt()
         return Mass.of((correlations * deviations * deviations[:, None]).to(self.mean.dtype))
+
+
+# the end ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """The places that chains have been at in warm-up, thinned; part of what a run resumes from.
+
+    Every ``stride``-th iteration is kept. Whenever there are :data:`DRAWS`, every second one is dropped and the stride
+    doubles. So what is kept depends on the iterations alone, not on where the run was broken.
+    """
+
+    stride: int = 1
+    kept: tuple[Tensor, ...] = ()
+
+    def update(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> Agreement:
+        """Take in places ``(C, D)``, energies and acceptances ``(C,)`` after an iteration, counted from 0."""
+        if iteration % self.stride:
+            return self
+        full = len(self.kept) == DRAWS
+        stride, kept = (2 * self.stride, self.kept[::2]) if full else (self.stride, self.kept)
+        told = [energy, torch.ones_like(energy) if acceptance is None else acceptance.to(energy)]
+        places = z[:, :: -(-z.shape[1] // COORDINATES)]
+        return Agreement(stride, (*kept, torch.cat([places, torch.stack(told, 1)], 1)[:CHAINS]))
+
+    def r_hat(self) -> float:
+        """The largest one over the second half of the iterations, at most :data:`LARGEST`."""
+        draws = torch.stack(self.kept[len(self.kept) // 2 :], 1).cpu()
+        if not bool(draws.isfinite().all()):
+            return LARGEST
+        deviation, mean = torch.std_mean(draws[..., :-2].double(), 1, keepdim=True)
+        places = (draws[..., :-2] - mean) / deviation.clamp(min=1e-300)
+        halves = (1 + 2 * (chain_statistics(places).r_hat.square() - 1).clamp(min=0)).sqrt()
+        levels = draws[..., -2].mean(1)
+        nearest = (levels - levels.median()).abs().argsort()[: len(levels) - len(levels) // MAY_DIFFER]
+        found = torch.cat([halves, chain_statistics(draws[nearest][..., -2:]).r_hat])
+        found = found[~found.isnan()]  # coordinates that have one value everywhere
+        return min(float(found.max()), LARGEST) if len(found) else LARGEST

@@ -59,8 +59,7 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import HamiltonianTuning, StepSizeAdaptation, TunedKernel, tuned
 from pyro_symmetric.mcmc.kernels.hmc import typical, whole_steps
-from pyro_symmetric.mcmc.kernels.kernel import State, normal
-from pyro_symmetric.mcmc.kernels.phase_space import Mass, PhasePoint, choose, with_fresh_momenta
+from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, State, choose, normal, with_fresh_momenta
 
 OUTER = 0.1931833275037836  # lambda, for which the leading error is least
 GRADIENTS = 2  # of a step

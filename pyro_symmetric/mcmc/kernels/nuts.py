@@ -30,14 +30,15 @@ from pyro_symmetric.mcmc.density.compiled import compiles, run
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
-from pyro_symmetric.mcmc.kernels.kernel import State, uniform
-from pyro_symmetric.mcmc.kernels.phase_space import (
+from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
     Mass,
     PhasePoint,
+    State,
     choose,
     energy_error,
     leapfrog,
+    uniform,
     with_fresh_momenta,
 )
 

@@ -1,4 +1,4 @@
-r"""The common part of the stochastic-gradient samplers: mini-batches, warm-up, and what every iteration tells.
+r"""Stochastic-gradient samplers: Langevin dynamics, plain and preconditioned, and Hamiltonian Monte Carlo.
 
 They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
 the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
@@ -18,11 +18,45 @@ Every draw brings the statistic ``virial``, :math:`(z - a) \cdot \nabla U(z) / D
 where :math:`a` is the other chains' mean in warm-up, or 0. Its mean is 1 under any posterior whose density vanishes at
 infinity (integrate by parts), also with mini-batches, whose gradients are unbiased: the configurational temperature, to
 be compared with 1 when a run has settled.
+
+**SGLD** (Welling & Teh 2011, ICML):
+
+.. math:: z \leftarrow z - \tfrac12 \varepsilon \nabla\tilde U(z) + \mathcal N(0, \varepsilon)
+
+with a mini-batch's gradient :math:`\nabla\tilde U` of variance ``V``. Along a quadratic direction of curvature ``λ``
+the recursion is an AR(1) process, so its stationary variance is known,
+
+.. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4} ,
+
+too large by about :math:`\varepsilon (\lambda + V) / 4` of it: the bias that a constant step leaves, stable for
+:math:`\varepsilon < 4 / \lambda`.
+
+**SGHMC** (Chen, Fox & Guestrin 2014, arXiv 1402.4102), with friction :math:`C` and unit mass:
+
+.. math::
+    r &\leftarrow r - \varepsilon \nabla\tilde U(z), \qquad z \leftarrow z + \tfrac12 \varepsilon r \\
+    r &\leftarrow k r + \mathcal N\left(0,\ 1 - k^2\right), \qquad z \leftarrow z + \tfrac12 \varepsilon r,
+        \qquad k = e^{-\varepsilon C} .
+
+The paper discretises the same dynamics by Euler's method (its Algorithm 2), which biases even the variance under a
+quadratic potential of curvature :math:`\lambda`, by :math:`\tfrac14 \varepsilon^2 \lambda` of it. This splitting
+(BAOAB: Leimkuhler & Matthews 2013, arXiv 1203.5428) costs the same and with full gradients has no bias there.
+
+There is no accept step. Other potentials add a bias of order :math:`\varepsilon^2`, and mini-batches, whose gradients
+have the variance :math:`V`, make momenta and positions too wide. A kick displaces a chain in the end by
+:math:`\tfrac12 (1 + k)` times what the same momentum does that friction injects, so that along directions in which
+chains move slowly the excess of the variance is
+
+.. math::
+    \frac{\varepsilon^2 V}{1 - k^2} \left(\frac{1 + k}{2}\right)^2
+    = \frac{\varepsilon^2 V}{4} \cdot \frac{1 + k}{1 - k} ,
+
+from :math:`\tfrac12 \varepsilon V / C` at little friction to Langevin dynamics' :math:`\varepsilon^2 V / 4` where
+nothing is kept. All of it vanishes with the step size.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -33,10 +67,11 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches, normal
-from pyro_symmetric.mcmc.kernels.phase_space import MAX_ENERGY_ERROR
+from pyro_symmetric.mcmc.kernels.kernel import MAX_ENERGY_ERROR, Kernel, State, mini_batches, normal
 
 FIRST_ROUNDS = 6  # measurements of the curvature before the first step in new units
+SMOOTHING, DAMPING = 0.99, 1e-5  # alpha and delta of pSGLD
+MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +94,26 @@ class StochasticTuning:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class StochasticGradientKernel(Kernel):
-    """The base of all; subclasses say how chains move and which step is best."""
+class SGLD(Kernel):
+    """Stochastic-gradient Langevin dynamics, with a constant step.
+
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.SGLD(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior.samples["weight"].shape
+    torch.Size([4, 20, 1, 3])
+
+    :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
+    :param step_size: Welling & Teh's ``ε``. ``None``: ``4 tolerance / (λ + mean V)``, where ``λ`` is the largest
+        curvature of the potential energy (eigenvalue of its Hessian) and ``V`` the variance of the mini-batches'
+        gradients, coordinate by coordinate; warm-up measures both.
+    :param batch_size: rows of a mini-batch of a ``BayesianModel``; each chain draws its own, independently. ``None``:
+        all. Another model's mini-batches are what its plates with ``subsample_size`` draw.
+    :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
+        discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
+    :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
+    """
 
     model: Callable[..., Any]
     step_size: float | None = None
@@ -80,15 +133,21 @@ class StochasticGradientKernel(Kernel):
         arguments.fraction("tolerance", self.tolerance)
         arguments.whole("num_steps", self.num_steps, 1)
 
-    # what subclasses provide ----------------------------------------------------------------------------------------
+    # what the other kernels have in another form --------------------------------------------------------------------
 
-    @abstractmethod
-    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """A step, which moves positions and momenta in place, given gradients and standard normal noise."""
-
-    @abstractmethod
     def best_step(self, estimate: CurvatureEstimate) -> Tensor:
         """The step size ``()`` that keeps the tolerance."""
+        return 4 * self.tolerance / (estimate.stiffest + estimate.noise.mean())
+
+    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """A step, which moves positions and momenta in place, given gradients and standard normal noise."""
+        step = tuning.step_size * tuning.preconditioner
+        spread = step.sqrt()
+
+        def move(z: Tensor, momentum: Tensor, gradient: Tensor, noise: Tensor) -> None:
+            z.addcmul_(gradient, step, value=-0.5).addcmul_(noise, spread)
+
+        return move
 
     def first_preconditioner(self, gradient: Tensor) -> Tensor:
         """The preconditioner before anything is learnt."""
@@ -169,6 +228,109 @@ class StochasticGradientKernel(Kernel):
             estimate = estimate.update(density, state.z, state.generator, tuning.preconditioner)
         step = self.best_step(estimate) if self.step_size is None else tuning.step_size
         return tuned(state, curvature=estimate, step_size=step)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class pSGLD(SGLD):
+    r"""Stochastic-gradient Langevin dynamics with RMSProp's preconditioner.
+
+    Li, Chen, Carlson & Carin 2016 (arXiv 1512.07666),
+
+    .. math::
+        V &\leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2, \qquad G = 1 / (\delta + \sqrt V) \\
+        z &\leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
+
+    for each chain by itself, but ``G`` is learnt in warm-up and then kept. One that depends on where the chain is needs
+    a further drift, which asks for second derivatives; the paper's experiments leave it out, and draw from another law.
+
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.pSGLD(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior.samples["weight"].shape
+    torch.Size([4, 20, 1, 3])
+
+    Other settings are those of :class:`SGLD`, whose ``step_size`` is here that of the preconditioned coordinates.
+    """
+
+    learns_variances = False
+
+    def first_preconditioner(self, gradient: Tensor) -> Tensor:
+        # All coordinates start alike: one gradient's own small entries would make preconditioners that explode.
+        return self._of(gradient.square().mean().expand_as(gradient))
+
+    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+        before = state.tuning.preconditioner
+        moment = state.gradient.square().lerp((1 / before - DAMPING).square(), SMOOTHING)
+        usable = torch.isfinite(moment).all(-1, keepdim=True)
+        state = tuned(state, preconditioner=torch.where(usable, self._of(moment), before))
+        return super().adapt(density, state, iteration, num_warmup)
+
+    def _of(self, moment: Tensor) -> Tensor:
+        return 1 / (moment.sqrt() + DAMPING)
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class SGHMC(SGLD):
+    """Stochastic-gradient Hamiltonian Monte Carlo.
+
+    ``step_size`` is stable below ``2 / sqrt(λ)`` for the largest curvature ``λ`` of the potential energy (eigenvalue of
+    its Hessian), which grows with the number of rows. If not given, it is ``sqrt(4 tolerance / max(λ, 4 mean V))``,
+    where ``V`` is the variance of the mini-batches' gradients, coordinate by coordinate; warm-up measures both. The
+    statistic ``kinetic_temperature``, the mean of the squared momenta, averages to 1 where the step is small enough and
+    friction outweighs the batches' noise.
+
+    >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
+    >>> x, y = torch.randn(100, 3), torch.randn(100)
+    >>> kernel = ps.SGHMC(model, batch_size=20)
+    >>> posterior = ps.sample(kernel, x, y, num_samples=20, num_warmup=100, num_chains=4, seed=0, progress=False)
+    >>> posterior.statistics["kinetic_temperature"].shape
+    torch.Size([4, 20])
+
+    Other settings are those of :class:`SGLD`.
+
+    :param friction: ``C``, the rate at which momentum is forgotten. ``None``: what keeps the mini-batches' excess
+        to ``tolerance``, coordinate by coordinate, and at least ``0.05 / step_size``, so that a step forgets a
+        twentieth, as in the paper's experiments.
+    """
+
+    friction: float | None = None
+
+    has_momentum = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments.positive("friction", self.friction, none="one that is found")
+
+    @property
+    def measures(self) -> bool:
+        return self.step_size is None or self.friction is None
+
+    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
+        return (4 * self.tolerance / torch.maximum(estimate.stiffest, 4 * estimate.noise.mean())).sqrt()
+
+    def kept(self, tuning: StochasticTuning) -> Tensor:
+        """The share ``k`` of the momentum that a step keeps, ``()`` or ``(D,)``."""
+        if self.friction is not None:
+            return (-tuning.step_size * self.friction).exp()
+        assert tuning.curvature is not None
+        kicks = tuning.step_size.square() * tuning.curvature.noise
+        return ((4 * self.tolerance - kicks) / (4 * self.tolerance + kicks)).clamp(min=0.0, max=MOST_KEPT)
+
+    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        keep, step = self.kept(tuning), tuning.step_size * tuning.preconditioner.sqrt()
+        spread = (1 - keep.square()).sqrt()
+
+        def move(z: Tensor, r: Tensor, gradient: Tensor, noise: Tensor) -> None:
+            r.addcmul_(gradient, step, value=-1)
+            z.addcmul_(r, step, value=0.5)
+            r.mul_(keep).addcmul_(noise, spread)
+            z.addcmul_(r, step, value=0.5)
+
+        return move
+
+
+# what warm-up measures ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
