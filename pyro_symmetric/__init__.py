@@ -30,7 +30,7 @@ Ensembles, networks, data, errors
 
 What is asked for less often lives in its room: ``groups`` (units, elements, actions), ``discovery`` (rules of
 operators, completeness, priors), ``canonical``, ``alignment`` (costs, results), ``compare`` (diversity, dynamics,
-results), ``guides``, ``mcmc`` (kernels of one's own), ``likelihoods``, ``checkpoints``, ``storage``.
+results), ``guides``, ``mcmc`` (kernels of one's own), ``likelihoods``, ``checkpoints``, ``store``.
 """
 
 from pyro_symmetric import datasets, networks

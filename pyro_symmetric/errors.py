@@ -14,5 +14,5 @@ class Error(Exception):
     StoreError
 
     They are ``ValueError`` at the same time: ``discovery.UntraceableError``, ``discovery.InconclusiveError`` and
-    ``storage.StoreError``. Arguments that can't be right raise plain ``TypeError`` or ``ValueError``.
+    ``store.StoreError``. Arguments that can't be right raise plain ``TypeError`` or ``ValueError``.
     """

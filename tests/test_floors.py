@@ -14,8 +14,8 @@ GRAPH = grimp.build_graph("pyro_symmetric", cache_dir=None)
 FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks", "plots"],
-    ["datasets", "enumeration", "storage", "weights"],
-    ["models", "store"],
+    ["datasets", "enumeration", "store", "weights"],
+    ["models"],
     ["traced"],
     ["posterior"],
     ["mcmc"],
@@ -34,10 +34,10 @@ FLOORS = [
 INSIDE = {
     "posterior": [
         ["statistics"],
-        ["diagnostics", "predict", "tables"],
-        ["arviz"],
+        ["diagnostics", "predict"],
+        ["tables"],
         ["posterior"],
-        ["checkpoints", "samples"],
+        ["checkpoints"],
     ],
     "discovery": [
         ["arrays", "invariance", "tensors_only"],

@@ -28,8 +28,7 @@ import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.store as recorders
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import raw_bytes
-from pyro_symmetric.store import CHECKPOINT, Checkpoint
+from pyro_symmetric.store import CHECKPOINT, Checkpoint, raw_bytes
 
 KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "MCLMC", "SGLD", "pSGLD", "SGHMC"]
 SHORT_TRAJECTORIES: dict[str, dict[str, Any]] = {

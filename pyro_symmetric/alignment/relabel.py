@@ -23,8 +23,7 @@ from torch import Tensor
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.descent import recentred
 from pyro_symmetric.groups.group import group_of
-from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import Draws, chains_of
+from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 
 # How far the probabilities of an observation may be from a sum of one.
 ROUNDING = 1e-3

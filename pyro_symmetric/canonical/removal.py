@@ -20,8 +20,7 @@ from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.places import along_axis, laid_out
 from pyro_symmetric.groups.units import Axis
-from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import as_given
+from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.

@@ -33,9 +33,8 @@ from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import diagnostics
 from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked
-from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.posterior.samples import Draws, chains_of
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced, exceeded_by_few
 from pyro_symmetric.posterior.tables import HEAD, site_row, table
 

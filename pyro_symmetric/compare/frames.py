@@ -19,8 +19,7 @@ from pyro_symmetric.canonical.forms import canonicalize
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import as_given, samples_of
+from pyro_symmetric.posterior.posterior import Posterior, as_given, samples_of
 from pyro_symmetric.weights import Weights
 
 SEED = 0  # of the alignment's own random choices: a frame is a function of the draws

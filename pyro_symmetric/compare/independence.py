@@ -7,8 +7,7 @@ import itertools
 import torch
 
 from pyro_symmetric.compare.layers import samples_given
-from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.samples import Draws
+from pyro_symmetric.posterior.posterior import Draws, Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.weights import require_finite
 

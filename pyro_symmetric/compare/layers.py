@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from pyro_symmetric.posterior.samples import Draws, samples_of
+from pyro_symmetric.posterior.posterior import Draws, samples_of
 from pyro_symmetric.weights import is_running_statistic, require_finite
 
 SIDES = ("weights_p", "weights_q")

@@ -36,7 +36,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.compare.independence import thinned
 from pyro_symmetric.compare.layers import PairedSamples
 from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
-from pyro_symmetric.posterior.samples import Draws
+from pyro_symmetric.posterior.posterior import Draws
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance

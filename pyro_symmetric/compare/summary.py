@@ -10,7 +10,7 @@ from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.canonical.overlap import RARE, uncertain_share
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior.samples import Draws, chains_of
+from pyro_symmetric.posterior.posterior import Draws, chains_of
 
 
 def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob: float = 0.9, **alignment: Any) -> None:

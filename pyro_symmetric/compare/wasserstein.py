@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.layers import PairedSamples
 from pyro_symmetric.compare.results import DistanceResult
-from pyro_symmetric.posterior.samples import Draws
+from pyro_symmetric.posterior.posterior import Draws
 from pyro_symmetric.weights import Weights, unflatten
 
 _CHUNK_ENTRIES = 2**23  # values sorted at a time

@@ -23,7 +23,7 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, gaussian_copy
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.storage import PathLike, StoreError, load_tensors, save_tensors
+from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
 
 KIND = "guide"
 VERSION = 4

@@ -40,7 +40,7 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import Agreement
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.storage import StoreError, raw_bytes
+from pyro_symmetric.store import StoreError, raw_bytes
 
 if TYPE_CHECKING:
     from pyro_symmetric.mcmc.run import Settings

@@ -32,8 +32,7 @@ from pyro_symmetric.mcmc.resume import (
     unpacked,
 )
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import CHECKPOINT, Checkpoint, Contents, FolderRecorder, Recorder
+from pyro_symmetric.store import CHECKPOINT, Checkpoint, Contents, FolderRecorder, Recorder, StoreError
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}

@@ -27,8 +27,7 @@ from pyro_symmetric.mcmc.run import Hook, Initial, Settings, resolve, run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
 from pyro_symmetric.posterior.posterior import Posterior, Source
-from pyro_symmetric.storage import PathLike, make_folder
-from pyro_symmetric.store import CHECKPOINT
+from pyro_symmetric.store import CHECKPOINT, PathLike, make_folder
 from pyro_symmetric.weights import batch_shape
 
 MOST_CHAINS, MOST_NETWORKS, FEWEST_CHAINS = 64, 16, 4

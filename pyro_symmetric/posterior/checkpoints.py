@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import PathLike
+from pyro_symmetric.store import PathLike
 from pyro_symmetric.weights import Weights
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")

@@ -1,4 +1,4 @@
-"""Draws ``(chains, draws, *site_shape)`` by site, and what is known of them, as tables.
+"""Draws ``(chains, draws, *site_shape)`` by site, and what is known of them, as tables and as ArviZ's tree.
 
 Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0. Numbers that can't be told are NaN: of
 sites without entries, of fewer than 4 draws, of weights that are constant or not finite.
@@ -6,14 +6,24 @@ sites without entries, of fewer than 4 draws, of weights that are constant or no
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pyro import poutine
 from torch import Tensor
 
+from pyro_symmetric._process import LOCK
+from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
+from pyro_symmetric.traced import Placement, placed, promoted
+
+if TYPE_CHECKING:
+    import xarray
 
 MOST_ENTRIES_SHOWN = 32  # of a site, one by one
 HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
@@ -74,3 +84,70 @@ def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dic
     if (rates := statistics.get("acceptance_rate")) is not None:
         found["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
     return found
+
+
+# ArviZ's tree -------------------------------------------------------------------------------------------------------
+
+
+def to_arviz(
+    posterior: Any,
+    dims: Mapping[str, list[str]] | None,
+    coords: Mapping[str, Any] | None,
+    log_likelihood: bool | tuple[Any, ...],
+    posterior_predictive: bool | tuple[Any, ...],
+) -> xarray.DataTree:
+    """The tree of a posterior; see its method ``to_arviz``."""
+    import arviz_base  # which takes a second to load, with xarray and pandas
+
+    groups = {"posterior": posterior.samples, "sample_stats": posterior.statistics}
+    predicted = {}
+    if log_likelihood is not False:
+        model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
+        predicted["log_likelihood"] = predict(posterior, model, *args, kind="log_likelihood", **kwargs)
+        groups["observed_data"] = _observed(posterior, model, args, kwargs, predicted["log_likelihood"])
+    if posterior_predictive is not False:
+        model, args, kwargs = _call(posterior, posterior_predictive, "posterior_predictive")
+        if isinstance(model, BayesianModel):
+            args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "y"}
+        drawn = predict(posterior, model, *args, kind="samples", **kwargs)
+        predicted["posterior_predictive"] = drawn if isinstance(drawn, dict) else {"y": model.likelihood.targets(drawn)}
+    names: dict[str, list[str]] = {}
+    chains = (posterior.num_chains, posterior.num_samples)
+    for group, values in predicted.items():
+        row = ["row"] if len({value.shape[1:2] for value in values.values()}) == 1 else []  # one name, one length
+        for site, value in values.items():
+            own = [f"{site}_dim_{k}" for k in range(value.dim() - 1)]
+            names.setdefault(site, [*row, *own[len(row) :]] if own else [])
+        groups[group] = {site: value.unflatten(0, chains) for site, value in values.items()}
+    arrays = {group: {s: _array(v) for s, v in values.items()} for group, values in groups.items() if values}
+    # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
+    attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
+    dims = {**names, **(dims or {})}
+    return arviz_base.from_dict(arrays, dims=dims, coords=coords, check_conventions=False, attrs=attributes)
+
+
+def _array(value: Tensor) -> np.ndarray:
+    """A tensor as an array of NumPy's, which knows no bfloat16."""
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _call(posterior: Any, asked: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """The model and what it is called with."""
+    if isinstance(asked, tuple) and asked:
+        return asked[0], asked[1:], {}
+    if asked is not True:
+        raise TypeError(f"{name} is {described(asked)}; it must be True or a tuple (model, *args)")
+    if posterior.source is None:
+        raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")
+    return posterior.source.model, posterior.source.args, posterior.source.kwargs
+
+
+def _observed(
+    posterior: Any, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sites: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    dtype, device = promoted(list(posterior.samples.values())), posterior.source and posterior.source.device
+    model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
+    with LOCK, torch.no_grad(), poutine.block(), Placement(device, dtype):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    return {site: as_tensor(trace.nodes[site]["value"]) for site in sites}

@@ -26,7 +26,7 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.mcmc.resume import VERSIONS, differences, digest
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, write_whole
+from pyro_symmetric.store import StoreError, write_whole
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, TooLarge, make_method
 from pyro_symmetric.study.problem import Problem, build_problem

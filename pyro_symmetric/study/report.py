@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pyro_symmetric import plots
 from pyro_symmetric.compare.frames import pooled_frame
-from pyro_symmetric.storage import write_whole
+from pyro_symmetric.store import write_whole
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.study.tables import RISES, conclusion, tables

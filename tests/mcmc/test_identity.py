@@ -18,7 +18,7 @@ from pyro_symmetric.mcmc import HMC, resume, run, sample
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.resume import OTHER_MODEL, digest
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.storage import StoreError
+from pyro_symmetric.store import StoreError
 
 QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")

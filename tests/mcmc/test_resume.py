@@ -28,8 +28,7 @@ from pyro_symmetric.mcmc.resume import VERSIONS
 from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import LOCK, Checkpoint, read_store
+from pyro_symmetric.store import LOCK, Checkpoint, StoreError, read_store
 
 from .conftest import Killed, assert_same_draws
 

@@ -16,8 +16,17 @@ import torch
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.resume import packed, unpacked
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError, load_tensors, save_tensors
-from pyro_symmetric.store import CHECKPOINT, KIND, VERSION, Checkpoint, FolderRecorder, read_store
+from pyro_symmetric.store import (
+    CHECKPOINT,
+    KIND,
+    VERSION,
+    Checkpoint,
+    FolderRecorder,
+    StoreError,
+    load_tensors,
+    read_store,
+    save_tensors,
+)
 
 SECRET = b"secret" * 100
 links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")

@@ -21,8 +21,7 @@ from torch import nn
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import StoreError
-from pyro_symmetric.store import LOCK
+from pyro_symmetric.store import LOCK, StoreError
 
 Values = dict[str, torch.Tensor]
 NET = nn.Linear(2, 2)

@@ -13,7 +13,6 @@ import torch
 
 import pyro_symmetric.store as store
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.storage import save_tensors
 from pyro_symmetric.store import (
     CHECKPOINT,
     KIND,
@@ -24,6 +23,7 @@ from pyro_symmetric.store import (
     FolderRecorder,
     Recorder,
     read_store,
+    save_tensors,
 )
 
 ROOM = 7

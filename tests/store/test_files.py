@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from pyro_symmetric.storage import StoreError, load_tensors, save_tensors, write_whole
+from pyro_symmetric.store import StoreError, load_tensors, save_tensors, write_whole
 
 
 def test_tensors_and_header_come_back(tmp_path: Path) -> None:
