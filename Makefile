@@ -9,7 +9,7 @@ CHECK := $(addprefix tests/, \
   test_bad_calls.py test_floors.py test_models.py test_weights.py \
   alignment/test_assignment.py \
   canonical/test_overlap.py \
-  compare/test_mmd.py compare/test_scores.py compare/test_wasserstein.py \
+  compare/test_distances.py compare/test_scores.py \
   datasets/test_tables.py \
   discovery/test_model_check.py \
   distributions/test_matchings.py distributions/test_signed.py \

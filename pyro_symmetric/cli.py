@@ -19,7 +19,6 @@ from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.networks import import_torchvision, net_from_callable
 from pyro_symmetric.study import StudySettings, run_study
 from pyro_symmetric.study.methods import list_methods
-from pyro_symmetric.study.tables import summary_table
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -105,6 +104,8 @@ def compare(options: argparse.Namespace) -> int:
         return 0
     out = options.out or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
     study = run_study(settings_of(options), out, progress=options.progress)
+    from pyro_symmetric.study.report import summary_table  # with matplotlib, which the study has found
+
     tables = summary_table(study.results["methods"], study.problem.is_classification)
     print(f"\n{tables}\n\nReport: {study.report}")
     return 0

@@ -2,21 +2,19 @@
 
 from pyro_symmetric.compare import scores
 from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose
-from pyro_symmetric.compare.diversity import (
+from pyro_symmetric.compare.distances import marginal_wasserstein, mmd, mmd_test
+from pyro_symmetric.compare.draws import independent_draws
+from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
+from pyro_symmetric.compare.frames import common_frame, summary
+from pyro_symmetric.compare.invariance import invariance_tests
+from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
+from pyro_symmetric.compare.scores import (
     FunctionalCollapse,
     functional_collapse,
     mutual_information,
     pairwise_mutual_information,
+    total_variation,
 )
-from pyro_symmetric.compare.dynamics import SortingTracker, kendall_tau
-from pyro_symmetric.compare.frames import common_frame
-from pyro_symmetric.compare.independence import independent_draws
-from pyro_symmetric.compare.invariance import invariance_tests
-from pyro_symmetric.compare.mmd import mmd, mmd_test
-from pyro_symmetric.compare.predictive_distance import total_variation
-from pyro_symmetric.compare.results import DistanceResult, SignificanceTest
-from pyro_symmetric.compare.summary import summary
-from pyro_symmetric.compare.wasserstein import marginal_wasserstein
 from pyro_symmetric.posterior.diagnostics import Check
 
 __all__ = [

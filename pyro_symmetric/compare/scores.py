@@ -1,4 +1,4 @@
-r"""Scores of predictions: accuracy, proper scores, calibration, detection of inputs from elsewhere.
+r"""Predictions: accuracy, proper scores, calibration, detection of inputs from elsewhere; how far two lie apart.
 
 A prediction is that of the whole approximation: with members (samples of the weights) the mean of their predictive
 distributions, :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors,
@@ -7,7 +7,7 @@ coverage of central intervals against their level is the calibration of Kuleshov
 
 Detection asks how well an uncertainty tells inputs from out of the distribution, which are **positive**, from those
 within: one minus the largest probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual
-information of :mod:`.diversity`.
+information of prediction and member.
 
 >>> members = torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]])  # two members, two inputs
 >>> result = ps.scores.classification(members, torch.tensor([0, 1]))
@@ -18,16 +18,23 @@ information of :mod:`.diversity`.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.diversity import entropy, members_of, mutual_information
-from pyro_symmetric.compare.results import Scores
+from pyro_symmetric.compare.results import DistanceResult, Scores
+from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import require_finite
 
+Prediction = Tensor | tuple[Tensor, Tensor | float]  # class probabilities, or a regression's means and noise
+
 LEVELS = tuple(k / 20 for k in range(1, 20))  # of central predictive intervals
+BINS = 2048  # that each of two mixtures is cut into
+GOLDEN = (5**0.5 - 1) / 2
+_POOL_ENTRIES = 2**24  # places of bins of some inputs that may be held at once
+_CHUNK_ENTRIES = 2**18  # a processor's cache holds them
 
 
 @torch.no_grad()
@@ -149,6 +156,204 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
         auroc=float(metrics.auc(false_rate, true_rate)),
         fpr95=float(false_rate[true_rate >= 0.95][0]),
     )
+
+
+# members' disagreement ------------------------------------------------------------------------------------------------
+
+
+def mutual_information(probabilities: Tensor) -> Tensor:
+    r"""Mutual information between prediction and member, for each input (BALD; Depeweg et al. 2018, arXiv 1710.07283).
+
+    .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
+
+    the entropy of the mean prediction less the mean entropy; zero if all members predict alike.
+
+    >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # two members that are sure of different classes
+    tensor([0.6931], dtype=torch.float64)
+
+    :param probabilities: ``(S, N, C)``, members first, classes last.
+    :returns: ``(N,)`` in nats, float64, never negative.
+    """
+    p = members_of(probabilities)
+    return (entropy(p.mean(0, dtype=torch.float64)) - entropy(p).mean(0)).clamp(min=0)
+
+
+@torch.no_grad()
+def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
+    """Mutual information of every pair of members, which is their Jensen-Shannon divergence, averaged over inputs.
+
+    If many pairs are close to 0 the ensemble has collapsed in function space (Laurent et al. 2024, section 5). The time
+    is that of ``S² N C / 2`` logarithms; one member is compared with all later ones at a time.
+
+    :param probabilities: ``(S, N, C)``.
+    :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
+    """
+    p = members_of(probabilities).double()
+    members, inputs, _ = p.shape
+    flat, own = p.flatten(1), entropy(p).sum(1)
+    result = p.new_zeros(members, members)
+    for k in range(members):
+        result[k, k:] = torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1) - (own[k] + own[k:]) / 2
+    upper = (result / inputs).triu(1).clamp(min=0)
+    return upper + upper.T
+
+
+class FunctionalCollapse(NamedTuple):
+    """Similarity of an ensemble's members as functions; see :func:`functional_collapse`.
+
+    :param within: mutual information of every pair of members on inputs from the distribution, ``(pairs,)`` in nats.
+    :param outside: the same on inputs from elsewhere.
+    :param correlation: Pearson's correlation of the two over pairs; NaN if one of them is constant.
+    :param rank_correlation: Spearman's.
+    """
+
+    within: Tensor
+    outside: Tensor
+    correlation: float
+    rank_correlation: float
+
+
+@torch.no_grad()
+def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> FunctionalCollapse:
+    """Compare the members' disagreement on the data with that elsewhere: pairwise mutual information in and out
+    of distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
+
+    >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
+    >>> result = ps.compare.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
+    >>> result.within.shape, result.outside.shape  # of six pairs
+    (torch.Size([6]), torch.Size([6]))
+
+    :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
+    :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
+    :raises ValueError: with fewer than 3 members, or if the members differ in number.
+    """
+    from scipy.stats import rankdata  # which takes a quarter of a second to load
+
+    within = pairwise_mutual_information(probabilities)
+    elsewhere = members_of(ood_probabilities, "ood_probabilities")
+    outside = pairwise_mutual_information(elsewhere).to(within.device)
+    if len(within) != len(outside) or len(within) < 3:
+        raise ValueError(
+            f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
+            "of the same members, at least 3"
+        )
+    first, second = torch.triu_indices(len(within), len(within), 1, device=within.device)
+    pairs = torch.stack([within[first, second], outside[first, second]])
+    ranks = torch.from_numpy(rankdata(pairs.cpu().numpy(), axis=1))
+    return FunctionalCollapse(*pairs, *(float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks)))
+
+
+# distance -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
+    r"""Total variation of two predictive distributions: ``mean`` and ``maximum`` over inputs; ``each`` input's.
+
+    .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)| = \frac12 \int |p(y) - q(y)| \, dy \in [0, 1].
+
+    Its mean over inputs is how Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of HMC.
+
+    >>> round(ps.total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])).value, 3)
+    0.3
+
+    A predictive distribution is the mean of its members'. Mixtures of Gaussians are compared as what falls into bins by
+    their exact distribution functions, a lower bound. A bin holds about 1/2048 of each at most, and only bins in which
+    the densities cross lose anything: about 1e-7 between two Gaussians one deviation apart. Predictives of many members
+    with so little noise that they hardly overlap cross in most of them, and lie farther apart than is told. With
+    several outputs the marginals are compared and averaged.
+
+    :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or for a regression the pair
+        ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
+        inputs, outputs)`` or ``(inputs, outputs)``.
+    :param q: the other, for the same inputs; members may differ in number.
+    :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
+    """
+    if isinstance(p, tuple) != isinstance(q, tuple):
+        raise TypeError("p and q must be of one kind: class probabilities both, or pairs (means, noise_scale) both")
+    sides = [
+        gaussians(*side, name=f"the means of {name}") if isinstance(side, tuple) else (members_of(side, name),)
+        for name, side in (("p", p), ("q", q))
+    ]
+    shapes = [tuple(side[0].shape[1:]) for side in sides]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"p predicts {shapes[0]} and q {shapes[1]}; both must be of the same inputs, and of the same classes or "
+            "outputs"
+        )
+    if isinstance(p, tuple):
+        by_input = _between_mixtures(*sides)
+    else:
+        first, second = (side[0].mean(0, dtype=torch.float64) for side in sides)
+        by_input = (first - second).abs().sum(-1) / 2
+    return DistanceResult(
+        title="Total variation of predictions",
+        num_samples=tuple(len(side[0]) for side in sides),
+        totals={"mean": float(by_input.mean()), "maximum": float(by_input.max())},
+        each=by_input.cpu(),
+    )
+
+
+def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
+    """The distance at each input, of pairs of means and scales ``(S, N, D)``; some inputs at a time."""
+    members = max(len(first[0]), len(second[0]))
+    some = max(1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel())))
+    found = []
+    for m, s, n, t in zip(*(value.split(some, 1) for side in (first, second) for value in side), strict=True):
+        edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
+        found.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
+    return torch.cat(found).mean(-1)
+
+
+def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
+    """Places that cut a mixture into about equal parts, ``(bins, N, ...)``: of its members' quantiles, all sorted. Each
+    member has levels of its own, so that members that are alike have different ones."""
+    levels = -(-BINS // len(means))
+    own = (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5) * GOLDEN % 1
+    at = torch.special.ndtri((torch.arange(levels, device=means.device)[:, None] + own) / levels)
+    every = (means + scale * at.reshape(*at.shape, *[1] * (means.dim() - 1))).flatten(0, 1).sort(0).values
+    return every[evenly_spaced(len(every), BINS).to(every.device)]
+
+
+def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
+    """A mixture's mass between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
+    chunk = max(1, _CHUNK_ENTRIES // means.numel())
+    slope = 0.5**0.5 / scale
+    signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])
+    below = (1 + signs) / 2
+    return torch.diff(below, dim=0, prepend=torch.zeros_like(below[:1]), append=torch.ones_like(below[:1]))
+
+
+# small steps ----------------------------------------------------------------------------------------------------------
+
+
+def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
+    """Class probabilities ``(members, inputs, classes)``, checked; without an axis of members, those of one.
+
+    :raises ValueError: if their shape is another, or the last axis holds no probabilities.
+    """
+    shape = tuple(arguments.tensor(name, probabilities).shape)
+    if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2:
+        raise ValueError(
+            f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), of two classes or "
+            "more"
+        )
+    # rounding of a softmax in this precision, generously
+    floats = probabilities.is_floating_point()
+    tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
+    worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())  # NaN if any is
+    if not floats or not worst <= tolerance or float(probabilities.min()) < -tolerance:
+        raise ValueError(
+            f"{name} ({probabilities.dtype}) holds values from {float(probabilities.min()):.3g} to "
+            f"{float(probabilities.max()):.3g}, whose sums over classes are off 1 by up to {worst:.3g}; they must be "
+            "probabilities (are these logits?)"
+        )
+    return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
+
+
+def entropy(p: Tensor) -> Tensor:
+    """The entropy of class probabilities ``(..., C)`` in nats, float64."""
+    return torch.special.entr(p.double()).sum(-1)
 
 
 def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:

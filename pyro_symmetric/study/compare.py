@@ -29,8 +29,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import StoreError, write_whole
 from pyro_symmetric.study.measure import MIN_REFERENCE, Draws, concerns, draws_of, measure, reference_of
 from pyro_symmetric.study.methods import Fit, Method, TooLarge, make_method
-from pyro_symmetric.study.problem import Problem, build_problem
-from pyro_symmetric.study.settings import StudySettings
+from pyro_symmetric.study.problem import Problem, StudySettings, build_problem
 
 Say = Callable[[str], None]
 

@@ -12,19 +12,19 @@ from torch import Tensor
 from pyro_symmetric.compare import independent_draws, invariance_tests, marginal_wasserstein, mmd, scores
 from pyro_symmetric.compare import total_variation as total_variation_of
 from pyro_symmetric.compare.frames import canonical_frame, pooled_frame
-from pyro_symmetric.compare.predictive_distance import Prediction
 from pyro_symmetric.compare.results import DistanceResult, plain
+from pyro_symmetric.compare.scores import Prediction
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics, evenly_spaced
 from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
-from pyro_symmetric.study.tables import OWN_HALF, nll
 from pyro_symmetric.weights import Weights
 
 TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100  # that are enough to tell an underfit from an overfit
 MIN_REFERENCE = 4
+OWN_HALF = "its own other half"  # of the draws, to which the reference is compared
 FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains: enough for a worst case
 CHUNK = 32
 
@@ -137,6 +137,11 @@ def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
     """The members' class probabilities ``(S, N, C)``, or a regression's means ``(S, N, D)`` and noise."""
     members = predictions(weights, problem, x)
     return members if problem.is_classification else (members, noise_scale(problem.model, weights))
+
+
+def nll(scores: Mapping[str, Any]) -> float:
+    """The mean negative log-likelihood among scores."""
+    return float(scores["nll"] if "nll" in scores else -scores["log_predictive_density"])
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -1,10 +1,15 @@
-"""The report of a study: one HTML file with its tables and plots inside, to be opened by double click."""
+"""The report of a study: one HTML file with its tables and plots inside, to be opened by double click.
+
+``tables.toml`` lists the tables: which numbers, under which heading, and what each means.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,17 +17,27 @@ from matplotlib.figure import Figure
 
 from pyro_symmetric import plots
 from pyro_symmetric.compare.frames import pooled_frame
+from pyro_symmetric.posterior.tables import table
 from pyro_symmetric.store import write_whole
+from pyro_symmetric.study.measure import OWN_HALF, nll
 from pyro_symmetric.study.methods import make_method
 from pyro_symmetric.study.problem import Problem
-from pyro_symmetric.study.tables import RISES, conclusion, tables
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
     from pyro_symmetric.study.compare import Study
 
-# Bins of confidence with fewer test rows say nothing about accuracy.
-FEWEST_ROWS = 5
+Row = Mapping[str, Any]
+
+FEWEST_ROWS = 5  # bins of confidence with fewer test rows say nothing about accuracy
+MISSING = "–"  # in place of a number
+BEST = {"max": max, "min": min}
+# Why a symmetrised guide may lie further away once symmetries are removed.
+RISES = (
+    "With symmetries removed the number can rise: as drawn, a method that is spread over all copies resembles any "
+    "reference that is, whatever its shape within a copy; removed, only that shape is left to be compared."
+)
+TABLES = tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text("utf-8"))
 
 
 def write_report(study: Study) -> None:
@@ -48,6 +63,84 @@ def write_report(study: Study) -> None:
         environment=study.results["environment"],
     )
     write_whole(study.report, text.encode(), "report")
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def tables(methods: Mapping[str, Row], is_classification: bool) -> list[dict[str, Any]]:
+    """All tables of a report with any number in them. Methods without any are left out of a table."""
+    other = "regression" if is_classification else "classification"
+    found = [table_of(name, methods) for name in TABLES if name != other]
+    return [one for one in found if one["rows"]]
+
+
+def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
+    """One of the tables that ``tables.toml`` lists, with ``rows``: method -> of each column the text, and whether it is
+    the best."""
+    about, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
+    for _, path, form, best, _ in about["columns"]:
+        values = {method: value_at(row, path) for method, row in methods.items()}
+        # In a table of distances the reference, compared with its own half, doesn't compete.
+        rivals = [m for m in values if about.get("rivals", True) or value_at(methods[m], "distance/to") != OWN_HALF]
+        known = [values[m] for m in rivals if values[m] is not None]
+        top = BEST[best](known) if best and len(known) > 1 else None
+        for method, value in values.items():
+            rows.setdefault(method, []).append(
+                (_text(value, form), method in rivals and top is not None and value == top)
+            )
+    shown = {method: cells for method, cells in rows.items() if any(text != MISSING for text, _ in cells)}
+    return {**about, "rows": shown}
+
+
+def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
+    """The findings in up to three sentences: of predictions, of distances in them, and in weights."""
+    scored = {name: nll(row["prediction"]) for name, row in rows.items()}
+    best = min(scored, key=scored.__getitem__)
+    other = (
+        f" (the reference {reference}: {scored[reference]:.4f})" if reference in scored and best != reference else ""
+    )
+    said = [f"{best} predicts the test rows best, at {scored[best]:.4f} nats a row{other}."]
+    for words, path in (
+        ("in what they predict", "distance/prediction/total_variation/mean"),
+        ("in weights (symmetries removed)", "distance/removed/mmd/median"),
+    ):
+        values = {name: value_at(row, path) for name, row in rows.items()}
+        found = {name: value for name, value in values.items() if name != reference and value is not None}
+        if len(found) > 1:
+            near, far = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+            said.append(
+                f"Closest to the reference {words} is {near} ({found[near]:.3g}; the reference's own halves "
+                f"{values[reference]:.3g}), furthest {far} ({found[far]:.3g})."
+            )
+    return said
+
+
+def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
+    """The tables for a terminal."""
+    parts = []
+    for one in tables(methods, is_classification):
+        lines = [(method, *(text for text, _ in cells)) for method, cells in one["rows"].items()]
+        parts.append(f"{one['title']}\n{table([('', *(column[0] for column in one['columns'])), *lines])}")
+    return "\n\n".join(parts)
+
+
+def value_at(row: Row, path: str) -> Any:
+    """The number at a place in a row of results, keys parted by /; ``None`` if there is none."""
+    found: Any = row
+    for key in path.split("/"):
+        found = None if found is None else found.get(key)
+    return found
+
+
+def _text(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or MISSING
+    # Smaller p-values say nothing more, and their digits are those of an approximation.
+    return "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
+
+
+# figures --------------------------------------------------------------------------------------------------------------
 
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:

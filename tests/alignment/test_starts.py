@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_symmetric.alignment import Frame, align_many
-from pyro_symmetric.compare.summary import summary
+from pyro_symmetric.compare import summary
 from pyro_symmetric.groups import Group
 from pyro_symmetric.posterior.posterior import Posterior
 

@@ -1,7 +1,10 @@
-"""Frames in which two samples are compared: what they depend on, and what a distance sees in them."""
+"""Frames in which two samples are compared, the summary in one, and declared groups that a posterior's model lacks."""
 
 import itertools
+import re
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,95 @@ def test_nearly_dead_units_do_not_decide_a_distance():
         assert max(found.values()) < known[name] + 0.2
     unit_norm = [ps.canonicalize(side, symmetry, scalings="unit_norm", warn=False) for side in (p, q)]
     assert ps.marginal_wasserstein(*unit_norm).value > 1  # as it would be
+
+
+CLUSTERS = ps.Group.declare(
+    {"mu": ("k", None), "weights": ("k",)}, {"mu": torch.Size([4, 2]), "weights": torch.Size([4])}
+)
+MU = torch.tensor([[0.0, 0.0], [2.5, 0.5], [0.3, 2.8], [3.0, 3.0]])
+
+
+def clusters(*batch):
+    """Draws around four clusters in two dimensions, of which no coordinate tells all of them apart."""
+    weights = torch.distributions.Dirichlet(torch.tensor([20.0, 40.0, 60.0, 80.0])).sample(batch)
+    return {"mu": MU + 0.4 * torch.randn(*batch, 4, 2), "weights": weights}
+
+
+@pytest.mark.stochastic
+def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
+    posterior = Posterior(CLUSTERS.sample((4, 200))(clusters(4, 200)), kind="chains")
+    torch.manual_seed(0)
+    ps.summary(posterior, CLUSTERS, progress=False)
+    shown = capsys.readouterr().out
+    head = shown.splitlines()[0]
+    assert head.startswith("modulo Group of log-order 3.2: aligned, ")
+    assert re.search(r"aligned, \d+ of 800 draws moved, mean gaussian cost [\d.e+-]+ -> [\d.e+-]+$", head)
+    torch.manual_seed(0)
+    ps.align_many(posterior, CLUSTERS, progress=False).posterior.summary()
+    assert shown.split("\n\n", 1)[1] == capsys.readouterr().out
+    # Of the 0.4 of each cluster; mixed labels would spread by 1 and more.
+    deviations = [float(line.split()[2]) for line in shown.splitlines() if line.strip().startswith("mu[")]
+    assert len(deviations) == 8
+    assert max(deviations) < 0.55
+
+
+@pytest.mark.parametrize("moves", ["permute", "flip"])
+def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
+    group = ps.Group.declare({"u": ("k",)}, {"u": torch.Size((4,))}, moves=moves)
+    ps.summary(Posterior({"u": torch.randn(4, 250, 4)}, kind="chains"), group, progress=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("modulo ")
+    assert shown[1].startswith("labels are uncertain: in ")
+    means = [float(line.split()[1]) for line in shown if line.startswith("u[")]
+    # All means are 0: units that are alike get means of their own all the same, which is what the line is about.
+    assert max(means) - min(means) > 1.5 if moves == "permute" else min(map(abs, means)) > 0.5
+
+
+DATA = torch.cat([torch.randn(40, generator=torch.Generator().manual_seed(0)) + centre for centre in (-2.0, 2.0)])
+EXCHANGE = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
+
+
+def mixture(data, weights):
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    with pyro.plate("data", len(data)):
+        pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(locs, 1.0)), obs=data)
+
+
+def drawn(*weights: float) -> Posterior:
+    """Chains in either order of the components, which a posterior knows the model of."""
+    locs = torch.tensor([-2.0, 2.0]) + 0.1 * torch.randn(4, 150, 2)
+    locs[2:] = locs[2:].flip(-1)
+    return Posterior({"locs": locs}, kind="chains").attach(mixture, DATA, torch.tensor(weights))
+
+
+CALLS = {
+    "diagnose": lambda posterior: ps.diagnose(posterior, EXCHANGE),
+    "summary": lambda posterior: ps.summary(posterior, EXCHANGE, progress=False),
+    "align_many": lambda posterior: ps.align_many(posterior, EXCHANGE, progress=False),
+    "common_frame": lambda posterior: ps.common_frame(posterior, posterior, EXCHANGE),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_declared_exchange_of_unequal_components_is_refused(call):
+    with pytest.raises(ValueError, match=r"not invariant under the units \['k'\].*verify_model|verify_model"):
+        call(drawn(0.48, 0.52))
+    call(drawn(0.5, 0.5))
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(1.0, "pass"), (1.5, "unknown")])
+def test_copies_that_lie_far_apart_hide_no_temperature(spread, expected):
+    modes = torch.tensor([[-20.0, 20.0], [20.0, -20.0]])
+
+    def two_modes():
+        pyro.sample(
+            "locs", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(modes, 1.0).to_event(1))
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    noise = spread * torch.randn(8, 250, 2, generator=generator)
+    posterior = Posterior({"locs": modes.repeat(4, 1)[:, None] + noise}, kind="chains").attach(two_modes)
+    assert ps.diagnose(posterior)["temperature"].status == "unknown"
+    diagnosis = ps.diagnose(posterior, EXCHANGE, num_draws=2_000)
+    assert diagnosis["temperature"].status == expected
+    assert diagnosis.ok == (expected == "pass")

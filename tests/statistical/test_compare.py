@@ -6,7 +6,7 @@ from scipy import stats
 
 from pyro_symmetric import compare
 from pyro_symmetric.compare import mmd, mmd_test
-from pyro_symmetric.compare._tests import _exact_table
+from pyro_symmetric.compare.invariance import _exact_table
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.posterior.posterior import Posterior
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides.base import layout_of
-from pyro_symmetric.study import StudySettings
-from pyro_symmetric.study.methods import Fit, make_method, variational
-from pyro_symmetric.study.methods.networks import dropped, leaving, swag
+from pyro_symmetric.study import StudySettings, variational
+from pyro_symmetric.study.methods import Fit, make_method
+from pyro_symmetric.study.networks import dropped, leaving, swag
 from pyro_symmetric.study.problem import build_problem
 
 

@@ -17,9 +17,9 @@ import pyro_symmetric as ps
 from pyro_symmetric import cli
 from pyro_symmetric.compare.frames import canonical_frame
 from pyro_symmetric.study import METHODS, Fit, StudySettings, register, report, run_study
-from pyro_symmetric.study.measure import between, concerns, draws_of, reference_of
+from pyro_symmetric.study.measure import OWN_HALF, between, concerns, draws_of, reference_of
 from pyro_symmetric.study.problem import build_problem, settle_statistics
-from pyro_symmetric.study.tables import MISSING, OWN_HALF, table_of
+from pyro_symmetric.study.report import MISSING, table_of
 
 TINY = {
     "mean-field": {"steps": 30},
@@ -107,7 +107,7 @@ def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
     first, second = (mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()}) for k in ([0, 1], [2, 3]))
     expected = 0.5 * (first - second).abs().sum(-1).mean()
     assert rows["hmc"]["distance"]["prediction"]["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
-    assert [title for title, _ in table_of("distances", rows).columns][:2] == ["TV predictions", "NLL gap"]
+    assert [column[0] for column in table_of("distances", rows)["columns"]][:2] == ["TV predictions", "NLL gap"]
 
 
 def test_the_report_stands_alone(finished: Any) -> None:
@@ -510,8 +510,8 @@ def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> 
         for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
     }
     table = table_of("distances", rows)
-    titles = [title for title, _ in table.columns]
-    cells = {name: dict(zip(titles, row, strict=True)) for name, row in table.rows.items()}
+    titles = [column[0] for column in table["columns"]]
+    cells = {name: dict(zip(titles, row, strict=True)) for name, row in table["rows"].items()}
     found = {name: row["MMD² removed"] for name, row in cells.items()}
     assert found == {"a": ("0.2000", False), "b": ("0.1000", True), "hmc": ("0.0000", False)}
     assert cells["a"]["W₁ raw"] == (MISSING, False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyro_symmetric.ensembles import fresh_starts
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, pSGLD, sample
-from pyro_symmetric.study.methods.base import Fit, register
+from pyro_symmetric.study.methods import Fit, register
 from pyro_symmetric.study.problem import Problem
 
 CHAINS = {"chains": 16, "warmup": 300, "draws": 200, "thinning": 1}

@@ -1,7 +1,7 @@
-r"""Maximum mean discrepancy between two sets of weight samples, and the test of whether they differ.
+r"""Distances between two sets of weight samples, and the test of whether they differ.
 
 For a kernel :math:`k`, samples :math:`x_1 \dots x_m \sim p` and :math:`y_1 \dots y_n \sim q`, the unbiased estimate of
-the squared discrepancy (Gretton et al. 2012, Lemma 6) is
+the squared maximum mean discrepancy (Gretton et al. 2012, Lemma 6) is
 
 .. math:: \widehat{\mathrm{MMD}}^2 = \frac{1}{m(m-1)} \sum_{i \ne j} k(x_i, x_j)
     + \frac{1}{n(n-1)} \sum_{i \ne j} k(y_i, y_j) - \frac{2}{mn} \sum_{i, j} k(x_i, y_j).
@@ -29,20 +29,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.compare.independence import thinned
-from pyro_symmetric.compare.layers import PairedSamples
+from pyro_symmetric.compare.draws import PairedSamples, thinned
 from pyro_symmetric.compare.results import DistanceResult, Parts, SignificanceTest
 from pyro_symmetric.posterior.posterior import Draws
+from pyro_symmetric.weights import Weights, unflatten
 
 NUM_BANDWIDTHS = 10
 FLOOR = 0.1  # of the median distance
 NORMS = (2, 1)  # of the distances in Gaussian and in Laplace kernels
 LEAST_ORDERS = 19
 _CACHE_ENTRIES = 2**19  # weights of all samples at a time, which a processor's cache holds
+_SORTED_ENTRIES = 2**23  # values sorted at a time
 _LEAST_CHUNK = 64  # weights of one sample
 
 
@@ -167,8 +169,47 @@ def mmd_test(
     return SignificanceTest("Two-sample test", samples.num_samples, p_value, level, verdict, parts)
 
 
-def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> Tensor:
-    r"""Bandwidths on a geometric grid that covers some distances, of any shape: ``(num_bandwidths,)``, ascending.
+@torch.no_grad()
+def marginal_wasserstein(weights_p: Draws, weights_q: Draws, p: float = 1) -> DistanceResult:
+    r"""One-dimensional Wasserstein distance between the marginals of every weight, in the weights' unit.
+
+    On the line the optimal coupling is monotone, so that with the quantile functions :math:`F^{-1}`, :math:`G^{-1}`
+
+    .. math:: W_p(F, G)^p = \int_0^1 |F^{-1}(u) - G^{-1}(u)|^p \, du,
+
+    for samples a finite sum over sorted values (Peyré & Cuturi 2019, section 2.6). Two posteriors with equal marginals
+    and different dependence are at distance 0. The estimate is plain: of order ``samples ** -0.5`` and positive, not 0,
+    if the marginals are equal. The result's totals are ``mean``, ``median`` and ``maximum`` over all weights; its parts
+    the same over each layer's weights, and ``num_weights``; ``each`` the distance of each weight, float64, on the CPU.
+
+    >>> p = {"w": torch.randn(100, 3)}
+    >>> round(ps.marginal_wasserstein(p, {"w": p["w"] + 2.0}).value, 3)
+    2.0
+
+    :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
+    :param weights_q: the same sites; the number of samples may differ.
+    :param p: order of the distance, at least 1; ``math.inf`` gives the largest difference of quantiles.
+    :raises ValueError: if the sites or shapes don't fit, ``p`` is under 1, or a weight isn't finite.
+    """
+    arguments.number("p", p, least=1)
+    samples = PairedSamples(weights_p, weights_q)
+    step = max(1, _SORTED_ENTRIES // sum(samples.num_samples))
+    by_layer, each = {}, Weights()
+    for layer, sites in samples.layers.items():
+        samples.require_finite(layer)
+        by_layer[layer] = torch.cat([_marginal_distance(x, y, p) for x, y in samples.columns(layer, step)]).cpu()
+        each |= unflatten(by_layer[layer], {site: samples.shapes[site] for site in sites})
+    return DistanceResult(
+        title=f"Wasserstein-{p:g} distance of marginals",
+        num_samples=samples.num_samples,
+        totals=_summary(torch.cat(list(by_layer.values()))),
+        parts={layer: {"num_weights": len(values), **_summary(values)} for layer, values in by_layer.items()},
+        each=each,
+    )
+
+
+def bandwidth_grid(distances: Tensor) -> Tensor:
+    r"""Bandwidths on a geometric grid that covers some distances, of any shape: ``(10,)``, ascending.
 
     The grid runs from half the smallest to twice the largest. If the smallest is under a tenth of the median ``M`` of
     the distances above 0, the 5 % quantile (the order statistic of rank :math:`\lfloor 0.05 N \rfloor`, counted from 0)
@@ -186,7 +227,7 @@ def bandwidth_grid(distances: Tensor, num_bandwidths: int = NUM_BANDWIDTHS) -> T
     if largest == 0:
         smallest, largest = FLOOR, 1.0
     first, last = math.log(smallest / 2), math.log(largest * 2)
-    steps = torch.linspace(0, 1, num_bandwidths, dtype=torch.float64, device=distances.device)
+    steps = torch.linspace(0, 1, NUM_BANDWIDTHS, dtype=torch.float64, device=distances.device)
     return (first + steps * (last - first)).exp()
 
 
@@ -249,3 +290,23 @@ def _discrepancies(distances: Tensor, bandwidth: float, norm: int, of_p: Tensor)
     across = from_p.sum(0) - within_p
     within_q = kernel.sum() - within_p - 2 * across
     return within_p / (m * (m - 1)) + within_q / (n * (n - 1)) - 2 * across / (m * n)
+
+
+def _marginal_distance(x: Tensor, y: Tensor, p: float) -> Tensor:
+    r""":math:`W_p` between the columns of samples ``(m, D)`` and ``(n, D)``, ``(D,)``."""
+    x, y = x.sort(0).values.double(), y.sort(0).values.double()
+    m, n = len(x), len(y)
+    # Both quantile functions are constant between the merged steps i/m and j/n; as integers, in units of 1/mn, no two
+    # steps that coincide are told apart by rounding.
+    steps_x, steps_y = (torch.arange(1, count + 1, device=x.device) for count in (m, n))
+    ends = torch.cat([steps_x * n, steps_y * m]).unique()
+    widths = torch.diff(ends, prepend=ends.new_zeros(1)).double() / (m * n)
+    gaps = (x[(ends - 1) // n] - y[(ends - 1) // m]).abs()
+    largest = gaps.amax(0)
+    relative = torch.where(largest > 0, gaps / largest, gaps)  # whose powers neither overflow nor all vanish
+    return largest * (widths @ relative**p) ** (1 / p)
+
+
+def _summary(values: Tensor) -> dict[str, float]:
+    middle = float(np.median(values.numpy()))  # torch.quantile refuses more than 2^24 values
+    return {"mean": float(values.mean()), "median": middle, "maximum": float(values.max())}

@@ -11,10 +11,10 @@ from typing import Any
 
 import pyro
 import torch
-from pyro.infer import Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_median, init_to_value
-from pyro.optim.clipped_adam import ClippedAdam
+from pyro.optim import ClippedAdam
 from tqdm import trange
 
 from pyro_symmetric.alignment import align, loss_barrier
@@ -25,21 +25,21 @@ from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide,
 from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.guides.gaussian import gaussian_copy, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.study.methods.base import Fit, TooLarge, register
+from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem
 
-SVI = {"modes": 1, "steps": 3000, "learning_rate": 0.02, "batch_size": 512, "init_scale": 0.03}
+BUDGET = {"modes": 1, "steps": 3000, "learning_rate": 0.02, "batch_size": 512, "init_scale": 0.03}
 QUICK = {"steps": 400, "learning_rate": 0.03}
 PARTICLES = 4
 
 
-@register("mean-field", SVI, quick=QUICK)
+@register("mean-field", BUDGET, quick=QUICK)
 def mean_field(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."""
     yield pooled([_fit(problem, *_mean_field(problem, budget, progress)) for _ in range(budget.modes)])
 
 
-@register("symmetrized", {**SVI, "proposals": 4}, quick=QUICK)
+@register("symmetrized", {**BUDGET, "proposals": 4}, quick=QUICK)
 def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of their
     signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches units. Its
@@ -49,7 +49,7 @@ def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
 
 @register(
     "symmetrized-blocks",
-    {**SVI, "proposals": 4, "largest": 500_000},  # a step costs the cube of a unit's weights
+    {**BUDGET, "proposals": 4, "largest": 500_000},  # a step costs the cube of a unit's weights
     quick=QUICK,
 )
 def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
@@ -68,7 +68,7 @@ def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterato
 
 @register(
     "aligned",
-    {**SVI, "path_points": 21, "path_draws": 32},
+    {**BUDGET, "path_points": 21, "path_draws": 32},
     labels=("aligned", "aligned midpoint", "unaligned midpoint"),
     quick={**QUICK, "path_points": 11, "path_draws": 16},
 )
@@ -110,7 +110,6 @@ def pooled(fits: list[Fit]) -> Fit:
 
 def _mean_field(problem: Problem, budget: Any, progress: bool) -> tuple[WeightsGuide, list[float]]:
     """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
-    pyro.clear_param_store()  # stock guides of one class share their parameters
     stock = AutoNormal(problem.model, init_loc_fn=_start(problem), init_scale=budget.init_scale)
     losses = _train(problem, budget, stock, progress)
     return gaussian_copy(stock), losses
@@ -139,22 +138,18 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
 
 
 def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> list[float]:
-    """Maximise the guide's ELBO on random mini-batches with Adam, its step size falling a hundredfold; the losses.
+    """Maximise the ELBO by SVI on random mini-batches with Adam, its step size falling a hundredfold; the losses.
 
     :raises ValueError: if the loss stops being finite.
     """
+    pyro.clear_param_store()  # in which another guide of its class has parameters of the same names
     x, y, losses = problem.x, problem.y, list[float]()
-    guide(x[:2], y[:2])  # creates a stock guide's parameters
+    optimizer = ClippedAdam({"lr": budget.learning_rate, "lrd": 0.01 ** (1 / budget.steps), "clip_norm": 1e3})
     elbo = Trace_ELBO(num_particles=PARTICLES, vectorize_particles=True, max_plate_nesting=1)
-    rates = {"lr": budget.learning_rate, "lrd": 0.01 ** (1 / budget.steps), "clip_norm": 1e3}
-    optimizer = ClippedAdam(guide.parameters(), **rates)
+    svi = SVI(problem.model, guide, optimizer, elbo)
     for step in trange(budget.steps, desc=type(guide).__name__, unit="step", disable=not progress):
         rows = torch.randperm(len(x), device=x.device)[: budget.batch_size]
-        optimizer.zero_grad()
-        loss = elbo.differentiable_loss(problem.model, guide, x[rows], y[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(svi.step(x[rows], y[rows]))
         if not math.isfinite(losses[-1]):
             raise ValueError(f"SVI: the loss is {losses[-1]} at step {step}; are the data and the prior sensible?")
     return losses

@@ -1,13 +1,16 @@
+"""Discrepancies and distances against their definitions, and the two-sample test."""
+
 import math
-import sys
 
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
+from scipy.stats import wasserstein_distance
 
-from pyro_symmetric.compare.mmd import bandwidth_grid, mmd
-
-MODULE = sys.modules["pyro_symmetric.compare.mmd"]  # the package's name for it is that of the function
+from pyro_symmetric.compare import common_frame, distances, marginal_wasserstein
+from pyro_symmetric.compare.distances import bandwidth_grid, mmd, mmd_test
+from pyro_symmetric.groups.group import Group
 
 
 def naive_mmd(x, y, kernel):
@@ -35,8 +38,8 @@ def test_mmd_equals_a_naive_double_loop(dtype, shift, scale, monkeypatch):
     p = {"0.weight": scale * torch.randn(13, 3, 2), "0.bias": scale * torch.randn(13, 3)}
     q = {"0.weight": scale * torch.randn(9, 3, 2) + shift, "0.bias": scale * torch.randn(9, 3)}
     p, q = ({site: value.to(dtype) for site, value in w.items()} for w in (p, q))
-    monkeypatch.setattr(MODULE, "_CACHE_ENTRIES", 1)
-    monkeypatch.setattr(MODULE, "_LEAST_CHUNK", 4)
+    monkeypatch.setattr(distances, "_CACHE_ENTRIES", 1)
+    monkeypatch.setattr(distances, "_LEAST_CHUNK", 4)
     layer = mmd(p, q).parts["0"]
     x, y = (flat(w, ["0.weight", "0.bias"]) for w in (p, q))
     grid_2 = naive_grid(np.array([np.linalg.norm(a - b) for a in x for b in y]))
@@ -103,7 +106,7 @@ def test_equal_distributions_give_zero_on_average_under_given_kernels():
 
 
 @pytest.mark.parametrize(
-    ("distances", "low", "high"),
+    ("pairs", "low", "high"),
     [
         ([0.2, 1.0, 4.0], 0.1, 8.0),  # half the smallest, twice the largest
         ([0.02, *[0.5] * 9, *[2.0] * 10], 0.25, 4.0),  # under a tenth of 2: order statistic of rank 0.05 * 20 = 1
@@ -113,8 +116,8 @@ def test_equal_distributions_give_zero_on_average_under_given_kernels():
         ([0.0, 0.0], 0.05, 2.0),  # samples that coincide
     ],
 )
-def test_bandwidths_follow_the_rule(distances, low, high):
-    grid = bandwidth_grid(torch.tensor(distances))
+def test_bandwidths_follow_the_rule(pairs, low, high):
+    grid = bandwidth_grid(torch.tensor(pairs))
     np.testing.assert_allclose(grid, np.geomspace(low, high, 10), rtol=1e-6)
 
 
@@ -135,3 +138,110 @@ def test_mmd_on_cuda_equals_mmd_on_cpu():
     there = mmd({"w": p["w"].cuda()}, {"w": q["w"].cuda()})
     here = mmd(p, q)
     np.testing.assert_allclose(there.parts["w"]["squared"], here.parts["w"]["squared"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("m", "n"), [(20, 20), (20, 30), (17, 5), (1, 4), (12, 18)])
+def test_first_order_equals_scipy(m, n):
+    p, q = {"0.w": torch.randn(m, 3, 2)}, {"0.w": 2 * torch.randn(n, 3, 2) + 1}
+    found = marginal_wasserstein(p, q).each["0.w"].numpy()
+    for i, j in np.ndindex(3, 2):
+        expected = wasserstein_distance(p["0.w"][:, i, j].numpy(), q["0.w"][:, i, j].numpy())
+        assert float(found[i, j]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3.5])
+def test_every_order_equals_the_transport_problem(order):
+    x, y = torch.randn(5, dtype=torch.float64), torch.randn(7, dtype=torch.float64) + 0.5
+    cost = (x[:, None] - y).abs() ** order
+    rows, columns = np.kron(np.eye(5), np.ones(7)), np.kron(np.ones(5), np.eye(7))
+    solution = linprog(
+        cost.reshape(-1).numpy(),
+        A_eq=np.vstack([rows, columns]),
+        b_eq=np.concatenate([np.full(5, 1 / 5), np.full(7, 1 / 7)]),
+    )
+    found = marginal_wasserstein({"w": x}, {"w": y}, order)["mean"]
+    assert found == pytest.approx(solution.fun ** (1 / order), rel=1e-6)
+
+
+def test_layers_are_summarised(monkeypatch):
+    p = {"0.w": torch.randn(9, 4, 2), "0.b": torch.randn(9, 4), "1.w": torch.randn(9, 3)}
+    q = {site: torch.randn_like(value) for site, value in p.items()}
+    whole = marginal_wasserstein(p, q)
+    monkeypatch.setattr("pyro_symmetric.compare.distances._SORTED_ENTRIES", 18 * 3)
+    result = marginal_wasserstein(p, q)
+    values = {site: result.each[site].numpy().reshape(-1) for site in p}
+    first = np.concatenate([values["0.w"], values["0.b"]])
+    layer = result.parts["0"]
+    expected = {"num_weights": 12, "median": np.median(first), "mean": first.mean(), "maximum": first.max()}
+    assert layer == pytest.approx(expected)
+    everything = np.concatenate([first, values["1.w"]])
+    assert result.totals == pytest.approx(
+        {"median": np.median(everything), "mean": everything.mean(), "maximum": everything.max()}
+    )
+    assert result.value == result["mean"]
+    assert result.each["0.w"].shape == (4, 2)
+    assert result.parts == whole.parts
+
+
+@pytest.mark.parametrize(("p", "scale"), [(8, 1e-45), (20, 1e-17), (50, 1e-8), (50, 1e8), (400, 1.0)])
+def test_high_orders_of_small_and_large_weights_keep_their_digits(p: float, scale: float) -> None:
+    """Two samples of one shape, apart by twice the scale: any order has that distance."""
+    x = {"w": torch.linspace(0, 1, 50, dtype=torch.float64)[:, None] * scale}
+    y = {"w": x["w"] + 2 * scale}
+    assert marginal_wasserstein(x, y, p)["mean"] == pytest.approx(2 * scale)
+
+
+def two_normals(m, n, shift=0.0, dimension=3):
+    return {"0.w": torch.randn(m, dimension)}, {"0.w": torch.randn(n, dimension) + shift}
+
+
+def test_the_p_value_is_the_rank_of_the_largest_standardised_discrepancy():
+    """By its definition: each order's discrepancies, by ``mmd`` under the kernels of the pooled sample."""
+    p, q = two_normals(9, 6, 0.5)
+    torch.manual_seed(1)
+    found = mmd_test(p, q, num_permutations=19)
+    torch.manual_seed(1)
+    orders = torch.rand(20, 15, dtype=torch.float64).argsort(1)
+    orders[0] = torch.arange(15)
+    pooled = torch.cat([p["0.w"], q["0.w"]])
+    table = []
+    for order in orders:  # the first nine places are p's
+        sides = ({"0.w": pooled[order.argsort()[places]]} for places in (slice(9), slice(9, None)))
+        table.append(mmd(*sides, bandwidths=found).parts["0"]["squared"])
+    table = np.stack(table)
+    np.testing.assert_allclose(found.parts["0"]["squared"], table[0], atol=1e-6)
+    scores = ((table - table.mean(0)) / table.std(0)).max(1)
+    assert found.p_value == pytest.approx(float((scores >= scores[0] - 1e-9).mean()))
+
+
+@pytest.mark.stochastic
+def test_a_difference_in_dependence_alone_is_found():
+    # equal marginals, correlation 0.95 against 0: with 100 samples each a p-value over 0.05 is out of the question
+    x = torch.randn(100, 1)
+    p = {"w": torch.cat([x, 0.95 * x + (1 - 0.95**2) ** 0.5 * torch.randn(100, 1)], 1)}
+    result = mmd_test(p, {"w": torch.randn(100, 2)}, num_permutations=199)
+    assert result.rejected
+    assert "different at level 0.05" in result.verdict
+
+
+@pytest.mark.stochastic
+def test_the_layer_that_differs_is_named_and_the_other_is_not():
+    # the null layer's adjusted p-value is at most the level in 2 of 10,000 seeds
+    p = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3)}
+    q = {"0.w": torch.randn(60, 4), "2.w": torch.randn(60, 3) + 1}
+    result = mmd_test(p, q, level=2e-4, num_permutations=9_999)
+    assert result.parts["2"]["p_value"] == result.p_value <= 2e-4
+    assert result.parts["0"]["p_value"] > 2e-4
+    assert "1 of 2 layers, first of all '2'" in result.verdict
+
+
+@pytest.mark.stochastic
+def test_a_frame_found_from_both_samples_keeps_the_level_however_unequal_they_are():
+    # Overlapping units, 12 draws against 40: the frame follows the larger sample, but never knows whose draw is whose.
+    # 30 repetitions at level 0.1: over 9 rejections with probability 0.0005.
+    group = Group.declare({"w": ("unit", None)}, {"w": torch.zeros(4, 2)})
+    rejected = 0
+    for _ in range(30):
+        p, q = ({"w": torch.randn(count, 4, 2)} for count in (12, 40))
+        rejected += mmd_test(*common_frame(p, q, group), level=0.1, num_permutations=39).rejected
+    assert rejected <= 9

@@ -1,30 +1,22 @@
-"""Two sets of samples of one architecture, taken layer by layer.
+"""Draws as comparisons take them: two sides layer by layer; of Markov chains as many as count as independent.
 
-A layer is by default what the sites' names share up to the last dot: ``0.weight`` and ``0.bias`` are the layer ``0``; a
-site without a dot (``noise_scale``) is a layer of its own.
+A layer is what the sites' names share up to the last dot: ``0.weight`` and ``0.bias`` are the layer ``0``; a site
+without a dot (``noise_scale``) is a layer of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric.posterior.posterior import Draws, samples_of
+from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
+from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, evenly_spaced
 from pyro_symmetric.weights import is_running_statistic, require_finite
 
 SIDES = ("weights_p", "weights_q")
-
-
-def group_sites(sites: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Layer -> its sites, without running statistics: they are no weights, and would outweigh them."""
-    grouped: dict[str, tuple[str, ...]] = {}
-    for site in itertools.filterfalse(is_running_statistic, sites):
-        name = site.rpartition(".")[0] or site
-        grouped[name] = (*grouped.get(name, ()), site)
-    return grouped
 
 
 def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
@@ -35,14 +27,8 @@ def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
     """
     samples = samples_of(draws, name)
     leading = {tuple(value.shape[:2]) for site, value in samples.items() if not is_running_statistic(site)}
-    shape = next(iter(leading), ())
-    if (
-        isinstance(draws, Mapping)
-        and len(samples) > 2
-        and len(leading) == 1
-        and len(shape) == 2
-        and shape[0] < shape[1]
-    ):
+    shape = leading.pop() if isinstance(draws, Mapping) and len(samples) > 2 and len(leading) == 1 else ()
+    if len(shape) == 2 and shape[0] < shape[1]:
         raise ValueError(
             f"{name} has {shape[0]} samples, and all sites an axis of size {shape[1]} next: if these are chains and "
             "draws, pass Posterior(weights, kind='chains'), if not, Posterior.from_samples(weights, kind='independent')"
@@ -51,7 +37,9 @@ def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
 
 
 class PairedSamples:
-    """Two sets of samples, checked.
+    """Two sets of samples of one architecture, checked.
+
+    Running statistics are left out: they are no weights, and would outweigh them.
 
     :param weights_p: a ``Posterior``, or site -> samples ``(samples, *site_shape)``.
     :param weights_q: the same sites; the number of samples may differ.
@@ -60,12 +48,13 @@ class PairedSamples:
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
         p, q = self.weights = (samples_given(weights_p, SIDES[0]), samples_given(weights_q, SIDES[1]))
-        self.layers = group_sites(p)
-        sites = [site for members in self.layers.values() for site in members]
-        if odd := set(sites) ^ {site for site in q if not is_running_statistic(site)}:
+        sites, others = ([site for site in side if not is_running_statistic(site)] for side in self.weights)
+        if odd := set(sites) ^ set(others):
             raise ValueError(f"weights_p and weights_q must have the same sites; only one has {sorted(odd)}")
+        self.layers: dict[str, list[str]] = {}
         for site in sites:
             _require_alike(site, p[site], q[site])
+            self.layers.setdefault(site.rpartition(".")[0] or site, []).append(site)
         self.shapes = {site: p[site].shape[1:] for site in sites}
         self.num_samples = (len(p[sites[0]]), len(q[sites[0]]))
         for name, side, count in zip(SIDES, self.weights, self.num_samples, strict=True):
@@ -100,3 +89,46 @@ def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
         )
     if not p.is_floating_point() or not q.is_floating_point():
         raise ValueError(f"{site!r} holds {p.dtype} and {q.dtype}; only floating-point weights have distances")
+
+
+def independent_draws(posterior: Posterior) -> int:
+    """Number of evenly spaced draws that may be taken as independent.
+
+    Of independent rows all; of chains half of the smallest effective sample size over the weights, since draws that are
+    thinned to all of it keep a correlation of about 0.1; but one of each chain, as chains know nothing of each other.
+    The smallest is that of bulk and tails, of each weight and of its distance from its mean, and the number of draws:
+    a test sees more than means, and a weight whose sign alternates may keep its size for long. Weights that never move
+    are left out.
+    """
+    total = posterior.num_chains * posterior.num_samples
+    if posterior.kind == "independent":
+        return total
+    values = list(posterior.samples.values())
+    distances = ((v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in values)
+    found = map(chain_statistics, itertools.chain(values, distances))
+    sizes = torch.cat([size.reshape(-1) for numbers in found for size in (numbers.ess_bulk, numbers.ess_tail)])
+    worst = min(sizes[~sizes.isnan()].tolist(), default=0.0)
+    return min(max(posterior.num_chains, int(worst) // 2), total)
+
+
+def thinned(weights: Draws, name: str = "weights") -> Posterior:
+    """As many draws, chains end to end and evenly spaced, as may be taken as independent. The last of each chain is
+    among them, if one of each counts. If all do, they are views.
+
+    :param weights: a ``Posterior``; or site -> independent samples, all of which count.
+    :raises ValueError: if they are fewer than 2, any of all draws isn't finite, or chains are copies of each other.
+    """
+    if not isinstance(weights, Posterior):
+        weights = Posterior.from_samples(samples_given(weights, name), kind="independent")
+    require_finite(weights.samples, name)
+    if weights.kind == "chains" and (copies := copied_chains(weights.samples)):
+        raise ValueError(f"the chains {copies} are copies of others, as of runs with the same seed; leave them out")
+    total, count = weights.num_chains * weights.num_samples, independent_draws(weights)
+    if count < 2:
+        raise ValueError(
+            f"of {total} draws only {count} may be taken as independent; a test needs at least 2. Take more draws, or "
+            "more chains"
+        )
+    keep = slice(None) if count == total else evenly_spaced(total, count)
+    kept = {site: value[keep] for site, value in weights.get_samples().items()}
+    return Posterior.from_samples(kept, kind="independent")
