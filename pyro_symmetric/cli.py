@@ -138,7 +138,6 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--outputs", type=int, default=10, metavar="N", help=about)
     parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--strict", action="store_true", help="fail if an operator isn't understood")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=symmetries)
 
@@ -149,15 +148,14 @@ def symmetries(options: argparse.Namespace) -> int:
     net = load_net(options.net, tuple(shape), options.outputs)
     x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch of one can't be told from an axis that is broadcast
     try:
-        symmetry = find_symmetry(net, x, strict=options.strict)
+        symmetry = find_symmetry(net, x)
     except ValueError as error:
         if options.input is not None:
             raise
         raise ValueError(f"{error}\n\nIf the network takes another input, say its shape: --input 2,10") from error
     order = symmetry.log_order()
     if options.json:
-        explanation = symmetry.explanation.to_dict()
-        print(json.dumps({"log_order": order, **symmetry.to_dict(), "explanation": explanation}))
+        print(json.dumps({"log_order": order, **symmetry.to_dict()}))
         return 0
     count = f"{round(math.exp(order)):,}" if order < math.log(1e6) else f"exp({order:.1f})"
     print(f"{symmetry}\n\nlog |G| = {order:.1f}: permutations and signs give {count} equivalent copies of every mode.")

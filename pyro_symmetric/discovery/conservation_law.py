@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
-from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.flow import Array
 from pyro_symmetric.discovery.integer_bases import echelon, independent, sparse, whole_numbers
 from pyro_symmetric.discovery.invariance import difference, guilty
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise

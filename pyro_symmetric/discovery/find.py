@@ -19,23 +19,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.discovery.cells import solve
+from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import with_multipliers
-from pyro_symmetric.discovery.explain import Explanation, Names, explain, named
-from pyro_symmetric.discovery.export import UntraceableError, site_names, try_out
-from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.flow import Array, Flow
 from pyro_symmetric.discovery.multiplied import grouped
-from pyro_symmetric.discovery.symmetry import Symmetry, copied
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator
-from pyro_symmetric.discovery.units import fixed_units, permuted_units
+from pyro_symmetric.discovery.symmetry import AxisExplanation, Explanation, Names, Symmetry, copied, named
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.verify import repaired
-from pyro_symmetric.groups import Group
+from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.weights import require_finite
 
 
@@ -47,7 +44,6 @@ def find_symmetry(
     only: Names | None = None,
     freeze: Names = (),
     buffers: bool = True,
-    strict: bool = False,
     verify: bool = True,
     logits: bool = False,
 ) -> Symmetry:
@@ -63,21 +59,19 @@ def find_symmetry(
     what isn't found, and of networks on the meta device.
 
     :param net: any module that ``torch.export`` can trace. It isn't changed.
-    :param example_inputs: what its ``forward`` takes, with a batch of two or more. May be left out for an
-        ``nn.Sequential`` that starts with a linear layer.
+    :param example_inputs: what its ``forward`` takes, with a batch of two or more.
     :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask": mask}``.
     :param only: names of the sites (parameters and buffers) that may move, or of modules, or patterns such as
         ``"*.bias"``. By default all may but frozen parameters; in a network of frozen parameters alone, all.
     :param freeze: names, as for ``only``, of what keeps its values, whatever these are.
     :param buffers: whether running statistics move along; see :meth:`~pyro_symmetric.Symmetry.holding`.
-    :param strict: raise if an operator isn't understood; otherwise what reaches it is left out, with a warning.
     :param verify: try random elements on a copy in float64. Moves that fail are dropped, with a warning;
         if nothing can be told, a warning (``UnverifiedSymmetry``) says so.
     :param logits: whether outputs go through a softmax, so that one constant may be added to the last bias.
     :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass depends on the data that flows through it.
     :raises ValueError: if the network doesn't take the inputs, returns no tensor, or holds NaN or infinite weights; if
-        a name fits nothing; if ``strict`` and an operator isn't understood.
+        a name fits nothing.
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     _require_parameters(net)
@@ -85,17 +79,16 @@ def find_symmetry(
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:
         require_finite(parameters, "net")
-    inputs = example_inputs or (() if kwargs else _default_inputs(net))
     traced = copied(net).eval()  # tracing leaves marks on some modules
     try:
-        traces = [_traced(traced, inputs, kwargs)]
+        traces = [Trace(traced, example_inputs, kwargs)]
     except UntraceableError:
-        try_out(copied(net).eval(), inputs, kwargs)
+        try_out(copied(net).eval(), example_inputs, kwargs)
         raise
     used = traces[0].used_sites()
     if any(name not in used for name, _ in traced.named_parameters()):  # another (training) branch may use them
         with contextlib.suppress(ValueError):  # what only the training branch uses then stays as it is
-            traces.append(_traced(traced.train(), inputs, kwargs))
+            traces.append(Trace(traced.train(), example_inputs, kwargs))
             used |= traces[1].used_sites()
     flow = Flow()
     for trace in traces:
@@ -107,9 +100,15 @@ def find_symmetry(
             flow.pin(flow.leaves[site].value, why)
     group, explanation = _solved(traced, flow, traces, set(held), logits)
     symmetry = Symmetry(group, explanation, logits, at_least=any(trace.calls_again() for trace in traces))
-    _report_lost(flow, strict)
+    if flow.lost:
+        warnings.warn(
+            f"units are left out of the group at {', '.join(sorted(flow.lost))}. "
+            "help(pyro_symmetric.discovery.register_rule) says how to add a rule",
+            UnknownOperator,
+            stacklevel=3,
+        )
     symmetry = symmetry if buffers else symmetry.holding(net)
-    return repaired(symmetry, net, inputs, kwargs) if verify else symmetry
+    return repaired(symmetry, net, example_inputs, kwargs) if verify else symmetry
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -144,39 +143,6 @@ def _require_parameters(net: nn.Module) -> None:
         )
 
 
-def _default_inputs(net: nn.Module) -> tuple[torch.Tensor]:
-    """A batch of two for a sequence of layers that starts (apart from flattening) with a linear one."""
-    first = next((m for m in net if not isinstance(m, nn.Flatten)), None) if isinstance(net, nn.Sequential) else net
-    if not isinstance(first, nn.Linear):
-        raise TypeError(
-            f"find_symmetry needs an example input for {type(net).__name__}: pass what its forward takes, "
-            "e.g. find_symmetry(net, torch.randn(2, 3, 32, 32))"
-        )
-    return (torch.randn(2, first.in_features, device=first.weight.device, dtype=first.weight.dtype),)
-
-
-def _traced(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Trace:
-    """One forward pass: what it draws from NumPy or Python stands for all that it may draw."""
-    trace = Trace(net, inputs, kwargs)
-    if not trace.returned:
-        raise ValueError(
-            f"{type(net).__name__} returns no tensor, so that there is nothing for a symmetry to leave alone"
-        )
-    return trace
-
-
-def _report_lost(flow: Flow, strict: bool) -> None:
-    if not flow.lost:
-        return
-    text = (
-        f"units are left out of the group at {', '.join(sorted(flow.lost))}. "
-        "help(pyro_symmetric.discovery.register_rule) says how to add a rule"
-    )
-    if strict:
-        raise ValueError(text)
-    warnings.warn(text, UnknownOperator, stacklevel=3)
-
-
 def _solved(
     net: nn.Module, flow: Flow, traces: Sequence[Trace], held: set[str], logits: bool
 ) -> tuple[Group, Explanation]:
@@ -189,4 +155,87 @@ def _solved(
     if not any(value.is_meta for value in net.parameters()):
         slices = {site: leaf.slices for site, leaf in flow.leaves.items() if leaf.slices is not None}
         every = with_multipliers(every, fixed_units(flow, cells), traces, net, shapes, slices, held, logits)
-    return grouped(every, shapes), explain(flow, cells, units)
+    return grouped(every, shapes), _explained(flow, cells, units)
+
+
+# why axes move, or why they don't -------------------------------------------------------------------------------------
+
+
+def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation:
+    """For every axis of every site: who moves it, or which operator pinned it.
+
+    :param units: cell -> its units; cells that ride along with others have none.
+    """
+    first, chains, axes = _first_refinements(flow, cells), _Chains(flow), list[AxisExplanation]()
+    for leaf in flow.leaves.values():
+        for dim, part in enumerate(leaf.value.parts):
+            atoms = np.unique(part.atoms)
+            own = cells.cell[cells.unit[atoms]]
+            moves = np.isin(own, list(cells.cells))
+            movers = {up for cell in np.unique(own[moves]).tolist() for up in (cell, *cells.cells[cell].parents)}
+            lying = [one for mover, one in units.items() if mover in movers]
+            numbers, counts = np.unique(first[cells.unit[atoms[~moves]]], return_counts=True)
+            numbers, chain = numbers[counts.argsort()[::-1]].tolist(), tuple[str, ...]()
+            if lying:
+                home = lying[0].axes[0]
+                chain = chains.between(atoms, flow.leaves[home.site].value.parts[home.dim].atoms)
+            elif numbers and numbers[0] >= 0:
+                chain = chains.between(atoms, flow.refinements[numbers[0]].one)
+            reason = _reason(flow, numbers[0]) if numbers else ""
+            names = tuple(one.name for one in lying)
+            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reason, chain))
+    return Explanation(axes)
+
+
+def _first_refinements(flow: Flow, cells: Cells) -> Array:
+    """For each class: the first refinement that gave it a colour of its own (-1: none)."""
+    first = np.full(len(cells.colour), -1, dtype=np.int64)
+    for number in range(len(flow.refinements) - 1, -1, -1):
+        atoms, colours, _ = flow.refinements[number]
+        if len(atoms) == 1 or (colours != colours[:1]).any():
+            first[cells.unit[atoms]] = number
+    return first
+
+
+def _reason(flow: Flow, number: int) -> str:
+    """Why units stay, by the refinement that gave them a colour of their own (-1: none)."""
+    if number < 0:
+        return "each of its units plays a role of its own"
+    why = flow.origins[flow.refinements[number].number]
+    return f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
+
+
+class _Chains:
+    """Shortest chains of facts between arrays of atoms, of which each was new at once."""
+
+    def __init__(self, flow: Flow):
+        self.flow, self.starts, self.trees = flow, np.array(flow.starts), dict[int, dict[int, int]]()
+        leaves = [(leaf.site, dim, part) for leaf in flow.leaves.values() for dim, part in enumerate(leaf.value.parts)]
+        self.names = {self._blocks(part.atoms)[0]: f"{site}[{dim}]" for site, dim, part in leaves if part.atoms.size}
+        self.near = dict[int, dict[int, int]]()  # an array -> those that it is tied to, and the fact that says so
+        for one, other, number in (*flow.unions, *flow.relations):
+            for a, b in {*zip(self._blocks(one), self._blocks(other), strict=True)}:
+                self.near.setdefault(a, {}).setdefault(b, number)
+                self.near.setdefault(b, {}).setdefault(a, number)
+
+    def _blocks(self, atoms: Array) -> list[int]:
+        """The arrays in which some of these atoms were new."""
+        some = atoms.reshape(-1)[:: max(1, atoms.size // 16)]
+        return (np.searchsorted(self.starts, some, side="right") - 1).tolist()
+
+    def between(self, atoms: Array, target: Array) -> tuple[str, ...]:
+        """The axes on the way, each with the operator that ties it to the one before."""
+        if not atoms.size or not target.size:
+            return ()
+        block, end, steps = self._blocks(atoms)[0], self._blocks(target)[0], list[str]()
+        if end not in self.trees:
+            self.trees[end], waiting = {end: end}, [end]  # an array -> the next on its way to the end
+            for at in waiting:
+                new = [other for other in self.near.get(at, ()) if other not in self.trees[end]]
+                self.trees[end] |= dict.fromkeys(new, at)
+                waiting += new
+        while block != end and block in self.trees[end]:
+            block, before = self.trees[end][block], block
+            origin = self.flow.origins[self.near[before][block]]
+            steps.append(f"{self.names[block]} by {origin}" if block in self.names else origin)
+        return tuple(steps)

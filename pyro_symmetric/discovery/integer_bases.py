@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pyro_symmetric.discovery.arrays import Array
+from pyro_symmetric.discovery.flow import Array
 
 LARGEST = 12  # larger numbers aren't looked for
 

@@ -18,11 +18,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pyro_symmetric.discovery.deterministic import Deterministic
-from pyro_symmetric.discovery.export import site_names
 from pyro_symmetric.discovery.rules.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
-from pyro_symmetric.discovery.trace import Trace
+from pyro_symmetric.discovery.trace import Deterministic, Trace, site_names
 from pyro_symmetric.weights import Weights
 
 EVEN = ("linalg_vector_norm", "norm", "var", "std")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyro_symmetric.discovery.units import module_name, unused
+from pyro_symmetric.discovery.cells import module_name, unused
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 

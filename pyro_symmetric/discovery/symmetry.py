@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,53 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.discovery.explain import Explanation
 from pyro_symmetric.discovery.invariance import elements_to_try, parts_of
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.units import table
 from pyro_symmetric.weights import Weights, require_sites
 
 CONSTANT = 1e-3  # standard deviation of what counts as constant
+Names = str | Iterable[str]
+
+
+class AxisExplanation(NamedTuple):
+    """The fate of one axis of one site.
+
+    :param site: the parameter or running statistic.
+    :param dim: the axis.
+    :param length: its length; of an axis along which each slice has units of its own (the columns of a grouped kernel),
+        their number in all slices together.
+    :param permuted: how many of its positions are permuted.
+    :param units: the units that lie there.
+    :param reason: why the others, or most of them, stay: the operator that pinned them, and its module.
+    :param chain: how this axis comes to that: the axes that tie it to the first one along which its units lie, or to
+        what pins it, each with the operator that does.
+    """
+
+    site: str
+    dim: int
+    length: int
+    permuted: int
+    units: tuple[str, ...]
+    reason: str = ""
+    chain: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
+        fate = moved if self.permuted else f"all {self.length} stay"
+        head = f"{self.site}[{self.dim}]: {fate}" + (f"; {self.reason}" if self.reason else "")
+        return "\n    -> ".join([head, *self.chain])
+
+
+class Explanation(tuple[AxisExplanation, ...]):
+    """One entry for each axis of each site; prints as a list."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+    __repr__ = __str__
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,7 +151,9 @@ class Symmetry:
         :param site: its name, or a pattern such as ``"*.bias"``; ``symmetry.explanation`` tells of all.
         :raises ValueError: if no site has this name.
         """
-        return self.explanation.about(site)
+        arguments.instance("site", site, str, "the name of a site or module")
+        chosen = named("site", site, dict.fromkeys(axis.site for axis in self.explanation))
+        return Explanation(axis for axis in self.explanation if axis.site in chosen)
 
     # elements -------------------------------------------------------------------------------------------------------
 
@@ -201,14 +244,35 @@ class Symmetry:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; :meth:`from_dict` reads it back."""
-        given = {"logits": self.logits, "at_least": self.at_least}
-        return {"group": self.group.to_dict(), "explanation": self.explanation.to_dict(), **given}
+        explanation = [axis._asdict() for axis in self.explanation]
+        return {
+            "group": self.group.to_dict(), "explanation": explanation, "logits": self.logits, "at_least": self.at_least
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
         """From JSON."""
-        group, explanation = Group.from_dict(data["group"]), Explanation.from_dict(data["explanation"])
-        return cls(group, explanation, data["logits"], data["at_least"])
+        axes = (axis | {name: tuple(axis[name]) for name in ("units", "chain")} for axis in data["explanation"])
+        explanation = Explanation(AxisExplanation(**axis) for axis in axes)
+        return cls(Group.from_dict(data["group"]), explanation, data["logits"], data["at_least"])
+
+
+def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
+    """Those of some sites that are named: by their own name, by that of a module, or by a pattern such as ``*.bias``.
+
+    :param argument: the name of the argument that holds the names.
+    :raises ValueError: if a name fits no site.
+    """
+    sites, found = list(sites), set()
+    for name in [names] if isinstance(names, str) else arguments.listed(argument, names, str, "names"):
+        own = {site for site in sites if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)}
+        if not own:
+            raise ValueError(
+                f"{argument} names {name!r}, which is no module, parameter or buffer of the network; its sites are "
+                f"{sites[:6]}{' and others' if len(sites) > 6 else ''}, and '*' stands for any text"
+            )
+        found |= own
+    return found
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:

@@ -1,29 +1,54 @@
-"""The graph of a forward pass, and axes that flow through it."""
+"""From a network to the graph of one forward pass, and axes that flow through it.
+
+Whatever a forward pass takes and returns, the graph is a function from tensors to tensors. These are found wherever
+they are: in lists, dictionaries, dataclasses, distributions, or objects of other libraries. Everything else among the
+inputs is part of the architecture. Among the outputs, caches are left out: they hold what a later call may reuse, in
+which heads and channels keep their order.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import operator
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.discovery.arrays import Array
-from pyro_symmetric.discovery.export import exported, site_names
-from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.rules.pointwise import drawn
+from pyro_symmetric._process import (
+    drawn_seed,
+    forked,
+    running_pyro,
+    with_both_branches,
+    without_fast_attention,
+    without_messages,
+    without_warnings,
+)
+from pyro_symmetric.discovery.flow import Array, Flow, Value, opaque
 from pyro_symmetric.discovery.rules.registry import Call, bound, operator_name, rule_for
-from pyro_symmetric.discovery.tensors_only import TensorsOnly
-from pyro_symmetric.discovery.values import Value, opaque
+from pyro_symmetric.discovery.symmetry import in_precision
+from pyro_symmetric.errors import Error
+
+UNTRACEABLE = """\
+{net} can't be traced by torch.export ({error}). A forward pass may not depend on the
+numbers that flow through it (no `if x.sum() > 0`). Trace the part that has no such branches, or declare the group:
+
+    group = ps.Group.declare(
+        {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
+        dict(net.named_parameters()),
+    )"""
 
 # Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
 STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
@@ -31,12 +56,11 @@ STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "
 CUTTING = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
 # A matrix with more entries isn't cut: units of slices are found entry by entry.
 CUT_LIMIT = 2**22
-# Sizes that depend on the data, of what a mask selects, say, have symbols. Such an axis is never labelled, so that its
-# length doesn't matter: each symbol has a prime number as its stand-in, of which this is the number of the first.
-FIRST = 26
-# Operators that take such a size (or a factor) and make no other use of its value.
-TAKE_SIZES = """view _unsafe_view reshape expand full full_like empty zeros ones new_full new_empty rand randn arange
-    mul div add sub""".split()  # noqa: SIM905
+CACHES = frozenset({"past_key_value", "past_key_values", "past_buckets_states", "cache_params", "mems"})
+
+
+class UntraceableError(Error, ValueError):
+    """The network can't be traced; the message says why, and what to do instead."""
 
 
 class UnknownOperator(UserWarning):
@@ -55,13 +79,14 @@ class Trace:
     :ivar tensors: the tensors among the example inputs, in the order in which the graph takes them.
     :ivar returned: the nodes whose values the network returns (and not those that are written back to buffers).
     :raises UntraceableError: if there is no such graph.
+    :raises ValueError: if the network returns no tensor.
     """
 
     def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.net = net
-        with forked(drawn_seed(), host=True):
+        with forked(drawn_seed(), host=True):  # what is drawn from NumPy or Python stands for all that may be
             function = TensorsOnly(net, args, kwargs)
-            self.program = exported(function)
+            self.program = _exported(function)
         self.tensors = function.tensors
         signature = self.program.graph_signature
         self.specs = [
@@ -73,16 +98,17 @@ class Trace:
         ends = tree_leaves(self._graph.output_node().args[0])
         ends = [n for n, s in zip(ends, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
         self.returned = [node for node in ends if isinstance(node, Node)]
+        if not self.returned:
+            raise ValueError(f"{type(net).__name__} returns no tensor: there is nothing for a symmetry to leave alone")
 
     def propagate(self, flow: Flow) -> None:
         """Let axes flow through the graph."""
         values: dict[Node, Any] = {}
-        needed = _needed(self._graph)
-        for node in self._graph.nodes:
-            if node in needed and node.op in ("placeholder", "get_attr"):
+        for node in _needed(self._graph):
+            if node.op in ("placeholder", "get_attr"):
                 values[node] = self._input(node, flow)
-            elif node in needed and node.op == "call_function":
-                flow.where = f"{operator_name(node.target)} in {_module_of(node)}{self._circumstances(node)}"
+            elif node.op == "call_function":
+                flow.where = f"{operator_name(node.target)} in {_module_of(node)}"
                 values[node] = self._applied(node, values, flow)
         flow.where = "the network's output"
         for node in self.returned:
@@ -109,18 +135,6 @@ class Trace:
 
     # small steps ----------------------------------------------------------------------------------------------------
 
-    def _circumstances(self, node: Node) -> str:
-        """The values that meet the units there besides, in words that a network's author knows."""
-        near = [*node.all_input_nodes, *(n for own in node.all_input_nodes for n in own.all_input_nodes)]
-        random = next((operator_name(n.target) for n in near if rule_for(n.target) is drawn), None)
-        if random:
-            return f" with random numbers ({random})"
-        specs = [self._specs[n.name] for n in node.all_input_nodes if n.op == "placeholder" and n.name in self._specs]
-        if any(spec.kind == InputKind.USER_INPUT for spec in specs):
-            return " with the network's input"
-        constant = next((spec.target for spec in specs if spec.kind != InputKind.PARAMETER), None)
-        return f" with the constant {constant}" if constant else ""
-
     def _input(self, node: Node, flow: Flow) -> Any:
         value, spec = node.meta.get("val"), self._specs.get(node.name)
         if not isinstance(value, Tensor):
@@ -140,30 +154,22 @@ class Trace:
 
     def _applied(self, node: Node, values: Mapping[Node, Any], flow: Flow) -> Any:
         """Apply the rule of an operator to what is known of its operands."""
-        args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
-        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+        args: Any = torch.fx.map_arg(node.args, values.__getitem__)
+        kwargs: Any = torch.fx.map_arg(node.kwargs, values.__getitem__)
         if node.target is operator.getitem:
             return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
         tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         if not tensors:
             return _number(node, args, flow)
-        rule = rule_for(node.target)
-        given = bound(node.target, args, kwargs)
-        call = Call(node.target, given, tuple(tuple(_closed(n) for n in t.shape) for t in tensors), self._read(node))
-        open_sizes = any(_is_open(n.meta.get("val")) for n in node.all_input_nodes)
-        if open_sizes and _minds_sizes(call):
-            results = [flow.give_up(call.operands, s, "a place or a size depends on data") for s in call.shapes]
-        elif rule is None:
-            results = [flow.give_up(call.operands, s, "there is no rule") for s in call.shapes]
+        shapes = tuple(tuple(n if isinstance(n, int) else 1 for n in t.shape) for t in tensors)
+        call = Call(node.target, bound(node.target, args, kwargs), shapes, self._read(node))
+        if any(map(_is_open, (node, *node.all_input_nodes))):
+            results = [flow.give_up(call.operands, shape, "a size depends on data") for shape in shapes]
         else:
-            results = _results(rule(flow, call), call, flow)
-        known = not open_sizes and not any(_is_open(n) for t in tensors for n in t.shape)
-        constants = _constants(call, args, kwargs, tensors) if known else [None] * len(tensors)
-        results = [
-            replace(r, constant=r.constant if known and c is None else c, mask=t.dtype == torch.bool)
-            for r, c, t in zip(results, constants, tensors, strict=True)
-        ]
-        left = iter(results)
+            results = _results(call, flow)
+            constants = _constants(call, args, kwargs, tensors)
+            results = [r if c is None else replace(r, constant=c) for r, c in zip(results, constants, strict=True)]
+        left = (replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, tensors, strict=True))
         return tree_map(lambda own: next(left) if isinstance(own, Tensor) else own, node.meta["val"])
 
     def _read(self, node: Node) -> frozenset[int]:
@@ -176,6 +182,15 @@ class Trace:
         )
 
 
+def _needed(graph: Graph) -> list[Node]:
+    """Nodes of results, of new values of buffers, and of inputs; only assertions read all others."""
+    needed = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or any(user in needed for user in node.users):
+            needed.add(node)
+    return [node for node in graph.nodes if node in needed]
+
+
 def _module_of(node: Node) -> str:
     """The innermost module that the operator was called in."""
     stack = node.meta.get("nn_module_stack") or {}
@@ -184,8 +199,19 @@ def _module_of(node: Node) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def _results(given: Any, call: Call, flow: Flow) -> list[Value]:
-    """A rule's results; nothing is known of those that it leaves out."""
+def _is_open(node: Node) -> bool:
+    """True if data decide how large a node's value is, or which number."""
+    values = tree_leaves(node.meta.get("val"))
+    numbers = [n for value in values for n in (value.shape if isinstance(value, Tensor) else [value])]
+    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+
+
+def _results(call: Call, flow: Flow) -> list[Value]:
+    """Apply the rule of an operator; nothing is known of results that it leaves out."""
+    rule = rule_for(call.target)
+    if rule is None:
+        return [flow.give_up(call.operands, shape, "there is no rule") for shape in call.shapes]
+    given = rule(flow, call)
     results = [given] if isinstance(given, Value) else list(given or ())
     if not results or not all(isinstance(value, Value) for value in results):
         raise TypeError(f"the rule of {flow.where} returned {given!r}; it must return what the flow's methods do")
@@ -216,36 +242,11 @@ def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) ->
 
 def _number(node: Node, args: Any, flow: Flow) -> Any:
     """A number that an operator reads off a tensor, in which nothing moves then; sizes and assertions don't matter."""
-    name = getattr(node.target, "__name__", "")
-    if not name.startswith(("sym_", "_assert")):
+    if not getattr(node.target, "__name__", "").startswith(("sym_", "_assert")):
         for value in args:
             if isinstance(value, Value):
                 flow.pin(value)
-    return _closed(node.meta.get("val"))
-
-
-def _minds_sizes(call: Call) -> bool:
-    """True if an operator does more with a size that depends on the data than make a tensor of that size."""
-    if call.name in ("split_with_sizes", "unsafe_split_with_sizes"):
-        return call.value.part_on(call.axis) is not None
-    return call.name not in TAKE_SIZES
-
-
-def _is_open(value: Any) -> bool:
-    """True if a number is known only when data flows."""
-    return isinstance(value, torch.SymInt | torch.SymFloat) and bool(value.node.expr.free_symbols)
-
-
-def _closed(value: Any) -> Any:
-    """A number, or its stand-in; no stand-in of a fraction may be taken for a number that is known."""
-    if isinstance(value, torch.SymFloat) and _is_open(value):
-        return float("nan")
-    if not isinstance(value, torch.SymInt):
-        return value
-    from sympy import prime
-
-    symbols = value.node.expr.free_symbols
-    return int(value.node.expr.subs({s: prime(FIRST + int(re.sub(r"\D", "", s.name) or 0)) for s in symbols}))
+    return node.meta.get("val")
 
 
 def _slices(node: Node) -> Array | None:
@@ -270,10 +271,199 @@ def _slices(node: Node) -> Array | None:
     return np.searchsorted(starts, np.arange(shape[0]), side="right") - 1
 
 
-def _needed(graph: Graph) -> set[Node]:
-    """Nodes of results, of new values of buffers, and of inputs; only assertions read all others."""
-    needed = {graph.output_node()}
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or any(user in needed for user in node.users):
-            needed.add(node)
-    return needed
+# from a module to its graph -----------------------------------------------------------------------------------------
+
+
+def site_names(net: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> its first name: tied weights are one site."""
+    first: dict[int, str] = {}
+    tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
+
+    :raises ValueError: if it doesn't take them.
+    """
+    try:
+        with _quiet(), torch.no_grad():
+            net(*args, **(kwargs or {}))
+    except Exception as error:
+        where = f"{type(net).__name__} fails on the example inputs"
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from None
+
+
+class TensorsOnly(nn.Module):
+    """A network that takes tensors one after the other, and returns a list of tensors.
+
+    :param net: the network.
+    :param args: an example of what its forward pass takes, which can be copied; so are ``kwargs``.
+    :ivar tensors: the different tensors among these, which :meth:`forward` takes others in place of.
+    """
+
+    def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.net = net
+        self.given = tuple(args), dict(kwargs or {})
+        with _Met() as mode:
+            copy.deepcopy(self.given)
+        self.tensors = [*mode.tensors.values()]
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        """The outputs of the network for its example with these tensors in place of the example's."""
+        args, kwargs = copy.deepcopy(self.given, dict(zip(map(id, self.tensors), tensors, strict=True)))
+        return list(_outputs_in(self.net(*args, **kwargs)))
+
+
+class _Met(TorchFunctionMode):
+    """Notes the different tensors that are to be copied, and doesn't copy them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return self.tensors.setdefault(id(args[0]), args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
+    """The tensors of what a network returns; caches, numbers and texts are left out.
+
+    :param name: the attribute or key that the value was found under.
+    """
+    if name in CACHES or type(value).__name__.endswith("Cache") or isinstance(value, type | str | nn.Module):
+        return
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | set | frozenset):
+        for entry in value:
+            yield from _outputs_in(entry)
+    elif isinstance(value, Mapping) or not callable(value):  # a dataclass, a distribution, or whatever has attributes
+        for key, entry in (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items():
+            yield from _outputs_in(entry, str(key))
+
+
+def _exported(net: TensorsOnly) -> ExportedProgram:
+    """The functional graph of one forward pass; operators without a rule are taken apart, if PyTorch knows how.
+
+    :raises UntraceableError: if there is none.
+    """
+    # Distributions check their arguments.
+    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():
+        try:
+            program = torch.export.export(net, tuple(net.tensors), strict=False)
+            if _made_pure(program.graph):
+                return program
+            table = torch.export.default_decompositions()
+            return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
+        except Exception as error:  # torch.export raises whatever the forward pass met
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            raise UntraceableError(UNTRACEABLE.format(net=type(net.net).__name__, error=reason)) from error
+
+
+def _made_pure(graph: Graph) -> bool:
+    """Turn operators that write into their first operand into those that don't; true if all operators have rules then.
+
+    PyTorch does this, too, and takes operators apart besides, in twice the time that all else takes. It is needed if a
+    view of what is written may be read as well.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            packet, written = node.target.overloadpacket.__name__, node.args[0]
+            home = torch.ops.aten if node.target.namespace == "aten" else None
+            pure = getattr(getattr(home, packet.removesuffix("_"), None), node.target._overloadname, None)
+            if pure is None or pure is node.target or any(map(_is_view, (written, *written.users))):
+                return False
+            node.target = pure
+            written.replace_all_uses_with(node, delete_user_cb=lambda user, at=node: user > at)
+        if not isinstance(node.target, OpOverload) or (node.target._schema.returns and rule_for(node.target) is None):
+            return False
+    return True
+
+
+def _is_view(node: Node) -> bool:
+    """True if the result of an operator may share its numbers with an operand."""
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_function"
+    if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
+        return operator_name(node.target) != "batch_norm"
+    schema = node.target._schema
+    return not schema.is_mutable and any(out.alias_info for out in schema.returns)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
+
+    If the pass branches on numbers, or shapes don't fit, torch.export prints the graph, or a traceback, before it
+    raises.
+    """
+    talkative = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    with without_fast_attention(), without_warnings(), without_messages(*talkative):
+        yield
+
+
+# runs in one precision, without noise -------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+# Draws, and the means that take their place, by their arguments.
+MEANS: dict[Any, Callable[[Mapping[str, Any]], float]] = {
+    **dict.fromkeys((aten.randn, aten.randn_like), lambda given: 0.0),
+    **dict.fromkeys((aten.rand, aten.rand_like), lambda given: 0.5),
+    aten.normal_: lambda given: given["mean"],
+    aten.uniform_: lambda given: (given["from"] + given["to"]) / 2,
+    aten.exponential_: lambda given: 1 / given["lambd"],
+}
+
+
+class Deterministic(TorchDispatchMode):
+    """Masks of dropout have the value of their mean, and all real and complex numbers have one precision.
+
+    So dropout and stochastic depth do nothing, whoever calls them, and no rounding hides behind a cast.
+
+    :param dtype: the precision.
+    :param noise: whether random numbers are drawn; otherwise normal, uniform and exponential ones are their means.
+    """
+
+    def __init__(self, dtype: torch.dtype, noise: bool = True):
+        super().__init__()
+        self.dtype, self.noise = dtype, noise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
+        masked = _masked(func, packet, args, kwargs)
+        if masked is not None:
+            return masked
+        if not self.noise and packet in MEANS:
+            return func(*args, **kwargs).fill_(MEANS[packet](bound(func, args, kwargs)))
+        writes = schema is not None and schema.is_mutable and bool(args)
+        if not writes or self._in_precision(args[0]) is args[0]:  # else it would write into a copy
+            args, kwargs = tree_map(self._in_precision, (tuple(args), kwargs))
+        result = func(*args, **kwargs)
+        made = isinstance(result, Tensor) and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+        return self._in_precision(result) if made else result
+
+    def _in_precision(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return in_precision(value, self.dtype)
+        return value.to(in_precision(value.dtype, self.dtype)) if isinstance(value, Tensor) else value
+
+
+def _masked(func: Any, packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator that drops entries with one probability; None for all other operators."""
+    if packet is aten.bernoulli_:
+        given = bound(func, args, kwargs)
+        return None if isinstance(given["p"], Tensor) else args[0].fill_(given["p"])
+    if func is aten.bernoulli.p:
+        return torch.full_like(args[0], bound(func, args, kwargs)["p"])
+    if packet is aten.native_dropout:
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if packet is aten.rrelu_with_noise and len(args) > 4 and args[4]:  # train mode
+        return func(*args[:4], False, *args[5:], **kwargs)
+    return None

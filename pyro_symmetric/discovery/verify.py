@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked, with_both_branches, without_fast_attention, without_warnings
 from pyro_symmetric.arguments import described
-from pyro_symmetric.discovery.deterministic import Deterministic
-from pyro_symmetric.discovery.export import try_out
 from pyro_symmetric.discovery.invariance import (
     BrokenMove,
     Change,
@@ -31,7 +29,7 @@ from pyro_symmetric.discovery.invariance import (
     parts_of,
 )
 from pyro_symmetric.discovery.symmetry import CONSTANT, Symmetry, copied, in_precision, near, refreshed
-from pyro_symmetric.discovery.tensors_only import TensorsOnly
+from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.groups.element import Element
 
 # The largest relative change that passes; or as many times the rounding errors, if that is more.

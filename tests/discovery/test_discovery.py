@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_symmetric.discovery.export import UntraceableError
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.flow import Flow
 from pyro_symmetric.discovery.rules.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator
+from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError
 from pyro_symmetric.discovery.verify import verify
 
 
@@ -65,12 +64,6 @@ def test_an_mlp_has_one_factor_for_each_hidden_layer() -> None:
     assert symmetry.scalings.factors == {"0": 8}  # ReLU is positively homogeneous, tanh isn't
     assert symmetry.signs.factors == {"2": 5}  # tanh is odd, ReLU isn't
     assert symmetry.log_order() == pytest.approx(math.log(math.factorial(8) * math.factorial(5) * 2**5))
-
-
-def test_a_sequence_of_linear_layers_needs_no_example_input() -> None:
-    assert sizes(find_symmetry(nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)))) == {"1": 4}
-    with pytest.raises(TypeError, match="example input"):
-        find_symmetry(nn.Conv2d(3, 3, 1))
 
 
 def test_the_network_keeps_its_modes_and_its_weights() -> None:
@@ -434,7 +427,7 @@ def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
     net = Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2), unused=nn.Linear(4, 4))
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {"a": 6}
-    assert "no forward pass uses it" in symmetry.explain("unused.weight")[0].reasons[0]
+    assert "no forward pass uses it" in symmetry.explain("unused.weight")[0].reason
 
 
 def test_constant_buffers_are_no_weights_and_pin_what_they_are_added_to() -> None:
@@ -449,9 +442,7 @@ def test_constant_buffers_are_no_weights_and_pin_what_they_are_added_to() -> Non
 
     symmetry = checked(Positions(), columns())
     assert sizes(symmetry) == {}
-    assert "add in the network" not in str(symmetry.explanation)
-    assert "pinned by add in Positions with the constant table" in str(symmetry.explanation)
-    assert "with the network's input" in str(symmetry.explain(site="a.weight"))
+    assert "pinned by add in Positions" in str(symmetry.explanation)
 
 
 def test_unknown_operators_pin_and_are_named() -> None:
@@ -459,9 +450,7 @@ def test_unknown_operators_pin_and_are_named() -> None:
     with pytest.warns(UnknownOperator, match="linalg_qr"):
         symmetry = find_symmetry(net, columns())
     assert sizes(symmetry) == {}
-    assert "linalg_qr" in symmetry.explain("a.weight")[0].reasons[0]
-    with pytest.raises(ValueError, match="linalg_qr"):
-        find_symmetry(net, columns(), strict=True)
+    assert "linalg_qr" in symmetry.explain("a.weight")[0].reason
 
 
 def _with_gaps(h: Tensor) -> Tensor:
@@ -476,6 +465,7 @@ def _with_gaps(h: Tensor) -> Tensor:
         (lambda s, x: _with_gaps(s.a(x).unflatten(1, (2, 2))), "index_put"),
         (lambda s, x: s.a(x).scatter_add(0, torch.zeros(4, 2).long(), s.a(x))[:, :2], "scatter_add"),
         (lambda s, x: s.a(x)[:, :2] + (s.a(x) > 0.3).nonzero().shape[0], "nonzero"),
+        (lambda s, x: s.a(x)[x[:, 0] < 9.0].sum(0)[:2], "index"),
     ],
 )
 def test_a_rule_that_gives_up_says_so_and_where(forward: Any, operator: str) -> None:
@@ -484,8 +474,6 @@ def test_a_rule_that_gives_up_says_so_and_where(forward: Any, operator: str) -> 
     with pytest.warns(UnknownOperator, match=f"{operator} in Net"):
         symmetry = find_symmetry(net, columns())
     assert sizes(symmetry) == {}
-    with pytest.raises(ValueError, match=f"{operator} in Net"):
-        find_symmetry(net, columns(), strict=True)
 
 
 def test_a_registered_rule_is_used() -> None:
@@ -502,11 +490,6 @@ def test_a_registered_rule_is_used() -> None:
         assert sizes(checked(net, columns())) == {"a": 6}
     finally:
         del RULES["tests::centred"]
-
-
-def test_units_that_were_set_apart_have_no_role_of_their_own() -> None:
-    net = Net(lambda s, x: s.b(F.relu(s.a(x)) + F.relu(s.a(x)).flip(-1)), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    assert "no product of permutations was found" in str(checked(net, columns()).explain("a"))
 
 
 @pytest.mark.parametrize("name", ["bump", "add"])

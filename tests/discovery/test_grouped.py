@@ -158,17 +158,6 @@ def test_large_groups_are_split_by_the_small_groups_of_the_next_convolution() ->
     checked(net, images(), 2 * (2 * 2 * (2 * 2) ** 2) ** 2, scales=20)
 
 
-def test_groups_that_cut_across_each_other_move_as_far_as_both_allow() -> None:
-    net = chain(nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 6, 1, groups=3), nn.Conv2d(6, 2, 1))
-
-    def kept(p: tuple[int, ...], size: int) -> bool:
-        blocks = {frozenset(range(start, start + size)) for start in range(0, 6, size)}
-        return {frozenset(p[i] for i in block) for block in blocks} == blocks
-
-    between = sum(kept(p, 3) and kept(p, 2) for p in itertools.permutations(range(6)))
-    checked(net, images(), between * fact(3) ** 2 * fact(2) ** 3, scales=18)
-
-
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 3), (1, 3), (2, 1), (1, 1)])
 def test_transposed_convolutions_have_rows_for_inputs_and_columns_for_outputs(inputs: int, outputs: int) -> None:
     net = chain(

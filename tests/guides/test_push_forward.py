@@ -123,7 +123,7 @@ def test_in_single_precision_small_deviations_beside_large_means_keep_their_digi
     with torch.no_grad():
         guide.loc.fill_(1e4)
     guide.scale = torch.full_like(guide.loc, 1e-4)
-    symmetry = find_symmetry(net)
+    symmetry = find_symmetry(net, torch.zeros(2, 1))
     twice = {name: torch.full((n,), math.log(2.0)) for name, n in symmetry.scalings.factors.items()}
     scaling = symmetry.scalings.element(log_scales=twice)
     pushed = push_forward(guide, scaling)

@@ -1,3 +1,3 @@
-"""Rules by which axes flow through operators: each module registers those of some operators."""
+"""Rules by which axes flow through operators."""
 
-from pyro_symmetric.discovery.rules import linear, pointwise, shape  # noqa: F401
+from pyro_symmetric.discovery.rules import operators  # noqa: F401
