@@ -423,6 +423,13 @@ def repeat(flow: Flow, call: Call) -> Value:
     return value
 
 
+@register_rule("view_as_real")
+def view_as_real(flow: Flow, call: Call) -> Value:
+    """A new last axis, along which the real and the imaginary part are told apart."""
+    value = flow.unsqueeze(call.value, call.value.dim)
+    return flow.value(call.shape, value.parts, value.fixed | {value.dim - 1})
+
+
 # places that are known ------------------------------------------------------------------------------------------------
 
 
