@@ -13,6 +13,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import pyro.distributions as dist
@@ -108,7 +109,7 @@ class TracedTarget(Traced):
             hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, torch.nn.Module) else ""
             raise ValueError(f"{name_of(model)} has {why}, so there is nothing to sample{hint}")
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
-        refuse_complex_observations(site for site in observed if not is_deterministic(site))
+        check_observed(site for site in observed if not is_deterministic(site))
         self.row_counts = _subsampled_plates(trace)
         given = {site["name"]: site["value"] for site in latent if site["name"] in self.sites}
         self._probes = {site: _probe(site, self.sites[site], self._placement, value) for site, value in given.items()}
@@ -311,10 +312,13 @@ def is_deterministic(site: Any) -> bool:
     return bool(site["infer"].get("_deterministic")) or switched_off or at_its_value
 
 
-def refuse_complex_observations(observed: Iterable[Any]) -> None:
-    """:raises ValueError: naming the observed sites that hold complex numbers."""
+def check_observed(observed: Iterable[Any]) -> None:
+    """:raises ValueError: naming the observed sites that hold complex numbers, or arrays of NumPy and lists."""
     values = {site["name"]: site["value"] for site in observed}
-    if several := [n for n, v in values.items() if (v.is_complex() if torch.is_tensor(v) else type(v) is complex)]:
+    if others := [name for name, value in values.items() if not isinstance(value, Tensor | Number)]:
+        found = ", ".join(described(values[name]) for name in others)
+        raise ValueError(f"the observed sites {others} hold {found}; pass tensors, as torch.as_tensor gives them")
+    if several := [name for name, value in values.items() if as_tensor(value).is_complex()]:
         raise ValueError(
             f"the observed sites {several} hold complex numbers, whose imaginary parts would be lost; observe both "
             "parts, as torch.view_as_real gives them"

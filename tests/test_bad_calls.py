@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -65,6 +66,11 @@ def mixture() -> None:
     pyro.sample("w", pyro.distributions.Normal(torch.zeros(3), 1.0).to_event(1))
 
 
+def conjugate(y: Any) -> None:
+    mean = pyro.sample("mean", pyro.distributions.Normal(0.0, 1.0))
+    pyro.sample("y", pyro.distributions.Normal(mean, 1.0).expand([3]).to_event(1), obs=y)
+
+
 def sampled(*args: Any, **options: Any) -> ps.Posterior:
     return ps.sample(ps.NUTS(MODEL), *args, **{"num_samples": 2, "progress": False} | options)
 
@@ -93,6 +99,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "barycentre": (lambda: ps.barycentre([guide(), guide()], weights=[-1.0, 2.0]), "weights"),
     # samplers and posteriors
     "sample": (lambda: sampled(X), "y"),
+    "sample, an array": (lambda: ps.sample(conjugate, np.zeros(3)), "torch.as_tensor"),
+    "log_joint, a list": (lambda: ps.log_joint(conjugate, [0.0, 1.0, 2.0]), "torch.as_tensor"),
+    "predict, an array": (
+        lambda: ps.predict({"mean": torch.zeros(2)}, conjugate, np.zeros(3), kind="log_likelihood"),
+        "torch.as_tensor",
+    ),
     "NUTS": (lambda: ps.NUTS(MODEL, target_accept=1.5), "target_accept"),
     "HMC": (lambda: ps.HMC(MODEL, trajectory_length=NAN), "trajectory_length"),
     "AdaptiveHMC": (lambda: ps.AdaptiveHMC(MODEL, target_accept=NAN), "target_accept"),

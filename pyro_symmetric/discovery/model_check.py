@@ -36,7 +36,7 @@ from pyro_symmetric.groups.units import Axis
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.traced import refuse_complex_observations
+from pyro_symmetric.traced import check_observed
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4
@@ -178,7 +178,7 @@ class JointDensity:
     def __init__(self, model: Callable[[], Any], group: Group, tolerance: float):
         self.model, self.tolerance = model, tolerance
         nodes = _sampled(self.model)
-        refuse_complex_observations(site for site in nodes.values() if site["is_observed"])
+        check_observed(site for site in nodes.values() if site["is_observed"])
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         rows = {name for name, site in unseen.items() if site_is_subsample(site)}
         discrete = {n for n in unseen.keys() - rows if getattr(unseen[n]["fn"].support, "is_discrete", False)}

@@ -27,7 +27,7 @@ from pyro_symmetric.arguments import described_call
 from pyro_symmetric.enumeration import Enumeration, is_enumerated, masked_log_prob
 from pyro_symmetric.models import BayesianModel, over_weights, with_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.traced import Placement, Traced, explaining, is_deterministic, placed, promoted
+from pyro_symmetric.traced import Placement, Traced, check_observed, explaining, is_deterministic, placed, promoted
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
@@ -100,8 +100,11 @@ def predict(
         batch = torch.Size([num_samples])
 
     count, place, results = batch.numel(), next(iter(draws.values())).device, list[Any]()
+    room = CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES
+    each = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
+    at_once = min(MOST_DRAWS, room // predictor.entries, WEIGHT_ENTRIES // each)
     with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
-        for part in slices(count, _at_once(place, predictor)):
+        for part in slices(count, at_once):
             own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
             found = predictor(own)
             if average:
@@ -114,13 +117,6 @@ def predict(
     if average:
         return tree_map(lambda leaf: leaf / count, results[0])
     return tree_map(lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0], *results)
-
-
-def _at_once(place: torch.device, predictor: NetworkPredictor | TracedPredictor) -> int:
-    """The number of draws to take at once, from the numbers that one meets, about."""
-    fitting = (CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES) // predictor.entries
-    weights = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
-    return max(1, min(MOST_DRAWS, fitting, WEIGHT_ENTRIES // weights))
 
 
 # What is mapped over draws. Each says which sites it needs, in which place and precision, and how many numbers a draw
@@ -206,6 +202,7 @@ class TracedPredictor(Traced):
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
         drawn = {s: site for s, site in sites.items() if s not in self.site_shapes and _is_random(site)}
+        check_observed(site for site in drawn.values() if site["is_observed"])
         self._last = next(reversed(drawn), None)  # on whose value no mean depends
         if not self.site_shapes:
             has = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
