@@ -10,11 +10,11 @@ CHECK := $(addprefix tests/, \
   alignment/test_assignment.py \
   canonical/test_overlap.py \
   compare/test_distances.py compare/test_scores.py \
-  datasets/test_tables.py \
+  test_datasets.py \
   discovery/test_model_check.py \
   distributions/test_matchings.py distributions/test_signed.py \
   distributions/test_symmetrized.py \
-  ensembles/test_training.py \
+  test_ensembles.py \
   groups/test_action.py groups/test_element.py \
   guides/test_objectives.py guides/test_evidence.py guides/test_transport.py \
   mcmc/test_integrators.py mcmc/test_mass.py mcmc/test_layers.py mcmc/test_density.py \

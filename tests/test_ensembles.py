@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.ensembles import ensemble, fresh_members, initialised_by
-from pyro_symmetric.ensembles.members import LOSSES
+from pyro_symmetric.ensembles import LOSSES, ensemble, fresh_members, initialised_by
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 

@@ -1,0 +1,470 @@
+"""Data sets for examples, studies and tests: tables and images, split, standardised and ready for a network.
+
+:func:`load` reads a data set by name, :func:`ood` adds a second one as out-of-distribution inputs. Both give a
+:class:`Dataset`, whose tensors hold inputs that are standardised by the statistics of its own training rows.
+
+>>> data = ps.datasets.load("wine")
+>>> data.input_shape, data.num_outputs
+(torch.Size([13]), 3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyro_symmetric import arguments
+from pyro_symmetric.arguments import did_you_mean
+from pyro_symmetric.networks import import_torchvision
+
+Task = Literal["classification", "regression"]
+SKLEARN = ("digits", "wine", "breast-cancer", "diabetes")
+IMAGES = {
+    "mnist": "MNIST",
+    "fashion-mnist": "FashionMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+    "svhn": "SVHN",
+}
+MOST_CLASSES = 20  # different whole numbers in a target that are taken as classes
+KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
+"""The names that :func:`load` reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Training, test and out-of-distribution rows of one data set.
+
+    Inputs are standardised by the training rows: ``x = (raw - x_mean) / x_scale``, per channel for images (whose pixels
+    are brought to 0..1 first) and per feature for tables. Targets of a regression are standardised likewise.
+
+    :param name: the name that it was loaded by.
+    :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
+    :param train_y: ``(num_train,)``, class indices ``0..num_outputs-1`` as int64, or standardised targets.
+    :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
+    :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: 8, 9"``.
+    :param class_names: one name a class, in the order of the indices; empty for regression.
+    :param feature_names: one name a feature of a table; empty for images.
+    :param x_scale: broadcasts against ``input_shape``; 1 where a feature is constant.
+    :param y_scale: scalar, 1 for classification.
+    """
+
+    name: str
+    task: Task
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    ood_x: Tensor | None
+    ood_name: str | None
+    class_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    x_mean: Tensor
+    x_scale: Tensor
+    y_mean: Tensor
+    y_scale: Tensor
+
+    @property
+    def input_shape(self) -> torch.Size:
+        """Shape of one row of inputs."""
+        return self.train_x.shape[1:]
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that a network for this task has: one a class, or 1 for regression."""
+        return len(self.class_names) or 1
+
+    @property
+    def is_image(self) -> bool:
+        """True if rows are ``(channels, height, width)``."""
+        return len(self.input_shape) == 3
+
+    def unstandardize_y(self, y: Tensor) -> Tensor:
+        """Bring standardised targets or predicted means, of any shape, back to the data's units."""
+        return y * self.y_scale + self.y_mean
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
+        """The same data on another device, or with floats of another type; class indices stay integers."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {n: v.to(device=device, dtype=dtype if v.is_floating_point() else None) for n, v in tensors.items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """A sentence for a report: rows, inputs and targets."""
+        size, classes = "x".join(map(str, self.input_shape)), self.class_names
+        parts = [
+            f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
+            f"{'images of' if self.is_image else 'features:'} {size}",
+            f"{len(classes)} classes ({shorten(classes)})" if classes else f"targets of deviation {self.y_scale:.4g}",
+        ]
+        if self.ood_x is not None:
+            parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
+        return "; ".join(parts) + "."
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.describe()})"
+
+
+def load(
+    name: str,
+    *,
+    root: str | Path = "data",
+    download: bool = False,
+    target: str | None = None,
+    task: Task | None = None,
+    test_fraction: float = 0.2,
+    hold_out: Literal["auto"] | Sequence[str | int] | None = None,
+    split: int = 0,
+    image_size: int = 64,
+    max_train: int | None = None,
+    max_test: int | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Dataset:
+    """Load a data set, split it, and standardise it by its training rows.
+
+    :param name: one of :data:`KNOWN`: a table or the digits of scikit-learn; images, read by torchvision from ``root``;
+        ``uci/<name>``, a folder under ``root``; ``csv:FILE``, the user's own table; ``images:FOLDER``, the user's own
+        pictures, a folder for each class.
+    :param root: the folder in which data sets are looked for, and to which they are downloaded.
+    :param download: fetch an image data set that is missing.
+    :param target: the target column, for ``csv:FILE`` only.
+    :param task: for tables whose target allows both; guessed by default.
+    :param test_fraction: share of the rows that is split off for testing (stratified by class), where a data set has no
+        test part of its own.
+    :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs;
+        ``"auto"`` the last fifth where there are at least 5. Of a test part of its own, where there is one.
+    :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
+    :param image_size: the side in pixels to which the pictures of ``images:FOLDER`` are scaled and cut.
+    :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
+    :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
+    :param dtype: of the inputs and regression targets; PyTorch's default by default.
+    :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
+    :raises FileNotFoundError: if the data are not where they were looked for.
+    """
+    arguments.one_of("task", task, (None, *get_args(Task)))
+    arguments.fraction("test_fraction", test_fraction)
+    arguments.whole("max_train", max_train, 2, none="all")
+    arguments.whole("max_test", max_test, 1, none="all")
+    raw = _read(name, Path(root).expanduser(), download, target, split, task, image_size)
+    if task not in (None, raw.task):
+        raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
+    rng = np.random.default_rng([seed, split])
+    held = _held_out(name, raw, hold_out)
+    known = np.array([label not in held for label in raw.class_names])  # of each class
+    inside = known[raw.y] if held else np.ones(len(raw.y), dtype=bool)
+    train, test = raw.parts or (np.arange(len(raw.y)),) * 2
+    train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
+    if not raw.parts:
+        rows, num_test = _stratified(train, raw, rng), max(1, round(test_fraction * len(train)))
+        train, test = rows[num_test:], rows[:num_test]
+    sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
+    train, test, outside = (
+        rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most] for rows, most in sizes
+    )
+    if held:
+        kept = tuple(label for label in raw.class_names if label not in held)
+        raw = replace(raw, y=known.cumsum()[raw.y] - 1, class_names=kept)
+    _require_sound(name, raw, train)
+    train_x, y = _inputs(raw.x[train]), torch.from_numpy(raw.y)
+    x_mean, x_scale = _moments(train_x)
+    y_mean, y_scale = y.new_zeros((), dtype=torch.float64), y.new_ones((), dtype=torch.float64)
+    if raw.task == "regression":
+        y_mean, y_scale = _moments(y[train])
+        y = (y - y_mean) / y_scale
+    test_x, ood_x = ((_inputs(raw.x[rows]) - x_mean) / x_scale for rows in (test, outside))
+    return Dataset(
+        name=name,
+        task=raw.task,
+        train_x=(train_x - x_mean) / x_scale,
+        train_y=y[train],
+        test_x=test_x,
+        test_y=y[test],
+        ood_x=ood_x if len(outside) else None,
+        ood_name=f"{name}: {shorten(held)}" if len(outside) else None,
+        class_names=raw.class_names,
+        feature_names=raw.feature_names,
+        x_mean=x_mean,
+        x_scale=x_scale,
+        y_mean=y_mean,
+        y_scale=y_scale,
+    ).to(device=device, dtype=dtype or torch.get_default_dtype())
+
+
+def ood(
+    name: str,
+    like: Dataset,
+    *,
+    root: str | Path = "data",
+    download: bool = False,
+    max_rows: int | None = None,
+    seed: int = 0,
+) -> Dataset:
+    """``like`` with the inputs of another data set as its out-of-distribution inputs, standardised as its own are.
+
+    They must have the same shape; the features of ``csv:FILE`` are taken by name (a target column may be missing). The
+    test part is used where a data set has one, all rows otherwise.
+
+    :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
+    :raises ValueError: if the data set is ``like`` itself, or has another shape.
+    :raises FileNotFoundError: if the data are not where they were looked for.
+    """
+    arguments.whole("max_rows", max_rows, 1, none="all")
+    if name == like.name:
+        raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
+    if name.startswith("csv:"):
+        raw = Raw(numbers(frame(name, like.feature_names)[list(like.feature_names)]), np.zeros(0))
+    else:
+        raw = _read(name, Path(root).expanduser(), download, None, 0, None, like.input_shape[-1])
+    rows = raw.x[raw.parts[1]] if raw.parts else raw.x
+    x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
+    if x.shape[1:] != like.input_shape:
+        found, wanted = tuple(x.shape[1:]), tuple(like.input_shape)
+        raise ValueError(f"rows of {name} have shape {found}, but of {like.name} {wanted}")
+    return replace(like, ood_x=(x.to(like.x_mean) - like.x_mean) / like.x_scale, ood_name=name)
+
+
+# small steps --------------------------------------------------------------------------------------------------------
+
+
+def _read(name: str, root: Path, download: bool, target: str | None, split: int, task: Task | None, side: int) -> Raw:
+    if name in SKLEARN:
+        return read_sklearn(name)
+    if name in IMAGES:
+        if split != 0:
+            raise ValueError(f"split is {split}, but {name} has one official split, number 0")
+        return read_images(name, root, download)
+    if name.startswith("uci/"):
+        return read_uci(name, root, split, task)
+    if name.startswith("csv:"):
+        return read_csv(name, target, task)
+    if name.startswith("images:"):
+        return read_folder(name, side)
+    raise ValueError(f"there is no data set {name!r}; known are {', '.join(KNOWN)}{did_you_mean(name, KNOWN)}")
+
+
+def _held_out(name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) -> list[str]:
+    """The names of the classes that are kept out."""
+    known = raw.class_names
+    if classes == "auto":
+        classes = known[len(known) - round(len(known) / 5) :] if len(known) >= 5 else ()
+    held = [str(label) for label in arguments.listed("hold_out", classes or (), (str, int), "classes")]
+    if held and (not set(held) <= set(known) or len(set(known) - set(held)) < 2):
+        raise ValueError(f"hold_out is {held}; it must leave at least 2 of the classes of {name}: {shorten(known)}")
+    return held
+
+
+def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:
+    """``rows`` in a random order in which every prefix holds each class in close to its share.
+
+    Row number k of the n rows of a class (in random order) is placed at (k + 1/2) / n of the whole.
+    """
+    rows = rows[rng.permutation(len(rows))]
+    place = np.zeros(len(rows))
+    for label in range(len(raw.class_names)):
+        of_class = raw.y[rows] == label
+        place[of_class] = (np.arange(of_class.sum()) + 0.5) / max(1, of_class.sum())
+    return rows[np.argsort(place, kind="stable")]  # so that ties between classes stay in random order
+
+
+def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
+    floats = [values for values in (raw.x, raw.y) if values.dtype.kind == "f"]
+    if not all((np.abs(values) <= np.finfo(np.float32).max).all() for values in floats):
+        raise ValueError(f"{name} holds values that are NaN, infinite, or too large for single precision")
+    missing = [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]
+    if missing or len(train) < 2:
+        raise ValueError(f"{name} has too few rows: none of the {len(train)} training rows is of {missing}")
+
+
+def _inputs(rows: np.ndarray) -> Tensor:
+    """Rows as floats, bytes in 0..1. Single precision is exact enough for these and half the memory."""
+    x = torch.from_numpy(rows)
+    return x.float() / 255 if x.dtype == torch.uint8 else x.double()
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (with 1/N, as the literature's), of images by channel; 1 for constants."""
+    dims = (0, 2, 3) if x.dim() == 4 else (0,)
+    variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=True)
+    constant = x.amax(dims, keepdim=True) == x.amin(dims, keepdim=True)
+    return mean[0], torch.where(constant, 1.0, variance.sqrt())[0]
+
+
+def shorten(names: Sequence[str], most: int = 12) -> str:
+    """The names, with commas, and dots in place of what goes beyond ``most``."""
+    return ", ".join(names if len(names) <= most else [*names[: most - 1], f"... {names[-1]}"])
+
+
+# readers: scikit-learn, torchvision, a CSV file, folders of pictures, UCI folders -------------------------------------
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A data set as read, before it is split, subset or standardised.
+
+    :param x: rows, ``(N, C, H, W)`` unsigned bytes, or floats of 0 to 1, for images, ``(N, F)`` floats for tables.
+    :param y: ``(N,)`` class indices (integers) or targets (floats).
+    :param class_names: one name a class; empty for regression.
+    :param parts: training and test rows, if the data set has parts of its own.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    class_names: tuple[str, ...] = ()
+    parts: tuple[np.ndarray, np.ndarray] | None = None
+    feature_names: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """The task that its targets set."""
+        return "classification" if self.class_names else "regression"
+
+
+def read_sklearn(name: str) -> Raw:
+    """Read one of :data:`SKLEARN`, which need no files and no network."""
+    from sklearn import datasets  # which the extra ``study`` brings
+
+    more = {"scaled": False} if name == "diabetes" else {}
+    bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**more)
+    features, classes = (tuple(map(str, bunch.get(part, ()))) for part in ("feature_names", "target_names"))
+    if name == "digits":
+        return Raw(bunch.images[:, None] / 16, bunch.target.astype(np.int64), classes)
+    return Raw(bunch.data, bunch.target.astype(np.int64 if classes else float), classes, feature_names=features)
+
+
+def read_images(name: str, root: Path, download: bool) -> Raw:
+    """Read the official training and test parts of one of :data:`IMAGES`, bytes as they are.
+
+    :raises FileNotFoundError: if the data are not there, can't be read, or can't be downloaded.
+    """
+    import_torchvision()
+    from torchvision import datasets
+
+    parts: list[Any] = ["train", "test"] if name == "svhn" else [True, False]
+    option = "split" if name == "svhn" else "train"
+    try:
+        train, test = (getattr(datasets, IMAGES[name])(root, download=download, **{option: part}) for part in parts)
+    except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
+        raise FileNotFoundError(
+            f"{name} can't be read under {root.resolve()} ({error}); pass download=True (--download) to fetch it, or "
+            "root (--data-root) to say where it is"
+        ) from error
+    x, y = (np.concatenate(both) for both in zip(_arrays(train), _arrays(test), strict=True))
+    classes = tuple(map(str, range(10))) if name in ("mnist", "svhn") else tuple(train.classes)
+    rows = np.arange(len(x))
+    return Raw(x, y, classes, (rows[: len(train)], rows[len(train) :]))
+
+
+def read_folder(name: str, side: int) -> Raw:
+    """Read ``images:FOLDER``: a folder of pictures for each class, or such folders in ``train`` and ``test``.
+
+    TinyImageNet, Textures and their like are laid out so. Of ``train`` alone, or beside other classes, only it is read.
+
+    :param side: of the square that pictures are scaled and cut to, in pixels.
+    :raises FileNotFoundError: if there is no such folder, or no picture in it.
+    """
+    import_torchvision()
+    from torchvision import datasets, transforms
+
+    root = Path(name.removeprefix("images:")).expanduser()
+    cut = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
+    parts = [root / part for part in ("train", "test", "val") if (root / part).is_dir()]
+    read = [datasets.ImageFolder(part, cut, allow_empty=True) for part in (parts[:2] or [root])]
+    read = read if read[0].classes == read[-1].classes else read[:1]
+    x = np.stack([np.asarray(picture).transpose(2, 0, 1) for part in read for picture, _ in part])
+    y, rows = np.concatenate([part.targets for part in read]), np.arange(len(x))
+    official = (rows[: len(read[0])], rows[len(read[0]) :]) if len(read) > 1 else None
+    return Raw(x, y, tuple(read[0].classes), official)
+
+
+def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Images ``(N, C, H, W)`` as bytes and labels ``(N,)``, without a detour over single Pillow images."""
+    images = np.asarray(dataset.data)
+    if images.ndim == 3:
+        images = images[:, None]
+    elif images.shape[-1] == 3:
+        images = images.transpose(0, 3, 1, 2)
+    labels = dataset.labels if hasattr(dataset, "labels") else dataset.targets
+    return images, np.asarray(labels, dtype=np.int64)
+
+
+def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
+    """Read ``csv:FILE``: a header row, one target column, everything else features, which are numbers.
+
+    :param task: by default classification where the target holds words, or at most :data:`MOST_CLASSES` different whole
+        numbers; regression otherwise.
+    :raises ValueError: naming the columns, if the target isn't one of them; or what can't be used.
+    """
+    table = frame(name)
+    if target not in table:
+        raise ValueError(f"{name} needs a target column (--target), not {target!r}; its columns are {list(table)}")
+    values = table.pop(target)
+    words = values.dtype.kind not in "biuf"
+    few = words or ((values == values.round()).all() and values.nunique() <= MOST_CLASSES)
+    y, classes = _target(values.to_numpy(), task or ("classification" if few else "regression"))
+    return Raw(numbers(table), y, classes, feature_names=tuple(table))
+
+
+def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
+    """Some columns of ``csv:FILE``, by default all, as a data frame without missing values."""
+    import pandas as pd  # half a second, which only those who read a file should wait for
+
+    path = Path(name.removeprefix("csv:")).expanduser()
+    found = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
+    if (missing := found.columns[found.isna().any()]).any():
+        raise ValueError(f"{path} has missing values in the columns {list(missing)}")
+    return found
+
+
+def numbers(table: Any) -> np.ndarray:
+    """A data frame of numbers as an array."""
+    if words := [name for name, values in table.items() if values.dtype.kind not in "biuf"]:
+        raise ValueError(f"the columns {words} hold words; code them as numbers, with pandas.get_dummies, say")
+    return table.to_numpy(np.float64)
+
+
+def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw:
+    """Read ``uci/<set>`` with the given one of its splits; a regression unless told otherwise.
+
+    The layout that the Bayesian-network literature shares (Hernandez-Lobato & Adams 2015; Gal & Ghahramani 2016): a
+    folder with ``data.txt`` (numbers, separated by blanks), ``index_features.txt`` and ``index_target.txt`` (columns,
+    from 0), ``index_train_<k>.txt`` and ``index_test_<k>.txt`` (rows, from 0).
+
+    :param root: a folder that holds ``uci/<set>`` or ``<set>``.
+    :raises FileNotFoundError: if the folder, or a file of it, is missing.
+    :raises ValueError: if a file doesn't fit the layout.
+    """
+    places = [root / up / name.removeprefix("uci/") / down for up in ("uci", "") for down in ("", "data")]
+    folder = next((place for place in places if (place / "data.txt").is_file()), None)
+    if folder is None:
+        raise FileNotFoundError(f"{name} was not found in {root.resolve()}; root (--data-root) says where uci is")
+    data = np.loadtxt(folder / "data.txt", ndmin=2)
+    features, target = (_indices(folder / f"index_{part}.txt", data.shape[1]) for part in ("features", "target"))
+    train, test = (_indices(folder / f"index_{part}_{split}.txt", len(data)) for part in ("train", "test"))
+    if len(target) != 1 or np.intersect1d(train, test).size:
+        raise ValueError(f"{folder} must have one target column, and no row in both the training and the test part")
+    y, classes = _target(data[:, target[0]], task or "regression")
+    return Raw(data[:, features], y, classes, (train, test))
+
+
+def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Targets ``(N,)`` as floats, or as class indices with the classes' names in sorted order."""
+    if task == "regression":
+        return values.astype(np.float64), ()
+    classes, indices = np.unique(values, return_inverse=True)
+    return indices.astype(np.int64), tuple(value if isinstance(value, str) else f"{value:g}" for value in classes)
+
+
+def _indices(path: Path, size: int) -> np.ndarray:
+    """Rows or columns; some of the shared files write them as floats ("3.000000e+00")."""
+    values = np.loadtxt(path, ndmin=1).ravel()
+    if not set(values) <= set(range(size)) or len(set(values)) < len(values):
+        raise ValueError(f"{path} must hold different whole numbers from 0 to {size - 1}")
+    return values.astype(np.int64)
