@@ -1,4 +1,5 @@
-r"""Log-densities of units in each other's places: what ``SinkhornImportance`` proposes by, and terms are gathered from.
+r"""Proposals of ``SinkhornImportance``: random matchings of a draw's units to the base's, by their log-densities in
+each other's places, from which the terms of the average are gathered, too.
 
 For weights that are independent normals under the base, and a set of units, the log-density of a moved draw is a sum
 over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
@@ -6,11 +7,14 @@ over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
 .. math:: A_{ji} = \sum_a \Big( w_{i,a} \frac{m_{j,a}}{s_{j,a}^2} - \frac{w_{i,a}^2}{2 s_{j,a}^2} \Big)
 
 over all weights ``a`` of a unit, incoming and outgoing; of units with signs there are two such matrices. A matching is
-drawn from ``A``, summed over the signs, then signs, given the matching. Sets of units are matched one after the other:
-first those whose units are all sure of their places, by a sketch of their weights; then the others, whose ``A`` takes
-the sets drawn before as they are, and of those to come, which move the same weights along another axis, what their own
-doubly stochastic matrices expect, at a third of its weight. Units inside others (rows in a head of attention) are drawn
-uniformly, before all others.
+drawn from ``A``, summed over the signs, then signs, given the matching. Rows of which one column is far ahead take it;
+the others draw from the doubly stochastic scaling of :math:`e^A` (Sinkhorn & Knopp 1967), one after the other without
+replacement.
+
+Sets of units are matched one after the other: first those whose units are all sure of their places, by a sketch of
+their weights; then the others, whose ``A`` takes the sets drawn before as they are, and of those to come, which move
+the same weights along another axis, what their own doubly stochastic matrices expect, at a third of its weight. Units
+inside others (rows in a head of attention) are drawn uniformly, before all others.
 
 Any base that isn't a product of normals is matched by its means and deviations. The proposal depends on the draw's
 orbit alone: moving the draw by ``h`` moves what is proposed along.
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
+from torch.nn.functional import logsigmoid
 
-from pyro_symmetric.distributions.matchings import doubly_stochastic, leading, over_signs
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.element import Element
@@ -45,6 +50,73 @@ TRUST = 0.3
 ROUNDING = 2e-3  # nats by which rounding may move a matrix, else it is made in float64
 FEW_PRODUCTS = 2**16  # up to which a matrix is made in float64 at once: to find out how far rounding goes takes longer
 LARGEST = 1e12  # weights further out, of draws that are no numbers, count as this; its square is finite in float32
+FLOOR = -40.0  # log-densities further than this below the best of their row count alike; e^-40 leaves room in float32
+SPREAD = 1e-4  # what each row spreads evenly over all columns, so that no matching has probability zero
+TAIL = 6  # the least certain rows, matched together by all their permutations
+SURE = 30.0  # nats by which the best column of a row is ahead of all others if none of these is looked at
+ELSEWHERE = 2e-9  # the share of uniform matchings beside sure rows, so that no matching has probability zero
+
+
+@torch.no_grad()
+def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
+    """Draw elements for each draw: matched sets one after the other, others uniformly, as their share of the group.
+
+    :return: the identity and ``count`` elements, batch shape ``(count + 1,) + batch``, and the logarithms of the
+        probabilities of the matched sets, times the number of their elements.
+    """
+    group, like, shape = units.group, units.like, (count + 1, *units.batch)
+    options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
+    left = [name for name, one in units.sets.items() if one.matched]
+    log_tau, element = like.new_full(shape, units.log_order(left), dtype=torch.float64), Element(group, **options)
+    if others := units.sets.keys() - set(left):
+        uniform = group.without(left).sample(shape, device=like.device, dtype=like.dtype)
+        for move, numbers in uniform.numbers.items():  # the first is the identity
+            numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
+        element = Element(group, uniform.permutations, uniform.signs, **options)
+        units.place(others, element)
+    permutations, signs = dict(element.permutations), dict(element.signs)
+
+    def take(name: str, found: Tensor, column: Tensor, sure: Tensor) -> Tensor:
+        """Draw a set, and put it in place; the log-probabilities."""
+        own = torch.arange(group[name].size, device=like.device)
+        images, told = own.expand(*shape, -1), like.new_zeros((), dtype=torch.float64)
+        if "permute" in group[name].moves and len(own) > 1:
+            images, told = draw_matchings(found, count, column, sure, like.dtype)
+        permutations[name], flips = images, None
+        if len(found) == 2:
+            both = found.expand(2, *shape, -1, -1).gather(-1, images.expand(2, *images.shape).unsqueeze(-1))
+            odds = (both[0] - both[1])[..., 0]
+            flips = torch.where(torch.rand_like(odds) < odds.sigmoid(), 1.0, -1.0).to(odds)
+            flips[0] = 1.0
+            told = told + logsigmoid(odds * flips).sum(-1)
+            signs[name] = torch.empty_like(flips).scatter_(-1, images, flips).to(like)
+        if bool((images == own).all()) and (flips is None or bool((flips > 0).all())):
+            units.drawn.add(name)
+            return told
+        moved = Element(group, permutations, signs, **options)
+        # Of proposals that are all alike, as where units are far apart, later sets look at one.
+        alike = all(bool((v == v[:1]).all()) for v in (*permutations.values(), *signs.values()))
+        units.place([name], moved.select(slice(0, 1)) if alike else moved)
+        return told
+
+    before: list[str] = []
+    while units.shared and left != before:
+        before = list(left)
+        for name in before:
+            found, column, sure = units.of(name, quick=True)
+            if bool(sure.all()):
+                log_tau = log_tau + take(name, found, column, sure)
+                left.remove(name)
+            elif len(found) == 1:
+                units.sure[name] = column, sure
+    for name in left if units.shared else ():
+        units.expect(name)
+    for name in left:
+        log_tau = log_tau + take(name, *units.of(name))
+    return Element(group, permutations, signs, **options), log_tau
+
+
+# densities ------------------------------------------------------------------------------------------------------------
 
 
 class UnitSet(NamedTuple):
@@ -55,7 +127,9 @@ class UnitSet(NamedTuple):
     matched: bool
 
 
-def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
+@functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
+def sets_of(group: Group, sites: tuple[str, ...]) -> dict[str, UnitSet]:
     """The sets of units that move entries of some sites. Those are matched that lie inside no others, and whose places
     no set before them has."""
     found: dict[str, UnitSet] = {}
@@ -72,13 +146,6 @@ def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
     return found
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
-def _sets_in(action: Action, group: Group | None) -> tuple[Group, dict[str, UnitSet]]:
-    group = group or action.group.finite
-    return group, sets_of(group, action.sites)
-
-
 class UnitDensities:
     """The matrices ``A`` of every set of units for some draws: exact for independent units, by means and deviations
     for any other base.
@@ -92,7 +159,8 @@ class UnitDensities:
     """
 
     def __init__(self, base: Distribution, action: Action, value: Tensor, group: Group | None = None):
-        self.group, self.sets = _sets_in(action, group)
+        self.group = group or action.group.finite
+        self.sets = sets_of(self.group, action.sites)
         self.like, self.batch = value, value.shape[1:-1]
         self.draws = sites_of(action, value)
         self.loc, self.scale = _site_moments(base, action, value)
@@ -300,29 +368,14 @@ def _telling(loc: Tensor, scale: Tensor, among: Tensor | None) -> Tensor:
 def sites_of(action: Action, flat: Tensor) -> Weights:
     """Flat vectors -> what the group moves, by site in its view: coordinates, or constrained values where elements move
     those; of a simplex their centred logarithms, which are closer to normal."""
-    values, pieces = {}, _pieces(action)
-    for (site, shape), part in zip(pieces.items(), flat.split([s.numel() for s in pieces.values()], -1), strict=True):
-        value = part.reshape((*flat.shape[:-1], *shape))
-        if site in action.nonlinear_sites:
-            value = action.layout.transforms[site](value)
-            if site in action.simplex_sites:
-                logs = value.clamp(min=torch.finfo(flat.dtype).tiny).log()
-                value = logs - logs.mean(-1, keepdim=True)
-            value = action.group.view(site, value)
+    values = action.layout.unflatten(flat)
+    for site in action.nonlinear_sites:
+        value = action.layout.transforms[site](values[site])
+        if site in action.simplex_sites:
+            logs = value.clamp(min=torch.finfo(flat.dtype).tiny).log()
+            value = logs - logs.mean(-1, keepdim=True)
         values[site] = value
-    return values
-
-
-@functools.lru_cache(maxsize=64)
-def _pieces(action: Action) -> dict[str, torch.Size]:
-    """The shapes of coordinates by site, in the group's view where elements move them as they are."""
-    shapes = action.layout.unconstrained_shapes
-    moved = {
-        site: action.group.view(site, torch.empty(shape, device="meta")).shape
-        for site, shape in shapes.items()
-        if site in action.group.sites
-    }
-    return {site: shape if site in action.nonlinear_sites else moved.get(site, shape) for site, shape in shapes.items()}
+    return action.group.viewed(values)
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
@@ -352,9 +405,146 @@ def unit_blocks(base: Distribution, action: Action, group: Group) -> dict[str, t
     found: dict[str, tuple[Tensor, Tensor]] = {}
     if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
         entries = sites_of(action, torch.arange(action.dim, device=base.loc.device))
-        for name, one in sets_of(group, entries).items():
+        for name, one in sets_of(group, action.sites).items():
             units = torch.cat([rows(entries[a.site], a, entries[a.site].dim()) for a in one.lone + one.shared], -1)
             precisions = None if one.shared else base.precisions(units)
             if precisions is not None:
                 found[name] = base.loc[units].double(), precisions
     return found
+
+
+# random matchings -----------------------------------------------------------------------------------------------------
+
+
+def over_signs(densities: Tensor) -> Tensor:
+    """The matrices of a set of units summed over the signs of each unit, if they have any."""
+    return densities.logsumexp(0) if len(densities) > 1 else densities[0]
+
+
+def leading(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
+    """The best column of each row, ``(L,) + batch + (n,)``, and if there is no other, whose sign is known, too.
+
+    None is sure unless each row has a best column of its own: then each other matching is worse by the margins.
+    """
+    best = densities.amax(0) if len(densities) > 1 else densities[0]
+    own = torch.arange(densities.shape[-1], device=densities.device)
+    column, sure = own.expand(best.shape[:-1]), torch.ones(best.shape[:-1], dtype=torch.bool, device=own.device)
+    if permuted:
+        highest = best.amax(-1)
+        if not torch.equal(best.diagonal(dim1=-2, dim2=-1), highest):  # at a base's draws it often is, and this slow
+            column = best.argmax(-1)
+        others = best.scatter(-1, column.unsqueeze(-1), -math.inf).amax(-1)
+        sure = (highest - others > SURE) & (column.sort(-1).values == own).all(-1, keepdim=True)
+    if len(densities) > 1:
+        both = densities.take_along_dim(column.expand(2, *column.shape).unsqueeze(-1), -1)[..., 0]
+        sure = sure & ((both[0] - both[1]).abs() > SURE)
+    return column, sure
+
+
+def doubly_stochastic(densities: Tensor, iterations: int = 12, dtype: torch.dtype | None = None) -> Tensor:
+    """Sinkhorn's scaling of ``exp(densities)``, ``batch + (n, n)`` (Sinkhorn & Knopp 1967); rows sum to one exactly."""
+    kernel = densities.log_softmax(-1).log_softmax(-2).to(dtype or densities.dtype).clamp(min=FLOOR).exp()
+    columns = torch.ones_like(kernel[..., :1])
+    for _ in range(iterations):
+        columns = (kernel.mT @ (kernel @ columns).reciprocal()).reciprocal()
+    scaled = kernel * columns.mT
+    return scaled / scaled.sum(-1, keepdim=True)
+
+
+def draw_matchings(
+    densities: Tensor, count: int, column: Tensor, sure: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw the identity and ``count`` matchings: rows that are sure take their best column, the others are drawn.
+
+    With probability ``ELSEWHERE`` the matching is uniform instead; a uniform draw that keeps the sure rows is rejected.
+
+    :param densities: ``A``, ``(signs, 1 or count + 1) + batch + (n, n)``.
+    :param column: the best of each row, and whether it is ``sure``, as :func:`leading` finds them.
+    :param dtype: that suffices for the probabilities.
+    :return: the column that each row takes, ``(count + 1,) + batch + (n,)``, and log-probabilities.
+    """
+    n, shape = column.shape[-1], (count + 1, *column.shape[1:])
+    own = torch.arange(n, device=column.device)
+    left = int((~sure).sum(-1).amax())
+    if 2 * left > n:
+        return draw_all(over_signs(densities), count, own, dtype)
+    rest = sure.long().argsort(-1)[..., :left]
+    columns = column.gather(-1, rest)
+    images, log_tau = column.expand(shape).clone(), torch.zeros(shape[:-1], dtype=torch.float64, device=own.device)
+    if left:
+        block = densities.take_along_dim(rest.expand(len(densities), *rest.shape).unsqueeze(-1), -2)
+        block = over_signs(block.take_along_dim(columns.expand(len(densities), *columns.shape).unsqueeze(-2), -1))
+        identity = (columns.unsqueeze(-2) == rest.unsqueeze(-1)).long().argmax(-1)
+        taken, log_tau = draw_all(block, count, identity, dtype)
+        images.scatter_(-1, rest.expand(*shape[:-1], -1), columns.expand(*shape[:-1], -1).gather(-1, taken))
+    images[0] = own
+    uniform = torch.rand(shape[:-1], device=own.device) < ELSEWHERE
+    images[1:] = torch.where(
+        uniform[1:].unsqueeze(-1), torch.rand(images[1:].shape, device=own.device).argsort(-1), images[1:]
+    )
+    free = torch.zeros_like(sure).scatter_(-1, rest, True)
+    outside = ~((images == column) | free).all(-1)  # of all matchings that are drawn, only uniform ones can be
+    beside = torch.where(outside, math.log(ELSEWHERE) - math.lgamma(n + 1), math.inf)
+    uniform[0] = outside[0]
+    return images, torch.where(uniform, beside, log_tau + math.log1p(-ELSEWHERE))
+
+
+def draw_all(
+    densities: Tensor, count: int, identity: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw matchings of all rows: the most certain rows first, the last ones by all their permutations.
+
+    :param identity: the column that each row takes in the first matching, which isn't drawn.
+    """
+    n, shape = densities.shape[-1], (count + 1, *densities.shape[1:])
+    early = max(0, n - TAIL)
+    chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
+    order = chances.square().sum(-1).argsort(-1, descending=True)
+    chances = chances.gather(-2, order[..., :early].unsqueeze(-1).expand(*order.shape[:-1], early, n))
+    order = order.expand(shape[:-1])
+    taken = identity.expand(shape[:-1]).gather(-1, order)  # by the rows in this order
+    if early and count:
+        taken[1:, ..., :early] = _without_replacement(chances, count)
+        free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
+        taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
+    # The late rows and the columns that are left, in all orders; the first is the one at hand.
+    orders, late = _orders(n - early, densities.device), torch.arange(n - early, device=densities.device)
+    block = densities.expand(shape).take_along_dim(order[..., early:].unsqueeze(-1), -2)
+    block = block.take_along_dim(taken[..., early:].unsqueeze(-2), -1)
+    sums = block.flatten(-2)[..., orders + (n - early) * late].sum(-1).log_softmax(-1)
+    drawn = (sums - torch.empty_like(sums).exponential_().log_()).argmax(-1)
+    drawn[0] = 0
+    taken[..., early:] = taken[..., early:].gather(-1, orders[drawn])
+    # Of the columns that earlier rows leave free, those that this row and later ones take.
+    free = chances.expand(count + 1, *chances.shape[1:]).gather(-1, taken.unsqueeze(-2).expand(*shape[:-2], early, n))
+    log_tau = (free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)).log().sum(-1, dtype=torch.float64)
+    return taken.gather(-1, order.argsort(-1)), log_tau + sums.gather(-1, drawn.unsqueeze(-1))[..., 0]
+
+
+def _without_replacement(chances: Tensor, count: int) -> Tensor:
+    """Draw a column for each row, no column twice, the first rows first: ``(L,) + batch + (rows, n)`` ->
+    ``(count,) + batch + (rows,)``.
+
+    All rows draw at once. Of those that want the same column the first keeps it, the others draw again, among the
+    columns that no earlier row holds, until each has one: what the rows would have drawn one after the other.
+    """
+    shared, size, n = len(chances) == 1, *chances.shape[-2:]
+    drawn = torch.multinomial(chances.reshape(-1, n), count if shared else 1, replacement=True)
+    drawn = drawn.reshape(*chances.shape[:-1], -1)
+    choice = drawn[0].movedim(-1, 0) if shared else drawn[1:, ..., 0]
+    batch, choice = choice.shape[1:-1], choice.reshape(count, -1, size)
+    chances, own = chances.reshape(len(chances), -1, size, n), torch.arange(size, device=chances.device)
+    while True:
+        holder = own.new_full((*choice.shape[:2], n), size)
+        holder = holder.scatter_reduce(-1, choice, own.expand_as(choice), "amin")
+        k, draw, row = (holder.gather(-1, choice) < own).nonzero(as_tuple=True)
+        if len(k) == 0:
+            return choice.reshape(count, *batch, size)
+        left = chances[0 if shared else k + 1, draw, row] * (holder[k, draw] > row.unsqueeze(-1))
+        choice = choice.index_put((k, draw, row), (left / torch.empty_like(left).exponential_()).argmax(-1))
+
+
+@functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _orders(n: int, device: torch.device) -> Tensor:
+    return torch.tensor(list(itertools.permutations(range(n))), device=device)

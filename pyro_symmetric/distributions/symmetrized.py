@@ -20,8 +20,7 @@ from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.distributions.estimators import OrbitEstimator, require_estimator
-from pyro_symmetric.distributions.exact import usual_estimator
+from pyro_symmetric.distributions.estimators import OrbitEstimator, usual_estimator
 from pyro_symmetric.groups.action import Action
 
 ROUNDS = 64  # random elements that find the orbits of entries
@@ -73,7 +72,10 @@ class Symmetrized(TorchDistribution):
         estimator: OrbitEstimator | None = None,
         validate_args: bool | None = None,
     ):
-        require_estimator(estimator)
+        if estimator is not None:
+            arguments.instance(
+                "estimator", estimator, OrbitEstimator, "an OrbitEstimator such as SinkhornImportance(4)"
+            )
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "

@@ -35,7 +35,6 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
-from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
@@ -179,7 +178,6 @@ def evidence(
             )
         log_joint = joint_of(guide._given[0], *args, **kwargs)
     arguments.whole("num_samples", num_samples, 2)
-    require_estimator(estimator)
     layout, base, action = layout_of(guide), plain_posterior(guide), action_on(guide, group)
     estimator = estimator or usual_estimator(base, action, training=False)
     training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator

@@ -26,7 +26,6 @@ from torch.distributions import constraints
 
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
-from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.weights import unflatten
 
@@ -59,7 +58,6 @@ def symmetrize(guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator 
     if isinstance(guide, AutoGuide):
         raise TypeError("guide is an automatic one; take ps.AutoSymmetrized(model, group, base=guide)")
     group = group_of(group).finite
-    require_estimator(estimator)
     sites = group.required_sites
     shapes = {site: group.site_shapes[site] for site in sites}
     action = Action(group, sites)

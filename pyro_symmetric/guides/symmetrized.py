@@ -28,7 +28,6 @@ from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
-from pyro_symmetric.distributions.estimators import require_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import WeightsGuide, action_on, layout_of
 from pyro_symmetric.guides.gaussian import AutoUnitBlocks, gaussian_copy, plain, require_spread
@@ -75,7 +74,6 @@ class AutoSymmetrized(WeightsGuide):
         **base_arguments: Any,
     ):
         self.group = group_of(group).finite
-        require_estimator(estimator)
         if base is AutoUnitBlocks:
             base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)

@@ -15,13 +15,11 @@ from pyro_symmetric.distributions import (
     SinkhornImportance,
     Symmetrized,
     estimators,
-    exact,
     matching,
-    matchings,
     usual_estimator,
 )
-from pyro_symmetric.distributions.estimators import log_prob_on_orbit, propose
-from pyro_symmetric.distributions.matching import UnitDensities
+from pyro_symmetric.distributions.estimators import log_prob_on_orbit
+from pyro_symmetric.distributions.matching import UnitDensities, propose
 from pyro_symmetric.groups import Action, Axis, Group, Units
 
 from .groups import (
@@ -114,7 +112,7 @@ def test_the_proposal_depends_on_the_orbit_alone(
     """``τ_w(g)`` is what the identity has at ``g·w``, or the bound is none; and these add up to one. Wide units are
     matched by some of their weights, and some are sure."""
     monkeypatch.setattr(matching, "SKETCH", sketch)
-    monkeypatch.setattr(matchings, "SURE", sure)
+    monkeypatch.setattr(matching, "SURE", sure)
     group = GROUPS[kind]
     action = action_of(group)
     q = base(action.dim, 0.4)
@@ -155,8 +153,8 @@ def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
     """Two of up to six; a little looser, of this base. One-sided at 5 standard errors: false alarm below 1 in
     10^6. Also if a few nats are enough for a place to be sure, and uniform proposals make up for it."""
     monkeypatch.setattr(matching, "SKETCH", 2)
-    monkeypatch.setattr(matchings, "SURE", sure)
-    monkeypatch.setattr(matchings, "ELSEWHERE", 0.02 if sure < 30.0 else matchings.ELSEWHERE)
+    monkeypatch.setattr(matching, "SURE", sure)
+    monkeypatch.setattr(matching, "ELSEWHERE", 0.02 if sure < 30.0 else matching.ELSEWHERE)
     action = action_of(two_layers(6, 4))
     q = base(action.dim, separation, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
     w = q.sample((800,))
@@ -225,8 +223,7 @@ def test_chunks_of_draws_and_elements_are_the_same(monkeypatch: pytest.MonkeyPat
 
     whole = value_and_gradient(ExactOrbit())
     shape = SinkhornImportance(2).log_prob(dist.Normal(loc, 1.0).to_event(1), action, w).shape
-    monkeypatch.setattr(exact, "CHUNK_NUMBERS", 500)
-    monkeypatch.setattr(estimators, "CHUNK_NUMBERS", 1000)
+    monkeypatch.setattr(estimators, "CHUNK_NUMBERS", 500)
     torch.testing.assert_close(value_and_gradient(ExactOrbit()), whole)
     assert shape == (5, 2) == value_and_gradient(SinkhornImportance(2))[0].shape
 
