@@ -336,7 +336,7 @@ def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
     chosen: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
         own = group.without(other for other in group.units if other != name)
-        found = sets_of(own, tuple(group.site_shapes)).get(name)
+        found = sets_of(own, group.site_shapes).get(name)
         sites = {axis.site for axis in found.lone} if found and found.matched and not found.shared else set()
         narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
         if sites and narrow and len(group.family(name)) == 1 and all(map(sites.isdisjoint, chosen.values())):

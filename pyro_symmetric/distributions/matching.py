@@ -127,9 +127,7 @@ class UnitSet(NamedTuple):
     matched: bool
 
 
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
-def sets_of(group: Group, sites: tuple[str, ...]) -> dict[str, UnitSet]:
+def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
     """The sets of units that move entries of some sites. Those are matched that lie inside no others, and whose places
     no set before them has."""
     found: dict[str, UnitSet] = {}
@@ -146,6 +144,13 @@ def sets_of(group: Group, sites: tuple[str, ...]) -> dict[str, UnitSet]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
+def _sets_in(action: Action, group: Group | None) -> tuple[Group, dict[str, UnitSet]]:
+    group = group or action.group.finite
+    return group, sets_of(group, action.sites)
+
+
 class UnitDensities:
     """The matrices ``A`` of every set of units for some draws: exact for independent units, by means and deviations
     for any other base.
@@ -159,8 +164,7 @@ class UnitDensities:
     """
 
     def __init__(self, base: Distribution, action: Action, value: Tensor, group: Group | None = None):
-        self.group = group or action.group.finite
-        self.sets = sets_of(self.group, action.sites)
+        self.group, self.sets = _sets_in(action, group)
         self.like, self.batch = value, value.shape[1:-1]
         self.draws = sites_of(action, value)
         self.loc, self.scale = _site_moments(base, action, value)

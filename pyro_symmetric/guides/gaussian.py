@@ -131,7 +131,7 @@ def unit_positions(action: Action) -> list[Tensor]:
     """The places of each unit's weights in the flat vector, ``(units, d)`` for each set; no place is in two."""
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     view = action.group.viewed({s: where for s, where in numbers.items() if s not in action.nonlinear_sites})
-    sets = sets_of(action.group, tuple(view))
+    sets = sets_of(action.group, view)
     axes = [(name, axis) for name, own in sets.items() for axis in own.lone + own.shared]
     found: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
