@@ -7,12 +7,9 @@ They pickle, also to workers of process pools and dask. Under :class:`~torch.nn.
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
-from pyro_symmetric.guides.fit_gaussian import fit_gaussian
 from pyro_symmetric.guides.gaussian import AutoGaussian, AutoUnitBlocks, sample_posterior
-from pyro_symmetric.guides.push_forward import push_forward
-from pyro_symmetric.guides.symmetrize import symmetrize
-from pyro_symmetric.guides.symmetrized import AutoSymmetrized
-from pyro_symmetric.guides.transport import barycentre, interpolate
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized, symmetrize
+from pyro_symmetric.guides.transport import barycentre, fit_gaussian, interpolate, push_forward
 
 __all__ = [
     "AutoGaussian",

@@ -1,12 +1,12 @@
 """The base of all guides of this library: parameters of their own, set-up without a step, draws without data.
 
-And what any set-up guide says of its sites: the layout of its vector, and the action of a group on that.
+And where they start, and what any set-up guide says of its sites: the layout of its vector, a group's action on that.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -16,14 +16,19 @@ from pyro import poutine
 from pyro.distributions import Delta, Distribution
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from pyro.infer.autoguide.initialization import init_to_mean, init_to_median
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Layout, Weights
 
+InitLocFn = Callable[[dict[str, Any]], Tensor]
+
+APART = 0.01  # deviation of the noise of starts, in unconstrained coordinates; guides are 0.1 wide at the start
 # Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
 _NUMBERS = itertools.count(1)
 
@@ -49,11 +54,6 @@ class WeightsGuide(AutoContinuous):
                 part._pyro_context = self._pyro_context  # which dask, unlike pickle, copies for each part
         self._pyro_context.used = False
         self._pyro_set_supermodule(f"{type(self).__name__}_{next(_NUMBERS)}", self._pyro_context)
-
-    @property
-    def plain(self) -> AutoContinuous:
-        """The guide before any symmetrisation."""
-        return self
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:
         """Create the parameters, by tracing the model on its own arguments; does nothing the second time.
@@ -124,6 +124,32 @@ class WeightsGuide(AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_given": None}
         return state
+
+
+class Start:
+    """A way to start for any automatic guide: beside the fixed point of a group, as near to it as other guides start.
+
+    What a group exchanges starts at a network's own values, else at the prior's mean and a little noise: at the mean
+    itself all units are alike, and no gradient can tell them apart; far from it, at a draw of the prior, units may stay
+    for good where they don't belong. Other sites, a likelihood's scale of noise among them, start at their prior's
+    median.
+
+    :param exchanged: the sites that a group moves.
+    """
+
+    def __init__(self, model: Any, exchanged: Collection[str]):
+        self.values = model.initial_weights() if isinstance(model, BayesianModel) else {}
+        self.exchanged = exchanged
+
+    def __call__(self, site: dict[str, Any]) -> Tensor:
+        name = site["name"]
+        if name in self.values:
+            return self.values[name].clone()
+        if name not in self.exchanged:
+            return init_to_median(site)
+        transform = biject_to(site["fn"].support)
+        free = transform.inv(init_to_mean(site, fallback=init_to_median))
+        return transform(free + APART * torch.randn_like(free))
 
 
 def layout_of(guide: AutoGuide) -> Layout:

@@ -28,8 +28,7 @@ from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.matching import sets_of
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.groups.places import rows
-from pyro_symmetric.guides.base import WeightsGuide, action_on, layout_of
-from pyro_symmetric.guides.starts import InitLocFn, Start
+from pyro_symmetric.guides.base import InitLocFn, Start, WeightsGuide, action_on, layout_of
 from pyro_symmetric.weights import Weights
 
 NO_COINCIDENCE = 8  # so many draws agree only if all do
@@ -147,17 +146,12 @@ def unit_positions(action: Action) -> list[Tensor]:
 # any guide ------------------------------------------------------------------------------------------------------------
 
 
-def plain(guide: AutoGuide) -> AutoGuide:
-    """The guide before any symmetrisation."""
-    return guide.plain if isinstance(guide, WeightsGuide) else guide
-
-
 def plain_posterior(guide: AutoGuide) -> Any:
     """The distribution of a set-up guide over flat unconstrained vectors, before any symmetrisation.
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
-    layout, guide = layout_of(guide), plain(guide)
+    layout, guide = layout_of(guide), getattr(guide, "plain", guide)
     if isinstance(guide, AutoNormal):
         moments = to_gaussian(guide)
         return dist.Normal(layout.flatten(moments.loc), layout.flatten(moments.scale)).to_event(1)

@@ -1,14 +1,23 @@
-r"""Between mean-field Gaussian guides: geodesics and barycentres of the 2-Wasserstein distance.
+r"""Gaussian guides made of others: pushed forward by a group's element, between two, in the middle of many; and fitted
+to chains.
 
-Of :math:`q_i = \mathcal N(m_i, \operatorname{diag}(s_i^2))` and weights :math:`\lambda_i` that sum to one, the least
-:math:`\sum_i \lambda_i W_2^2(q, q_i)` is attained by the mean of the means and the mean of the deviations,
+Permutations, scales, signs and shifts act on real sites by affine maps :math:`g \cdot w = A w + b`, so the push-forward
+of a Gaussian, the distribution of ``g·w`` for ``w ~ q``, is
+
+.. math:: g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b, A \Sigma A^\top) .
+
+``A`` has one entry in each row: mean-field guides stay mean-field, and blocks stay blocks if they go to blocks.
+
+Of mean-field ones :math:`q_i = \mathcal N(m_i, \operatorname{diag}(s_i^2))` and weights :math:`\lambda_i` that sum to
+one, the least :math:`\sum_i \lambda_i W_2^2(q, q_i)`, of squared 2-Wasserstein distances, is attained by the mean of
+the means and the mean of the deviations,
 
 .. math:: m = \sum_i \lambda_i m_i, \qquad s = \sum_i \lambda_i s_i,
 
 in the guides' unconstrained coordinates; the geodesic of two has :math:`\lambda = (1 - t, t)`. Align the guides first:
 between unaligned posteriors of a network the midpoint is a mixture of unrelated units.
 
-Reference: Rossi et al. 2023 (arXiv 2310.10171), section 4.
+Reference: Rossi et al. 2023 (arXiv 2310.10171).
 """
 
 from __future__ import annotations
@@ -17,16 +26,97 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pyro.distributions import Normal
-from pyro.infer.autoguide import AutoGuide
+from pyro.distributions import MultivariateNormal, Normal
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoGuide
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
+from pyro_symmetric.alignment.many import align_many
 from pyro_symmetric.arguments import as_tensor
-from pyro_symmetric.guides.base import layout_of
-from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
+from pyro_symmetric.distributions import UnitBlocks
+from pyro_symmetric.groups import Action, Element, Group
+from pyro_symmetric.groups.element import require_buffers
+from pyro_symmetric.guides.base import action_on, layout_of
+from pyro_symmetric.guides.gaussian import AutoGaussian, in_blocks, plain_posterior
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized
+from pyro_symmetric.posterior.posterior import Posterior
+
+
+@torch.no_grad()
+def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
+    """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> guide = pyro.infer.autoguide.AutoDiagonalNormal(model, init_loc_fn=lambda site: torch.tensor([1.0, 2.0, 3.0]))
+    >>> draw = guide()
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> ps.push_forward(guide, group.element({"unit": torch.tensor([2, 0, 1])})).median()
+    {'w': tensor([3., 1., 2.])}
+
+    The moments are copied. Running statistics aren't sites of a guide: elements that move some are refused; those of
+    ``symmetry.holding(net)`` don't.
+
+    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward.
+    :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry
+        by entry (positive ones), the others move real sites only.
+    :raises TypeError: if the guide isn't Gaussian, or ``element`` is no element of a group.
+    :raises ValueError: for a batch of elements, for sites that the guide lacks or whose supports don't fit.
+    """
+    action, given, group = _affine(element, guide), in_blocks(plain_posterior(guide)), element.group
+    # ``A`` puts the number at ``source[i]``, times ``factor[i]``, at place ``i``.
+    numbers = torch.arange(action.dim, dtype=torch.float64, device=given.loc.device)
+    source = action(numbers, group.element(element.permutations)).round().long()
+    linear = group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
+    factor, trils = action(torch.ones_like(given.loc), linear), []
+    for positions, tril in zip(given.positions, given.scale_trils, strict=True):
+        places = torch.full_like(source, -1)
+        places[positions.flatten()] = torch.arange(positions.numel(), device=places.device)
+        found = places[source[positions]]
+        block, row = found // positions.shape[1], found % positions.shape[1]
+        if bool((found < 0).any() or (block != block[:, :1]).any()):
+            raise ValueError(
+                "the element takes weights of one unit to several; a guide of unit blocks is pushed forward by "
+                "elements that exchange whole units of its own"
+            )
+        trils.append(triangular(tril[block[:, :1], row] * factor[positions].unsqueeze(-1)))
+    loc, scale = action(given.loc, element), given.scale[source] * factor.abs()
+    return AutoGaussian(guide, UnitBlocks(loc, given.positions, trils, scale))
+
+
+def triangular(rows: Tensor) -> Tensor:
+    """The Cholesky factors of ``rows @ rows.mT``, ``(n, d, d)``, by a QR decomposition in float64: no squares, no lost
+    digits."""
+    upper = torch.linalg.qr(rows.double().mT, mode="r").R
+    signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
+    return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
+
+
+def _affine(element: Element, guide: AutoGuide) -> Action:
+    """The action on a guide's vectors.
+
+    :raises TypeError: for what is no element of a group.
+    :raises ValueError: unless a single element acts affinely on the unconstrained coordinates of the guide's sites.
+    """
+    arguments.instance("element", element, Element, "an element of a group, as align(a, b, group).element is")
+    if element.batch_shape:
+        raise ValueError(
+            f"element is a batch of shape {tuple(element.batch_shape)}; a guide is pushed forward by one element "
+            "(element.select(0) is the first)"
+        )
+    layout, group = layout_of(guide), element.group
+    group.require_own(layout.site_shapes, "the guide")
+    require_buffers(layout.site_shapes, group.buffers, "the guide")
+    action = action_on(guide, group)
+    if action.nonlinear_sites:
+        raise ValueError(
+            f"the element permutes the entries of {list(action.nonlinear_sites)}, which are constrained together; the "
+            "push-forward of a Gaussian need not be one"
+        )
+    return action
 
 
 def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:
@@ -82,3 +172,42 @@ def _barycentre(ends: Sequence[Any], names: Sequence[str], shares: Sequence[floa
     layout = layout_of(guides[0])
     normal = Normal(layout.flatten(centre.loc), layout.flatten(centre.scale))
     return AutoGaussian(guides[0], normal.to_event(1))
+
+
+def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
+    """Fit a Gaussian of full rank to a posterior's draws, modulo a group, and symmetrise it.
+
+    Its mean and covariance are those of the draws, aligned. Correlations are shrunk by the factor ``S / (S + D)`` of
+    ``S`` draws in ``D`` dimensions, so that the covariance has full rank.
+
+    For :func:`~pyro_symmetric.evidence`, fit one half of each chain, and let the other, which knows nothing of the fit,
+    be the ``posterior``:
+
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> posterior = ps.Posterior({"w": torch.randn(2, 100, 3)}, kind="chains").attach(model)  # as ps.sample does
+    >>> first, second = (posterior.select(draws=half) for half in (slice(0, 50), slice(50, None)))
+    >>> guide = ps.guides.fit_gaussian(first, ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)}))
+    >>> abs(ps.evidence(guide, posterior=second).best.log_evidence) < 0.5
+    True
+
+    :param posterior: draws that know their model, as those of :func:`~pyro_symmetric.sample` do.
+    :param group: the finite group of the model.
+    :raises ValueError: if the posterior doesn't remember its model; ``posterior.attach(model, *args)`` tells it.
+    """
+    arguments.instance("posterior", posterior, Posterior, "a Posterior")
+    if posterior.source is None:
+        raise ValueError("posterior doesn't know its model; say it by posterior.attach(model, *args)")
+    # At a draw of the posterior: priors may be improper.
+    first = init_to_value(values={site: draws[0, 0] for site, draws in posterior.samples.items()})
+    model, args, kwargs = posterior.source[:3]
+    sketch = AutoDiagonalNormal(model, init_loc_fn=first)
+    sketch._setup_prototype(*args, **kwargs)
+    layout, aligned = layout_of(sketch), align_many(posterior, group, progress=False).posterior
+    vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
+    count, dim = vectors.shape
+    covariance = vectors.double().mT.cov()
+    shrunk = torch.lerp(covariance.diagonal().diag_embed(), covariance, count / (count + dim))
+    tril = torch.linalg.cholesky(shrunk).to(vectors.dtype)
+    gaussian = AutoGaussian(sketch, MultivariateNormal(vectors.mean(0), scale_tril=tril))
+    return AutoSymmetrized(model, group, gaussian).setup(*args, **kwargs)

@@ -87,6 +87,22 @@ def test_chains_alone_have_an_evidence() -> None:
     assert_known(ps.evidence(guide, DATA, posterior=second, num_samples=2000, chunk=2000), log_evidence(3))
 
 
+@pytest.mark.stochastic
+def test_nine_exchangeable_weights_have_an_evidence_though_their_orders_are_too_many_to_list() -> None:
+    """Of places far apart in any order: 9! modes, of mass one each, within 5 errors (1 in 10^6)."""
+    places, prior = dist.Normal(10.0 * torch.arange(9), 1.0), dist.Normal(0.0, 100.0)
+
+    def nine() -> None:
+        w = pyro.sample("w", prior.expand([9]).to_event(1))
+        pyro.factor("places", (places.log_prob(w.sort(-1).values) - prior.log_prob(w)).sum(-1))
+
+    posterior = ps.Posterior({"w": places.sample((2, 500))}, kind="independent").attach(nine)
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([9])})
+    first, second = (posterior.select(draws=half) for half in (slice(0, 250), slice(250, None)))
+    found = ps.evidence(ps.guides.fit_gaussian(first, group), posterior=second, num_samples=128)
+    assert abs(found.best.log_evidence - math.lgamma(10)) < 5 * found.best.error + 1e-3
+
+
 def two_orbits(weights: Any) -> torch.Tensor:
     """Two pairs of modes, the second of half the mass of the first, that no exchange connects; its integral is e^2."""
     w = weights["w"]
