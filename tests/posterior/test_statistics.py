@@ -79,9 +79,9 @@ def test_a_shift_of_one_chain_raises_r_hat_of_its_entry_only():
     assert r_hat.flatten().sort().values[-2] < 1.05  # of 5 independent entries: false alarm below 1e-6
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 2), (4, 3, 2), (2, 0, 2), (0, 10, 2)])
-def test_too_little_to_tell_is_nan(shape):
-    assert torch.isnan(chain_statistics(torch.randn(shape)).r_hat).all()
+def test_too_little_to_tell_is_nan():
+    for shape in ((1, 3, 2), (4, 3, 2), (2, 0, 2), (0, 10, 2)):
+        assert torch.isnan(chain_statistics(torch.randn(shape)).r_hat).all()
 
 
 def test_constant_and_infinite_quantities_are_nan_and_leave_the_others_alone():
@@ -127,16 +127,13 @@ def test_missing_energy_of_an_autoregression_is_twice_one_minus_its_correlation(
 def test_evenly_spaced_places_are_the_last_of_equal_parts(count, most):
     places = evenly_spaced(count, most)
     assert len(places) == min(count, most)
-    if count:
-        assert int(places[-1]) == count - 1
-        gaps = torch.cat([torch.tensor([-1]), places]).diff()
-        assert int(gaps.max() - gaps.min()) <= 1
+    assert set(places[-1:].tolist()) <= {count - 1}
+    assert set(places.diff(prepend=torch.tensor([-1])).tolist()) <= {count // most, count // most + 1}
 
 
 def test_broken_and_standing_draws_are_counted_by_chain():
     draws = torch.randn(3, 20, 2, 2)
-    draws[0, :4, 1, 0] = torch.nan
-    draws[2, 7] = -torch.inf
+    draws[0, :4, 1, 0], draws[2, 7] = torch.nan, -torch.inf
     assert non_finite(draws).tolist() == [4, 0, 1]
     draws = torch.randn(3, 20, 2)
     draws[..., 0] = torch.arange(3.0)[:, None]
