@@ -45,27 +45,35 @@ def regression(x, y=None):
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    """A few draws at a time."""
-    monkeypatch.setattr(module, "MOST_DRAWS", 5)
+def draws() -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(40, 2), "scale": 0.1 + torch.rand(40)}
 
 
-def test_outputs_are_those_of_the_network_draw_by_draw(model, posterior, x):
+@pytest.mark.parametrize("most", [5, 1024])
+def test_what_is_taken_at_once_changes_nothing_and_weights_keep_their_batch_shape(
+    model, posterior, x, draws, most, monkeypatch
+):
+    monkeypatch.setattr(module, "MOST_DRAWS", most)
     expected = one_by_one(model, posterior.get_samples(), x)
     assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
     assert torch.allclose(predict(posterior, model.net, x), expected, atol=1e-6)
-
-
-def test_chunks_change_nothing(model, posterior, x, draws, small_chunks):
-    expected = one_by_one(model, posterior.get_samples(), x)
-    assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
     assert torch.allclose(predict(posterior, model, x, kind="mean"), expected.softmax(-1), atol=1e-6)
     average = predict(posterior, model, x, kind="mean", average=True)
     assert torch.allclose(average, expected.softmax(-1).double().mean(0), atol=1e-6)
     labels = torch.randint(3, (9,))
     chunked = predict(posterior.samples, model, x, labels, kind="log_likelihood")["y"]
     assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
-    assert torch.allclose(predict(draws, regression, x), draws["w"] @ x.T, atol=1e-6)
+    by_chain = predict(posterior.samples, model, x)
+    assert by_chain.shape == (2, 6, 9, 3)
+    assert torch.equal(by_chain.flatten(0, 1), predict(posterior, model, x))
+    assert torch.allclose(predict(posterior, model, x, num_samples=4), expected[2::3], atol=1e-6)
+    single = {site: value[1, 2] for site, value in posterior.samples.items()}
+    assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
+    lines = draws["w"] @ x.T
+    assert torch.allclose(predict(draws, regression, x), lines, atol=1e-6)
+    assert torch.allclose(predict(draws, regression, x, kind="mean")["y"], lines, atol=1e-6)
+    average = predict(draws, regression, x, kind="mean", average=True)["y"]
+    assert torch.allclose(average, lines.double().mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -78,21 +86,10 @@ def test_draws_are_predicted_with_their_own_running_statistics(x, wrapped):
     )
     model = BayesianModel(net) if wrapped else net
     assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
-    assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
-
     parameters = {name: value for name, value in draws.items() if "running" not in name}
     own = {name: value.expand(4, *value.shape) for name, value in net.named_buffers() if value.is_floating_point()}
     assert torch.equal(predict(parameters, model, x), predict(parameters | own, model, x))
     assert not torch.allclose(predict(parameters, model, x), expected, atol=1e-2)
-
-
-def test_weights_keep_their_batch_shape(model, posterior, x):
-    by_chain = predict(posterior.samples, model, x)
-    assert by_chain.shape == (2, 6, 9, 3)
-    assert torch.equal(by_chain.flatten(0, 1), predict(posterior, model, x))
-    assert torch.equal(predict(posterior, model, x, num_samples=4), predict(posterior, model, x)[2::3])
-    single = {site: value[1, 2] for site, value in posterior.samples.items()}
-    assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
 
 
 @pytest.mark.stochastic
@@ -145,20 +142,6 @@ def test_convolutions_and_several_inputs():
 # any Pyro model -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def draws() -> dict[str, torch.Tensor]:
-    return {"w": torch.randn(40, 2), "scale": 0.1 + torch.rand(40)}
-
-
-def test_a_pyro_model_gives_what_it_returns_and_its_means(draws, x):
-    expected = draws["w"] @ x.T
-    assert torch.allclose(predict(draws, regression, x), expected, atol=1e-6)
-    assert torch.allclose(predict(draws, regression, x, kind="mean")["y"], expected, atol=1e-6)
-    assert torch.allclose(
-        predict(draws, regression, x, kind="mean", average=True)["y"], expected.double().mean(0), atol=1e-6
-    )
-
-
 @pytest.mark.stochastic
 @pytest.mark.parametrize("given", [False, True])
 def test_targets_of_a_pyro_model_are_drawn_anew_for_each_draw_and_row(draws, given):
@@ -206,22 +189,14 @@ def test_log_likelihood_of_every_row(draws, x):
     assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y), atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda p, m, x: predict(p, m.net, x, kind="mean"),
-            ValueError,
-            "a bare network has no likelihood; pass the BayesianModel",
-        ),
-        (lambda p, m, x: predict(p, m, x, kind="discrete"), ValueError, "a network has no discrete latent sites"),
-        (lambda p, m, x: predict({"u": torch.zeros(3)}, regression, x), ValueError, "none of the sites"),
-        (lambda p, m, x: predict(p.select(draws=slice(0)), m, x), ValueError, "no draws"),
-    ],
-)
-def test_bad_input_is_named(posterior, model, x, call, error, message):
-    with pytest.raises(error, match=message):
-        call(posterior, model, x)
+def test_what_nothing_can_be_predicted_of_is_named(posterior, model, x):
+    for call, message in (
+        (lambda: predict(posterior, model.net, x, kind="mean"), "a bare network has no likelihood"),
+        (lambda: predict({"u": torch.zeros(3)}, regression, x), "none of the sites"),
+        (lambda: predict(posterior.select(draws=slice(0)), model, x), "no draws"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.cuda
@@ -289,9 +264,6 @@ def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
         for site in ("mean", "error"):  # without targets, the error is the mean
             assert torch.allclose(predicted[site], draws["w"] @ x.T, atol=1e-5)
     assert torch.allclose(predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5)
-
-
-# densities of rows --------------------------------------------------------------------------------------------------
 
 
 def test_masked_observations_have_no_density() -> None:
