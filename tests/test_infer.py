@@ -26,11 +26,6 @@ def positive(rate=1.0):
     pyro.sample("shift", dist.Normal(0.0, 1.0))
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    pyro.set_rng_seed(0)
-
-
 def standard_errors_off(draws, truth, deviation):
     """The distance of the mean of chains' draws from the truth, in standard errors."""
     return abs(float(draws.mean()) - truth) / (deviation / float(chain_statistics(draws).ess_bulk) ** 0.5)
@@ -54,11 +49,9 @@ def test_draws_are_those_of_the_posterior(kernel):
 
 
 def test_our_own_kernels_are_run_as_sample_runs_them():
-    y = torch.randn(5)
-    ours = ps.NUTS(conjugate)
-    found = ps.MCMC(ours, 20, 30, num_chains=3, disable_progbar=True, seed=4, engine="eager").run(y)
-    options = {"num_samples": 20, "num_warmup": 30, "num_chains": 3, "progress": False, "seed": 4, "engine": "eager"}
-    expected = ps.sample(ours, y, **options)
+    y, ours, options = torch.randn(5), ps.NUTS(conjugate), {"num_chains": 3, "seed": 4, "engine": "eager"}
+    found = ps.MCMC(ours, 20, 30, disable_progbar=True, **options).run(y)
+    expected = ps.sample(ours, y, num_samples=20, num_warmup=30, progress=False, **options)
     assert torch.equal(found.samples["mean"], expected.samples["mean"])
     assert found.source.args == (y,)
 

@@ -13,27 +13,17 @@ import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_symmetric import store
 from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.mcmc.resume import packed, unpacked
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.store import (
-    CHECKPOINT,
-    KIND,
-    VERSION,
-    Checkpoint,
-    FolderRecorder,
-    StoreError,
-    load_tensors,
-    read_store,
-    save_tensors,
-)
 
 SECRET = b"secret" * 100
 links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
 
 
 def fill(path: Path, shift: float = 0.0) -> Path:
-    with FolderRecorder(path, 4) as recorder:
+    with store.FolderRecorder(path, 4) as recorder:
         recorder.fingerprint = {"seed": shift}
         for k in range(4):
             recorder.append(k, {"w": torch.full((2, 3), k + shift)}, {"lp": torch.ones(2)})
@@ -54,17 +44,17 @@ def secret(tmp_path, path):
 
 
 def add(path: Path) -> None:
-    with FolderRecorder(path, 5) as recorder:
+    with store.FolderRecorder(path, 5) as recorder:
         recorder.append(4, {"w": torch.zeros(2, 3)}, {"lp": torch.ones(2)})
         recorder.commit(5, dict, bytes)
 
 
 def rewrite(path: Path, **changes: object) -> None:
     """The checkpoint with another header, and a checksum that is right."""
-    tensors, header = load_tensors(path / CHECKPOINT, KIND, VERSION)
+    tensors, header = store.load_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION)
     first = header["arrays"][0]
     first |= {name: changes.pop(name) for name in list(changes) if name in first}
-    save_tensors(path / CHECKPOINT, KIND, VERSION, tensors, header | changes)
+    store.save_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION, tensors, header | changes)
 
 
 @links
@@ -72,8 +62,8 @@ def rewrite(path: Path, **changes: object) -> None:
 def test_a_link_that_leads_out_is_refused(linked, path, tmp_path, secret):
     shutil.move(path / linked, tmp_path / "moved")
     (path / linked).symlink_to(tmp_path / "moved")
-    for use in (read_store, add):
-        with pytest.raises(StoreError, match=r"isn't a file inside of it"):
+    for use in (store.read_store, add):
+        with pytest.raises(store.StoreError, match=r"isn't a file inside of it"):
             use(path)
 
 
@@ -85,41 +75,29 @@ def test_a_link_in_place_of_a_file_to_come_is_not_written_through(name, tmp_path
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
-    with contextlib.suppress(OSError, StoreError):
+    with contextlib.suppress(OSError, store.StoreError):
         add(folder)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"draws": -1},
-        {"draws": 10**12},
-        {"draws": True},
-        {"shape": [10**30, 3]},
-        {"shape": [2, -3]},
-        {"shape": []},
-        {"shape": "3"},
-        {"dtype": "load"},
-        {"dtype": "float64"},
-        {"group": "sample_stats"},
-        {"group": "../store"},
-        {"name": 5},
-        {"name": "v"},
-        {"name": "../../secret"},
-        {"name": ".."},
-        {"arrays": []},
-        {"arrays": 7},
+        *[{"draws": draws} for draws in (-1, 10**12, True)],
+        *[{"shape": shape} for shape in ([10**30, 3], [2, -3], [], "3")],
+        *[{"dtype": dtype} for dtype in ("load", "float64")],
+        *[{"group": group} for group in ("sample_stats", "../store")],
+        *[{"name": name} for name in (5, "v", "../../secret", "..")],
+        *[{"arrays": arrays} for arrays in ([], 7)],
+        *[{"crc": crc} for crc in (0, "12")],
         {"metadata": None},
         {"fingerprint": 3},
-        {"crc": 0},
-        {"crc": "12"},
     ],
     ids=str,
 )
 def test_counts_shapes_and_dtypes_that_cannot_be_are_told(changes, path):
     rewrite(path, **changes)
-    for use in (read_store, Posterior.load, add):
-        with pytest.raises(StoreError):
+    for use in (store.read_store, Posterior.load, add):
+        with pytest.raises(store.StoreError):
             use(path)
 
 
@@ -134,12 +112,12 @@ def sampled(path: Path) -> Posterior:
 
 def test_a_run_that_claims_another_iteration_or_has_no_fingerprint_is_refused(tmp_path):
     sampled(tmp_path / "run")
-    whole = Checkpoint.read(tmp_path / "run")
+    whole = store.Checkpoint.read(tmp_path / "run")
     at, more = unpacked(whole.state, HMC(None))
     others = [replace(whole, state=packed(replace(at, iteration=other), more)) for other in (-5, 3, 10**6)]
     for changed in (*others, replace(whole, fingerprint={})):
         changed.write(tmp_path / "run")
-        with pytest.raises(StoreError, match=r"iteration|call"):
+        with pytest.raises(store.StoreError, match=r"iteration|call"):
             sampled(tmp_path / "run")
 
 
@@ -147,5 +125,5 @@ def test_a_run_that_claims_another_iteration_or_has_no_fingerprint_is_refused(tm
 def test_a_pipe_in_place_of_draws_is_not_waited_for(path):
     (path / "posterior/w/c/0/0/0").unlink()
     os.mkfifo(path / "posterior/w/c/0/0/0")
-    with pytest.raises(StoreError, match="is missing"):
+    with pytest.raises(store.StoreError, match="is missing"):
         Posterior.load(path)

@@ -10,21 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
-import pyro_symmetric.store as store
+from pyro_symmetric import store
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.store import (
-    CHECKPOINT,
-    KIND,
-    LOCK,
-    VERSION,
-    Checkpoint,
-    Contents,
-    FolderRecorder,
-    Recorder,
-    read_store,
-    save_tensors,
-)
 
 ROOM = 7
 
@@ -37,7 +26,7 @@ def draw(k: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str
     return samples, statistics
 
 
-def check(found: Contents, draws: int) -> None:
+def check(found: store.Contents, draws: int) -> None:
     every = [draw(k) for k in range(draws)]
     for kind in (0, 1):
         assert list(found[kind]) == list(every[0][kind])
@@ -47,16 +36,16 @@ def check(found: Contents, draws: int) -> None:
             assert torch.equal(value, expected), name
 
 
-def fill(recorder: Recorder, begin: int, end: int) -> None:
+def fill(recorder: store.Recorder, begin: int, end: int) -> None:
     for k in range(begin, end):
         recorder.append(k, *draw(k))
 
 
-def commit(recorder: Recorder, draws: int, state: bytes = b"", **metadata: object) -> None:
+def commit(recorder: store.Recorder, draws: int, state: bytes = b"", **metadata: object) -> None:
     recorder.commit(draws, lambda: metadata, lambda: state)
 
 
-def fill_and_commit(recorder: Recorder, begin: int, end: int) -> None:
+def fill_and_commit(recorder: store.Recorder, begin: int, end: int) -> None:
     fill(recorder, begin, end)
     commit(recorder, end)
 
@@ -65,7 +54,7 @@ def fill_and_commit(recorder: Recorder, begin: int, end: int) -> None:
 def path(tmp_path, request, monkeypatch):
     """A store of 5 draws in two commits, and 2 draws more that no commit counts."""
     monkeypatch.setattr(store, "BLOCK", request.param)
-    with FolderRecorder(tmp_path / "store", ROOM) as recorder:
+    with store.FolderRecorder(tmp_path / "store", ROOM) as recorder:
         fill(recorder, 0, 3)
         commit(recorder, 3, b"one", kernel="test")
         fill(recorder, 3, 5)
@@ -75,11 +64,13 @@ def path(tmp_path, request, monkeypatch):
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != LOCK}
+    return {
+        str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != store.LOCK
+    }
 
 
 def test_what_was_committed_is_read_back_in_chains_by_draws_and_nothing_else(path):
-    found = read_store(path)
+    found = store.read_store(path)
     check(found, 5)
     assert found.metadata == {"kernel": "test", "more": [1]}
     assert (Posterior.load(path).num_chains, Posterior.load(path).num_samples) == (3, 5)
@@ -89,7 +80,7 @@ def test_what_was_committed_is_read_back_in_chains_by_draws_and_nothing_else(pat
 @pytest.mark.parametrize("block", [0, 300, 2**20])
 def test_memory_gives_back_what_a_folder_does(device, block, monkeypatch):
     monkeypatch.setattr(store, "BLOCK", block)
-    recorder = Recorder(ROOM)
+    recorder = store.Recorder(ROOM)
     for k in (0, 1, 2, 2, 3, 4, 5):  # one twice, as after an interruption
         recorder.append(k, *draw(k, device))
     assert not recorder.is_due
@@ -101,7 +92,7 @@ def test_memory_gives_back_what_a_folder_does(device, block, monkeypatch):
 def test_xarray_opens_the_folder_as_it_is(path):
     zarr, xarray = pytest.importorskip("zarr"), pytest.importorskip("xarray")
     tree = xarray.open_datatree(path, engine="zarr")
-    found = read_store(path)
+    found = store.read_store(path)
     assert dict(tree["posterior"].sizes) | {"chain": 3, "draw": 5} == dict(tree["posterior"].sizes)
     for group, values in (("posterior", found.samples), ("sample_stats", found.statistics)):
         for name, value in values.items():
@@ -111,23 +102,23 @@ def test_xarray_opens_the_folder_as_it_is(path):
 
 
 def test_draws_are_mapped_and_changes_to_them_stay_in_memory(path):
-    samples = read_store(path).samples
+    samples = store.read_store(path).samples
     samples["w"].zero_()
-    check(read_store(path), 5)
+    check(store.read_store(path), 5)
     if Path("/proc/self/maps").exists():
         assert str(path / "posterior/w/c/0") in Path("/proc/self/maps").read_text()
 
 
 def test_a_store_resumes_from_its_last_commit_and_counts_nothing_that_came_after(path):
-    with FolderRecorder(path, 12) as recorder:  # for more draws than there was room
+    with store.FolderRecorder(path, 12) as recorder:  # for more draws than there was room
         assert (recorder.last.draws, recorder.last.state) == (5, b"two")
         recorder.append(5, *draw(99))
         recorder.append(5, *draw(5))
         fill(recorder, 6, 9)
-        check(read_store(path), 5)  # a reader meanwhile sees what is committed
+        check(store.read_store(path), 5)  # a reader meanwhile sees what is committed
         commit(recorder, 9, b"three")
         fill(recorder, 9, 12)
-    check(read_store(path), 9)
+    check(store.read_store(path), 9)
 
 
 def test_an_interruption_in_the_middle_of_writing_leaves_no_draw_out(path, monkeypatch):
@@ -140,24 +131,24 @@ def test_an_interruption_in_the_middle_of_writing_leaves_no_draw_out(path, monke
         return pwrite(file, data[:5], at)  # and the system takes less than it is given
 
     monkeypatch.setattr(os, "pwrite", interrupted)
-    with FolderRecorder(path, ROOM) as recorder:
+    with store.FolderRecorder(path, ROOM) as recorder:
         fill(recorder, 5, 6)
         with pytest.raises(KeyboardInterrupt):
             commit(recorder, 6)
         fill(recorder, 6, 7)
         commit(recorder, 7)
-    check(read_store(path), 7)
+    check(store.read_store(path), 7)
 
 
 def test_opening_a_store_changes_nothing_and_a_commit_without_new_draws_keeps_the_old_ones(path):
     before = snapshot(path)
-    with FolderRecorder(path, 100):
+    with store.FolderRecorder(path, 100):
         pass
     assert snapshot(path) == before
-    with FolderRecorder(path, ROOM) as recorder:
+    with store.FolderRecorder(path, ROOM) as recorder:
         commit(recorder, 5, b"nine")
-    check(read_store(path), 5)
-    assert Checkpoint.read(path).state == b"nine"
+    check(store.read_store(path), 5)
+    assert store.Checkpoint.read(path).state == b"nine"
 
 
 def test_bytes_that_no_commit_counts_and_what_others_read_may_be_anything(path):
@@ -166,28 +157,46 @@ def test_bytes_that_no_commit_counts_and_what_others_read_may_be_anything(path):
         content.write(b"x" * 32)
     for file in path.rglob("zarr.json"):
         file.write_text("{")
-    check(read_store(path), 5)
+    check(store.read_store(path), 5)
 
 
 def test_what_no_store_can_hold_and_other_sites_than_before_are_told(path, tmp_path):
-    with FolderRecorder(tmp_path / "new", 1) as recorder:
+    with store.FolderRecorder(tmp_path / "new", 1) as recorder:
         recorder.append(0, {"w": torch.ones(1, 1, dtype=torch.complex64)}, {})
         with pytest.raises(ValueError, match="complex64"):
             commit(recorder, 1)
-    with FolderRecorder(path, ROOM) as recorder:
+    with store.FolderRecorder(path, ROOM) as recorder:
         recorder.append(5, {"w": torch.zeros(3)}, {})
         with pytest.raises(ValueError, match="other sites or statistics"):
             commit(recorder, 6)
-    check(read_store(path), 5)
+    check(store.read_store(path), 5)
 
 
 # places that can't be written ---------------------------------------------------------------------------------------
 
 
+def test_tensors_and_a_header_come_back_and_what_stood_there_survives_a_failed_write(tmp_path):
+    file, shared = tmp_path / "x", torch.arange(6.0)
+    tensors = {"a": shared[:3], "b": shared[3:], "c": torch.ones(2, 2).t()}
+    store.write_whole(file, b"old")
+    with pytest.raises(TypeError, match="JSON"):
+        store.save_tensors(file, "thing", 2, tensors, {"bad": object()})
+    assert file.read_text() == "old"
+    store.save_tensors(file, "thing", 2, tensors, {"n": [1, None, "é"]})
+    assert list(tmp_path.iterdir()) == [file]
+    loaded, header = store.load_tensors(file, "thing", 2)
+    assert header == {"n": [1, None, "é"]}
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
+    with safe_open(file, framework="pt") as opened:  # as everybody reads it
+        assert torch.equal(opened.get_tensor("b"), tensors["b"])
+    with pytest.raises(store.StoreError, match="no other"):
+        store.load_tensors(file, "other", 2)
+
+
 def test_a_newer_version_is_refused(path):
-    save_tensors(path / CHECKPOINT, KIND, VERSION + 1, {}, {"anything": 1})
+    store.save_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION + 1, {}, {"anything": 1})
     before = snapshot(path)
-    for use in (read_store, lambda p: FolderRecorder(p, ROOM)):
+    for use in (store.read_store, lambda p: store.FolderRecorder(p, ROOM)):
         with pytest.raises(ValueError, match="newer pyro_symmetric"):
             use(path)
     assert snapshot(path) == before
@@ -196,9 +205,9 @@ def test_a_newer_version_is_refused(path):
 def test_files_and_folders_of_other_things_are_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(FileExistsError):
-        FolderRecorder(tmp_path / "thesis.tex", 1)
+        store.FolderRecorder(tmp_path / "thesis.tex", 1)
     with pytest.raises(FileExistsError, match=r"is no draw store but holds thesis\.tex"):
-        FolderRecorder(tmp_path, 1)
+        store.FolderRecorder(tmp_path, 1)
     for taken in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(FileExistsError, match="something else than a saved posterior"):
             Posterior({"w": torch.ones(1, 2)}, kind="chains").save(taken)
@@ -224,24 +233,24 @@ def test_one_process_at_a_time_writes_and_the_lock_goes_with_a_killed_one(path):
 
     def hold():
         global held
-        held = FolderRecorder(path, 1)
+        held = store.FolderRecorder(path, 1)
         os.write(theirs, b"locked")
 
     child = in_child(hold)
     try:
         assert os.read(ours, 10) == b"locked"
         with pytest.raises(BlockingIOError, match="written by another run"):
-            FolderRecorder(path, 1)
+            store.FolderRecorder(path, 1)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(ours)
         os.close(theirs)
-    recorder = FolderRecorder(path, 1)
+    recorder = store.FolderRecorder(path, 1)
     child = in_child(lambda: None)  # a worker that was forked meanwhile doesn't keep the lock
     try:
         recorder.__exit__()
-        FolderRecorder(path, 1).__exit__()
+        store.FolderRecorder(path, 1).__exit__()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -258,16 +267,16 @@ def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, ca
             return whole(arguments[0], arguments[1][:3], arguments[2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with FolderRecorder(path, 20) as recorder:
+    with store.FolderRecorder(path, 20) as recorder:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
             with pytest.raises(OSError, match=r"No space left on device. 5 draws of each chain are safe") as error:
                 fill_and_commit(recorder, 5, 20)
         assert error.value.errno == errno.ENOSPC
         assert recorder.failed
-    check(read_store(path), 5)
-    with FolderRecorder(path, 20) as recorder:
+    check(store.read_store(path), 5)
+    with store.FolderRecorder(path, 20) as recorder:
         assert recorder.last.state == b"two"
         fill(recorder, 5, 20)
         commit(recorder, 20)
-    check(read_store(path), 20)
+    check(store.read_store(path), 20)
