@@ -56,6 +56,7 @@ STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "
 CUTTING = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
 # A matrix with more entries isn't cut: units of slices are found entry by entry.
 CUT_LIMIT = 2**22
+STAND_IN = 101  # a prime number in place of sizes that depend on data
 CACHES = frozenset({"past_key_value", "past_key_values", "past_buckets_states", "cache_params", "mems"})
 
 
@@ -161,10 +162,10 @@ class Trace:
         tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         if not tensors:
             return _number(node, args, flow)
-        shapes = tuple(tuple(n if isinstance(n, int) else 1 for n in t.shape) for t in tensors)
+        shapes = tuple(tuple(map(_closed, t.shape)) for t in tensors)
         call = Call(node.target, bound(node.target, args, kwargs), shapes, self._read(node))
-        if any(map(_is_open, (node, *node.all_input_nodes))):
-            results = [flow.give_up(call.operands, shape, "a size depends on data") for shape in shapes]
+        if any(isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat) for n in node.all_input_nodes):
+            results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
         else:
             results = _results(call, flow)
             constants = _constants(call, args, kwargs, tensors)
@@ -199,11 +200,12 @@ def _module_of(node: Node) -> str:
     return f"{path} ({kind})" if path else kind
 
 
-def _is_open(node: Node) -> bool:
-    """True if data decide how large a node's value is, or which number."""
-    values = tree_leaves(node.meta.get("val"))
-    numbers = [n for value in values for n in (value.shape if isinstance(value, Tensor) else [value])]
-    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+def _closed(size: Any) -> int:
+    """A size, or a stand-in for one that depends on data, as that of what a mask selects: no axis of units has such."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, STAND_IN)))
 
 
 def _results(call: Call, flow: Flow) -> list[Value]:
@@ -237,7 +239,8 @@ def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) ->
     if real or not operands or any(value.constant is None for value in operands):
         return [None] * len(tensors)
     own = tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
-    return [_index_map(t) for t in tree_leaves(call.target(*own[0], **own[1]))]
+    found = map(_index_map, tree_leaves(call.target(*own[0], **own[1])))
+    return [c if c is None or c.shape == shape else None for c, shape in zip(found, call.shapes, strict=True)]
 
 
 def _number(node: Node, args: Any, flow: Flow) -> Any:

@@ -8,7 +8,7 @@ that are too large, the expected numbers those that are too small.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import factorial
+from math import factorial, log
 from typing import Any, NamedTuple
 
 import pytest
@@ -73,7 +73,6 @@ MASK = torch.tensor([True, True, False, False, False, False])
 CASES = {
     "identity": Case(lambda s, h: h.clone(), ALL, 6, 6),
     "relu": Case(lambda s, h: F.relu(h), ALL, 6, 0),
-    "leaky_relu": Case(lambda s, h: F.leaky_relu(h, 0.1), ALL, 6, 0),
     "abs": Case(lambda s, h: h.abs(), ALL, 6, 6),  # the sign ends here: rows and biases flip on their own
     "tanh": Case(lambda s, h: torch.tanh(h), ALL, 0, 6),
     "gelu": Case(lambda s, h: F.gelu(h), ALL, 0, 0),
@@ -81,17 +80,14 @@ CASES = {
     "clamp on both sides": Case(lambda s, h: h.clamp(-1.0, 1.0), ALL, 0, 6),
     "clamp elsewhere": Case(lambda s, h: h.clamp(-1.0, 2.0), ALL, 0, 0),
     "square": Case(lambda s, h: h**2, ALL, 6, 6),
-    "cube": Case(lambda s, h: h.pow(3), ALL, 6, 6),
     "root": Case(lambda s, h: h.abs().sqrt(), ALL, 6, 6),
     "exp": Case(lambda s, h: h.exp(), ALL, 0, 0),
     "add a number": Case(lambda s, h: F.relu(h + 1.0), ALL, 0, 0),
     "multiply by a number": Case(lambda s, h: F.relu(h * 2.0), ALL, 6, 0),
     "multiply by a parameter": Case(lambda s, h: torch.tanh(h) * s.w, ALL, 6, 12, parts={"w": parameter(6)}),
-    "divide by a parameter": Case(lambda s, h: torch.tanh(h) / s.w, ALL, 6, 12, parts={"w": parameter(6)}),
     "add a parameter": Case(lambda s, h: F.relu(h + s.w), ALL, 6, 0, parts={"w": parameter(6)}),
     "add one bias for all": Case(lambda s, h: F.relu(h + s.w), ALL, 0, 0, parts={"w": parameter(1)}),
     "maximum with a parameter": Case(lambda s, h: torch.maximum(h, s.w), ALL, 6, 0, parts={"w": parameter(6)}),
-    "divide by a norm": Case(lambda s, h: F.normalize(h, dim=-1), ALL, 0, 6),
     "prelu": Case(lambda s, h: s.p(h), ALL, 6, 0, parts={"p": nn.PReLU(6)}),
     "glu": Case(lambda s, h: F.glu(h), factorial(3), 3, 3, 3),
     "masked_fill": Case(lambda s, h: F.relu(h).masked_fill(MASK, 0.0), 1, 6, 0),
@@ -100,19 +96,14 @@ CASES = {
     "dropout": Case(lambda s, h: F.dropout(F.relu(h), 0.5, s.training), ALL, 6, 0),
     "softmax": Case(lambda s, h: h.softmax(-1), ALL, 0, 0),
     "cos": Case(lambda s, h: torch.cos(h), ALL, 0, 6),  # an even function: the sign ends here
-    "cosh": Case(lambda s, h: torch.cosh(h), ALL, 0, 6),
     "cos of a sum with a number": Case(lambda s, h: torch.cos(h + 1.0), ALL, 0, 0),
     "sign": Case(lambda s, h: torch.sign(h), ALL, 0, 0),
     "threshold at zero": Case(lambda s, h: F.threshold(h, 0.0, 0.0), ALL, 6, 0),
-    "threshold elsewhere": Case(lambda s, h: F.threshold(h, 1.0, 0.0), ALL, 0, 0),
-    "threshold with another value": Case(lambda s, h: F.threshold(h, 0.0, 1.0), ALL, 0, 0),
     "rrelu": Case(lambda s, h: F.rrelu(h), ALL, 6, 0),
     "where it is positive": Case(lambda s, h: torch.where(h > 0.0, h, 0.1 * h), ALL, 6, 0),
     "where it is zero": Case(lambda s, h: torch.where(h == 0.0, 0.0, h), ALL, 6, 6),
-    "where it is equal to a number": Case(lambda s, h: torch.where(h == 1.0, 0.0, h), ALL, 6, 6),
     "divide by the own norm": Case(lambda s, h: h / h.norm(dim=-1, keepdim=True), ALL, 0, 6),
     "subtract the own mean": Case(lambda s, h: F.relu(h - h.mean(-1, keepdim=True)), ALL, 0, 0),
-    "subtract the own mean and add a number": Case(lambda s, h: F.relu(h - h.mean(-1, keepdim=True) + 1), ALL, 0, 0),
     "times the own norm": Case(lambda s, h: F.relu(s.c(s.x)) * h.norm(dim=-1, keepdim=True), ALL * ALL, 6, 6,
         parts={"c": nn.Linear(3, 6)}),  # scales of c, signs of a
     "RMSNorm": Case(lambda s, h: s.n(h), ALL, 6, 12, parts={"n": nn.RMSNorm(6)}),
@@ -125,32 +116,26 @@ CASES = {
         {"n": parametrizations.spectral_norm(nn.Linear(6, 5))}),  # the whole weight
     "cumsum": Case(lambda s, h: F.relu(h).cumsum(-1), 1, 0, 0),
     "cumsum over the batch": Case(lambda s, h: F.relu(h).cumsum(0), ALL, 6, 0),
-    "cumprod": Case(lambda s, h: F.relu(h).cumprod(-1), 1, 0, 0),
     "sort": Case(lambda s, h: h.sort(-1).values, ALL, 0, 0),
     "fourier transform": Case(lambda s, h: torch.fft.fft(h).abs(), 1, 0, 0),
-    "fourier transform of the batch": Case(lambda s, h: torch.fft.fft(h, dim=0).abs(), ALL, 6, 6),
     "tril": Case(lambda s, h: torch.tril(F.relu(h)), 1, 6, 0),
-    "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 0, 0, 5, {"w": parameter(5, 6)}),
-    "numbers of entries that differ": Case(lambda s, h: torch.cdist(h, s.w, p=0.0), ALL * 120, 0, 0, 5,
-        {"w": parameter(5, 6)}),
     "flip": Case(lambda s, h: F.relu(h) + F.relu(h).flip(-1), 1, 3, 0),  # (pairs could turn round: they are pinned)
     "select": Case(lambda s, h: F.relu(h)[:, 2:3] * 2.0, 120, 1, 0, 1),
     "split": Case(lambda s, h: sum(p * (k + 1) for k, p in enumerate(F.relu(h).split(2, -1))), 2, 2, 0, 2),
-    "chunk": Case(lambda s, h: F.relu(h).chunk(2, -1)[1], 36, 3, 0, 3),
     "unbind": Case(lambda s, h: F.relu(h).unflatten(-1, (2, 3)).unbind(1)[0], 36, 3, 0, 3),
     "repeat": Case(lambda s, h: F.relu(h).repeat(1, 2), ALL * 2**6, 6, 0, 12),
-    "repeat_interleave": Case(lambda s, h: F.relu(h).repeat_interleave(2, -1), ALL * 2**6, 6, 0, 12),
     "stack": Case(lambda s, h: torch.stack([F.relu(h), torch.tanh(h)], -1).flatten(1), ALL, 0, 0, 12),
     "cat with a constant": Case(lambda s, h: torch.cat([F.relu(h), torch.ones(4, 2)], -1), 2 * ALL, 6, 0, 8),
-    "cat with data": Case(lambda s, h: torch.cat([F.relu(h), s.x], -1), ALL, 6, 0, 9),
     "units beside themselves and their squares": Case(
         lambda s, h: torch.cat([h, h, h * h + 1.0], -1), ALL, 0, 6, 18
     ),
-    "an index map": Case(lambda s, h: F.relu(h)[:, torch.tensor([4, 2, 0])], 36, 3, 0, 3),
+    "cat with data": Case(lambda s, h: torch.cat([F.relu(h), s.x], -1), ALL, 6, 0, 9),
     "an index map with copies": Case(lambda s, h: F.relu(h)[:, torch.tensor([1, 1, 5])], 24, 2, 0, 3),
+    "mean over units": Case(lambda s, h: F.relu(h).mean(-1, keepdim=True), ALL, 0, 0, 1),
+    "two heads by view": Case(lambda s, h: F.relu(h).view(4, 2, 3).sum(1), 6 * 8, 3, 0, 3),
+    "an index map": Case(lambda s, h: F.relu(h)[:, torch.tensor([4, 2, 0])], 36, 3, 0, 3),
     "places of the two largest units": Case(lambda s, h: h.topk(2, -1).indices.to(h.dtype), 1, 0, 0, 2),
     "the two largest units": Case(lambda s, h: h.topk(2, -1).values, ALL, 0, 0, 2),
-    "place of the largest number": Case(lambda s, h: h.view(2, 2, 6).argmax(1).to(h.dtype), ALL, 0, 0),
     "einsum with an ellipsis": Case(
         lambda s, h: torch.einsum("...i,ij->...j", F.relu(h), s.w), ALL * 120, 11, 5, 5, {"w": parameter(6, 5)}
     ),
@@ -161,10 +146,8 @@ CASES = {
     "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
     "places written by a parameter": Case(overwritten, 48, 4, 0, parts={"w": parameter(2)}),
     "tied units of two groups": Case(halves_with_own_softmax, ALL, 0, 0, parts={"c": nn.Linear(3, 6)}),
-    "mean over units": Case(lambda s, h: F.relu(h).mean(-1, keepdim=True), ALL, 0, 0, 1),
     "largest unit": Case(lambda s, h: h.amax(-1, keepdim=True), ALL, 0, 0, 1),
     "place of the largest unit": Case(lambda s, h: h.max(-1, keepdim=True).indices.to(h.dtype), 1, 0, 0, 1),
-    "variance over units": Case(lambda s, h: h.var(-1, keepdim=True), ALL, 0, 0, 1),
     "addmm": Case(
         lambda s, h: torch.addmm(s.c, F.relu(h), s.w), ALL * 120, 11, 5, 5, {"c": parameter(5), "w": parameter(6, 5)}
     ),
@@ -172,7 +155,6 @@ CASES = {
         lambda s, h: (F.relu(h)[:, :, None] * s.w).flatten(1), ALL * 6, 9, 3, 18, {"w": parameter(3)}
     ),
     "merged axes": Case(lambda s, h: F.relu(h).view(2, 12).view(4, 6), ALL, 6, 0),
-    "movedim": Case(lambda s, h: F.relu(h)[:, None].movedim(2, 1).flatten(1), ALL, 6, 0),
     "scatter_add": Case(
         lambda s, h: torch.zeros(4, 6).scatter_add(0, s.places[:, None].expand(4, 6), F.relu(h)), ALL, 6, 0
     ),
@@ -183,48 +165,29 @@ CASES = {
     "scatter_add to places of their own": Case(
         lambda s, h: torch.zeros(4, 6).scatter_add(0, (s.places[:, None] + torch.arange(6)) % 4, F.relu(h)), 1, 6, 0
     ),
-    "scatter_add of a sum": Case(
-        lambda s, h: torch.ones(4, 6).scatter_add(0, s.places[:, None].expand(4, 6), F.relu(h)), ALL, 0, 0
-    ),
-    "scatter_add along units": Case(
-        lambda s, h: torch.zeros(4, 3).scatter_add(1, torch.tensor([[0, 1, 2, 2, 1, 0]] * 4), F.relu(h)), 1, 0, 0, 3
-    ),
     "scatter_reduce": Case(
         lambda s, h: torch.zeros(4, 6).scatter_reduce(0, s.places[:, None].expand(4, 6), F.tanh(h), "mean"), ALL, 0, 6
     ),
-    "largest by scatter_reduce": Case(
-        lambda s, h: torch.zeros(4, 6).scatter_reduce(0, s.places[:, None].expand(4, 6), h, "amax"), ALL, 6, 0
-    ),
-    "product by scatter_reduce": Case(
-        lambda s, h: torch.ones(4, 6).scatter_reduce(0, s.places[:, None].expand(4, 6), h, "prod"), ALL, 0, 0
-    ),
     "index_add": Case(lambda s, h: torch.zeros(4, 6).index_add(0, s.places, F.relu(h)), ALL, 6, 0),
-    "index_reduce": Case(lambda s, h: torch.zeros(4, 6).index_reduce(0, s.places, F.tanh(h), "amax"), ALL, 0, 0),
-    "index_copy": Case(lambda s, h: torch.zeros(4, 6).index_copy(0, torch.arange(4), F.relu(h)), ALL, 6, 0),
     "index_put": Case(lambda s, h: torch.zeros(4, 6).index_put((s.places,), F.relu(h), True), ALL, 6, 0),
     "index_put behind the units": Case(lambda s, h: _written_behind(F.relu(h)).sum(-1), ALL, 6, 0),
     "fold": Case(
         lambda s, h: F.fold(F.relu(h)[:, :, None].expand(4, 6, 4).reshape(4, 24, 1), (2, 2), 2).sum((2, 3)), ALL, 6, 0
     ),
-    "index_put of one number": Case(lambda s, h: h.index_put((s.places,), torch.ones(())), ALL, 0, 0),
     "EmbeddingBag": Case(
         lambda s, h: F.relu(h) * s.e(torch.tensor([[1, 2], [3, 4], [1, 1], [0, 2]])), ALL, 12, 6,
         parts={"e": nn.EmbeddingBag(7, 6)},
     ),
-    "largest of an EmbeddingBag": Case(
-        lambda s, h: F.relu(h) * s.e(torch.tensor([[1, 2], [3, 4], [1, 1], [0, 2]])), ALL, 12, 0,
-        parts={"e": nn.EmbeddingBag(7, 6, mode="max")},
-    ),
+    "rows by a mask": Case(lambda s, h: F.relu(h)[s.x[:, 0] < 9.0].sum(0, keepdim=True), ALL, 6, 0),
+    "entries by a mask of units": Case(lambda s, h: F.relu(h)[h > 0.5].sum().expand(1, 1), 1, 0, 0, 1),
+    "rows by nonzero": Case(lambda s, h: F.relu(h)[s.x[:, 0].nonzero()[:, 0]].sum(0, keepdim=True), ALL, 6, 0),
+    "rows by unique": Case(lambda s, h: F.relu(h)[torch.unique(s.places)].sum(0, keepdim=True), ALL, 6, 0),
     "LSTM cell": Case(lambda s, h: s.n(h, s.n(h))[0], ALL * 120, 6, 11, 5, {"n": nn.LSTMCell(6, 5)}),
     "GRU cell": Case(lambda s, h: s.n(h, s.n(h)), ALL * 120, 6, 11, 5, {"n": nn.GRUCell(6, 5)}),
-    "RNN cell": Case(lambda s, h: s.n(h, s.n(h)), ALL * 120, 6, 11, 5, {"n": nn.RNNCell(6, 5)}),
     "RNN cell with relu": Case(
         lambda s, h: s.n(h, s.n(h)), ALL * 120, 11, 6, 5, {"n": nn.RNNCell(6, 5, nonlinearity="relu")}
     ),
     "LSTM": Case(lambda s, h: s.n(h[:, None])[0][:, 0], ALL * 120, 6, 11, 5, {"n": nn.LSTM(6, 5)}),
-    "LSTM of two layers": Case(
-        lambda s, h: s.n(h[:, None])[0][:, 0], ALL * 120 * 120, 6, 16, 5, {"n": nn.LSTM(6, 5, 2)}
-    ),
     "LSTM in both directions": Case(
         lambda s, h: s.n(h[:, None])[0][:, 0], ALL * 120 * 120, 6, 16, 10, {"n": nn.LSTM(6, 5, bidirectional=True)}
     ),
@@ -232,7 +195,6 @@ CASES = {
         lambda s, h: s.n(h[:, None])[0][:, 0], ALL * 120 * 2, 8, 13, 2, {"n": nn.LSTM(6, 5, proj_size=2)}
     ),
     "GRU": Case(lambda s, h: s.n(h[:, None])[0][:, 0], ALL * 120, 6, 11, 5, {"n": nn.GRU(6, 5)}),
-    "two heads by view": Case(lambda s, h: F.relu(h).view(4, 2, 3).sum(1), 6 * 8, 3, 0, 3),
 }  # fmt: skip
 
 
@@ -306,3 +268,22 @@ def test_an_operator_on_images_lets_through_what_it_should(name: str) -> None:
     result = verify(symmetry, net, x, trials=2)
     assert result, result
     assert counts(symmetry) == (case.order, case.scales, case.signs)
+
+
+class Last(nn.Module):
+    """A layer's outputs by the state of a cell."""
+
+    def __init__(self, kind: type):
+        super().__init__()
+        self.cell, self.out = kind(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x)
+        return self.out(state[0] if isinstance(state, tuple) else state)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_units_of_cells_are_found_on_any_device(kind: type, device: torch.device) -> None:
+    symmetry = find_symmetry(Last(kind).to(device), torch.randn(5, 3, device=device))
+    # Of the units, and of the columns that a first state of zeros meets.
+    assert symmetry.permutations.log_order() == pytest.approx(2 * log(factorial(4)))

@@ -236,13 +236,6 @@ def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
     return flow.reshape(wide, [*lead, heads, length, width])
 
 
-@register_rule("_cdist_forward", "cdist")
-def distances(flow: Flow, call: Call) -> Value:
-    """Norms of all differences between rows of two matrices."""
-    one, other = call["x1"], call["x2"]
-    return flow.reduce(flow.elementwise([flow.unsqueeze(one, one.dim - 1), flow.unsqueeze(other, other.dim - 2)]), [-1])
-
-
 # images, whose units lie along batch and channels only ----------------------------------------------------------------
 
 
