@@ -414,8 +414,10 @@ def _quiet() -> Iterator[None]:
 # runs in one precision, without noise -------------------------------------------------------------------------------
 
 aten = torch.ops.aten
-# Draws, and the means that take their place, by their arguments.
-MEANS: dict[Any, Callable[[Mapping[str, Any]], float]] = {
+Mean = Callable[[Mapping[str, Any]], float]
+# Masks and noise, and the means that take their place, by their arguments.
+MASKS: dict[Any, Mean] = dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), lambda given: given["p"])
+MEANS: dict[Any, Mean] = {
     **dict.fromkeys((aten.randn, aten.randn_like), lambda given: 0.0),
     **dict.fromkeys((aten.rand, aten.rand_like), lambda given: 0.5),
     aten.normal_: lambda given: given["mean"],
@@ -440,11 +442,13 @@ class Deterministic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet, schema = getattr(func, "overloadpacket", func), getattr(func, "_schema", None)
-        masked = _masked(func, packet, args, kwargs)
-        if masked is not None:
-            return masked
-        if not self.noise and packet in MEANS:
-            return func(*args, **kwargs).fill_(MEANS[packet](bound(func, args, kwargs)))
+        mean = MASKS.get(func) or (None if self.noise else MEANS.get(packet))
+        if mean is not None:
+            return func(*args, **kwargs).fill_(mean(bound(func, args, kwargs)))
+        if packet is aten.native_dropout:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if packet is aten.rrelu_with_noise and len(args) > 4:  # without train mode
+            args = (*args[:4], False, *args[5:])
         writes = schema is not None and schema.is_mutable and bool(args)
         if not writes or self._in_precision(args[0]) is args[0]:  # else it would write into a copy
             args, kwargs = tree_map(self._in_precision, (tuple(args), kwargs))
@@ -456,17 +460,3 @@ class Deterministic(TorchDispatchMode):
         if isinstance(value, torch.dtype):
             return in_precision(value, self.dtype)
         return value.to(in_precision(value.dtype, self.dtype)) if isinstance(value, Tensor) else value
-
-
-def _masked(func: Any, packet: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of an operator that drops entries with one probability; None for all other operators."""
-    if packet is aten.bernoulli_:
-        given = bound(func, args, kwargs)
-        return None if isinstance(given["p"], Tensor) else args[0].fill_(given["p"])
-    if func is aten.bernoulli.p:
-        return torch.full_like(args[0], bound(func, args, kwargs)["p"])
-    if packet is aten.native_dropout:
-        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-    if packet is aten.rrelu_with_noise and len(args) > 4 and args[4]:  # train mode
-        return func(*args[:4], False, *args[5:], **kwargs)
-    return None

@@ -52,15 +52,10 @@ def arange(flow: Flow, call: Call) -> Value:
     return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if whole else None)
 
 
-@register_rule("empty_like", "new_empty", "new_empty_strided")
-def anything(flow: Flow, call: Call) -> Value:
-    return opaque(call.shape)
-
-
-# Random numbers that have the shape of an operand alone, and those whose law depends on operands. PyTorch's tag of what
-# draws has more (attention, recurrent layers): functions of their operands, which are taken apart.
-OF_SHAPE = """rand randn randint randperm rand_like randn_like randint_like uniform exponential cauchy log_normal
-    geometric normal_functional""".split()  # noqa: SIM905
+# Numbers of any kind that have the shape of an operand alone, and random ones whose law depends on operands. PyTorch's
+# tag of what draws has more (attention, recurrent layers): functions of their operands, which are taken apart.
+OF_SHAPE = """empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like randint_like
+    uniform exponential cauchy log_normal geometric normal_functional""".split()  # noqa: SIM905
 OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
 
 
@@ -551,15 +546,6 @@ def _width(entry: Value | None) -> int:
 def _indexed(indices: dict[int, Value]) -> list[int]:
     """The axes that indices stand for."""
     return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
-
-
-@register_rule("gather")
-def gather(flow: Flow, call: Call) -> Value:
-    """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
-    value, chosen = flow.off(call.value, [call.axis]), call["index"]
-    for other in set(range(value.dim)) - {call.axis}:
-        value = flow.take(value, other, np.arange(chosen.shape[other]))
-    return flow.elementwise([value, chosen])
 
 
 @register_rule("scatter", "scatter_add", "scatter_reduce")
