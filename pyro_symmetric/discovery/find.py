@@ -166,7 +166,11 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
 
     :param units: cell -> its units; cells that ride along with others have none.
     """
-    first, chains, axes = _first_refinements(flow, cells), _Chains(flow), list[AxisExplanation]()
+    chains, axes = _Chains(flow), list[AxisExplanation]()
+    first = np.full(len(cells.colour), -1)  # of each class: the refinement that first gave it a colour of its own
+    for number, (atoms, colours, _) in reversed([*enumerate(flow.refinements)]):
+        if len(atoms) == 1 or (colours != colours[:1]).any():
+            first[cells.unit[atoms]] = number
     for leaf in flow.leaves.values():
         for dim, part in enumerate(leaf.value.parts):
             atoms = np.unique(part.atoms)
@@ -175,34 +179,18 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             movers = {up for cell in np.unique(own[moves]).tolist() for up in (cell, *cells.cells[cell].parents)}
             lying = [one for mover, one in units.items() if mover in movers]
             numbers, counts = np.unique(first[cells.unit[atoms[~moves]]], return_counts=True)
-            numbers, chain = numbers[counts.argsort()[::-1]].tolist(), tuple[str, ...]()
+            reason, end = "", atoms
+            if len(numbers):
+                reason = "each of its units plays a role of its own"
+                if (number := numbers[counts.argmax()]) >= 0:
+                    end, why = flow.refinements[number].one, flow.origins[flow.refinements[number].number]
+                    reason = f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
             if lying:
                 home = lying[0].axes[0]
-                chain = chains.between(atoms, flow.leaves[home.site].value.parts[home.dim].atoms)
-            elif numbers and numbers[0] >= 0:
-                chain = chains.between(atoms, flow.refinements[numbers[0]].one)
-            reason = _reason(flow, numbers[0]) if numbers else ""
-            names = tuple(one.name for one in lying)
+                end = flow.leaves[home.site].value.parts[home.dim].atoms
+            names, chain = tuple(one.name for one in lying), chains.between(atoms, end)
             axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reason, chain))
     return Explanation(axes)
-
-
-def _first_refinements(flow: Flow, cells: Cells) -> Array:
-    """For each class: the first refinement that gave it a colour of its own (-1: none)."""
-    first = np.full(len(cells.colour), -1, dtype=np.int64)
-    for number in range(len(flow.refinements) - 1, -1, -1):
-        atoms, colours, _ = flow.refinements[number]
-        if len(atoms) == 1 or (colours != colours[:1]).any():
-            first[cells.unit[atoms]] = number
-    return first
-
-
-def _reason(flow: Flow, number: int) -> str:
-    """Why units stay, by the refinement that gave them a colour of their own (-1: none)."""
-    if number < 0:
-        return "each of its units plays a role of its own"
-    why = flow.origins[flow.refinements[number].number]
-    return f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
 
 
 class _Chains:

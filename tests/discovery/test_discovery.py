@@ -357,13 +357,6 @@ def test_a_mask_that_differs_between_heads_pins_them_but_not_what_is_inside() ->
     assert symmetry.permutations.order() == 24**4
 
 
-def test_gates_multiply() -> None:
-    net = Net(lambda s, x: s.c(F.silu(s.a(x)) * s.b(x)), a=nn.Linear(3, 6), b=nn.Linear(3, 6), c=nn.Linear(6, 2))
-    symmetry = checked(net, columns())
-    assert sizes(symmetry) == {"a": 6}
-    assert {axis.site for axis in symmetry.scalings["a"].axes if axis.exponent} == {"b.weight", "b.bias", "c.weight"}
-
-
 def test_units_of_one_are_rescaled_though_not_permuted() -> None:
     symmetry = checked(nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 2)), columns())
     assert sizes(symmetry) == {}
@@ -428,21 +421,6 @@ def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {"a": 6}
     assert "no forward pass uses it" in symmetry.explain("unused.weight")[0].reason
-
-
-def test_constant_buffers_are_no_weights_and_pin_what_they_are_added_to() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 6), nn.Linear(6, 2)
-            self.register_buffer("table", torch.randn(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(F.relu(self.a(x) + self.table))
-
-    symmetry = checked(Positions(), columns())
-    assert sizes(symmetry) == {}
-    assert "pinned by add in Positions" in str(symmetry.explanation)
 
 
 def test_unknown_operators_pin_and_are_named() -> None:
@@ -526,10 +504,3 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
     symmetry = find_symmetry(Weighed(), torch.randn(4, 3))
     assert not symmetry.group.names("flip")
     assert symmetry.log_order() == pytest.approx(math.log(24) + math.log(2))
-
-
-def test_resnet18_has_its_streams_and_blocks() -> None:
-    from pyro_symmetric.networks import import_torchvision
-
-    net = import_torchvision().models.resnet18(weights=None, num_classes=3)
-    assert len(sizes(checked(net, torch.randn(2, 3, 32, 32)))) == 12
