@@ -27,7 +27,7 @@ from torch import Tensor
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.features import Cost, Moments, Place, family_of, inside_of, is_simple, places_of
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import rows
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
 # 0.1 to 1; in tiny layers, six units (that is, all) reached the enumerated optimum more often than two to four.

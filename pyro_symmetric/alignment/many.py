@@ -241,8 +241,11 @@ class _Rounds:
             alone[site] = every[:, one : one + 1]
             if not self._cost.squared:
                 scale = self._cost.centre(self._source[site].mean(1, keepdim=True))[1]
-                if dims := sorted(self._group.permutations.dims(site)):
-                    scale = scale.square().mean([1 + dim for dim in dims], keepdim=True).sqrt()
+                axes = [
+                    axis for one in self._group.permutations.units.values() for axis in one.axes if axis.site == site
+                ]
+                if dims := {dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}:
+                    scale = scale.square().mean([1 + dim for dim in sorted(dims)], keepdim=True).sqrt()
                 alone[site] = torch.stack([alone[site][0], scale.expand_as(alone[site][0])])
         found = self.still
         for rows in self._chunks:

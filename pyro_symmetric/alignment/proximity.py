@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pyro_symmetric.groups import Element, group_of
-from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import rows
 from pyro_symmetric.weights import Weights
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import rows
-from pyro_symmetric.groups.units import Axis, Move
+from pyro_symmetric.groups.units import Axis, Move, rows
 
 Axes = tuple[Axis, ...]
 

@@ -18,8 +18,7 @@ from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import along_axis, laid_out
-from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.groups.units import Axis, along_axis, laid_out
 from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import Weights
 

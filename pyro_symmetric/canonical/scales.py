@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.places import laid_out
+from pyro_symmetric.groups.units import laid_out
 
 STEPS, CG_STEPS = 500, 400
 # From which imbalance on Newton's method takes over, and at which it ends.

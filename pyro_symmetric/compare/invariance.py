@@ -35,8 +35,7 @@ from pyro_symmetric.compare.draws import thinned
 from pyro_symmetric.compare.results import Parts, SignificanceTest
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.places import rows
-from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
 
 MOST_TESTS = 50_000  # of Kolmogorov and Smirnov, for one set of units; of more a fixed pseudo-random part is made

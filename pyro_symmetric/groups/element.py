@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
-from pyro_symmetric.groups.places import along_axis, laid_out, permute_axes
-from pyro_symmetric.groups.units import MOVES, Move
+from pyro_symmetric.groups.units import MOVES, Move, along_axis, laid_out, permute_axes
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:

@@ -11,29 +11,32 @@ Source: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations); Lau
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
-from pyro_symmetric.groups.checks import check_axes, check_group
 from pyro_symmetric.groups.element import Element, checked
-from pyro_symmetric.groups.places import PlacedUnits
-from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, pruned, table
-from pyro_symmetric.weights import shapes_of
+from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, outer_first, pruned, table
+from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites, shapes_of
 
 ENUMERATION_LIMIT = 1_000_000
-Runs = Mapping[str, tuple[int, int]]
+Members = list[tuple[str, Axis]]
+Runs = Mapping[str, tuple[int, int]]  # site -> first and last (excluded) of the axes that are flattened at least
 
 
-class Group(PlacedUnits):
-    """Units with the moves that count, and where they lie.
+class Group:
+    """Units with the moves that count, and the axes of sites along which they lie.
+
+    If an axis spans several axes of its site, these are flattened for all that lies there: :meth:`view` reshapes so,
+    and :meth:`members` and :meth:`axes` count axes in this view.
 
     >>> weights = {"locs": torch.zeros(3, 2), "weights": torch.ones(3)}
     >>> group = ps.Group.declare({"locs": ("component", None), "weights": ("component",)}, weights)
@@ -45,6 +48,10 @@ class Group(PlacedUnits):
     :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
     :ivar factors: name of the units that move -> their number, in one copy if they lie inside others.
     :ivar moves: all moves that some units admit.
+    :ivar view_shapes: shapes of the sites in the view.
+    :ivar slots: name of the units -> their numbers, all units numbered through; ``size``: how many there are.
+    :ivar depth: how many units lie inside one another at most, without the outermost; ``roots``: those in no others.
+    :ivar sites: the sites that units lie along; of these ``buffers`` are running statistics, ``required_sites`` not.
     :raises ValueError: if two sets share a name, an axis doesn't fit its site, units don't lie inside their parent's,
         or permutations don't carry multipliers along, so that both together are no group.
     """
@@ -52,23 +59,38 @@ class Group(PlacedUnits):
     def __init__(self, units: Iterable[Units], site_shapes: Mapping[str, torch.Size], of_network: bool = False):
         shapes = shapes_of(site_shapes, "site_shapes")
         listed = arguments.listed("units", units, Units, "Units, each with its axes")
-        check_axes(listed, shapes)
-        self._begin(listed, shapes, of_network, {})
-        check_group(self)
+        _check_axes(listed, shapes)
+        self._place(listed, shapes, of_network, {})
+        _check_group(self)
 
-    def _begin(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
-        super().__init__(units, shapes, of_network, runs)
+    def _place(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
+        self.site_shapes, self.of_network, self.units = dict(shapes), of_network, outer_first(units)
+        self._runs = dict(runs)
+        for axis in (axis for one in units for axis in one.axes if axis.span > 1):
+            first, last = self._runs.get(axis.site, (axis.dim, 0))
+            self._runs[axis.site] = min(first, axis.dim), max(last, axis.dim + axis.span)
+        self.view_shapes = dict(self.site_shapes)
+        for site, (first, last) in self._runs.items():
+            shape = self.site_shapes[site]
+            self.view_shapes[site] = torch.Size([*shape[:first], math.prod(shape[first:last]), *shape[last:]])
+        self._axes = {name: tuple(map(self._viewed, one.axes)) for name, one in self.units.items()}
+        self._members: dict[str, dict[int, Members]] = {}
+        for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
+            for axis in self._axes[name]:
+                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((name, axis))
+        ends = [0, *itertools.accumulate(one.count for one in self.units.values())]
+        self.slots = {name: slice(*pair) for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)}
+        self.size, self.depth = ends[-1], max((len(self.ancestors(name)) for name in self.units), default=0)
+        self.roots = tuple(name for name, one in self.units.items() if one.parent is None)
+        self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
         self.factors = {name: one.size for name, one in self.units.items() if one.moves}
         self.moves = frozenset(move for move in MOVES if self.names(move))
-        self._hash = self._hashed()
+        self.sites = tuple(site for site in self.site_shapes if site in self._members)
+        self.buffers = tuple(site for site in self.sites if all(axis.buffer for axis in self._along(site)))
+        self.required_sites = tuple(site for site in self.sites if site not in self.buffers)
+        self._kept: dict[frozenset[Move], Group] = {}
+        self._hash = hash(tuple(self.factors.values()))  # of numbers: names have other hashes in other processes
         return self
-
-    def _hashed(self) -> int:
-        return hash((tuple(self.factors.items()), tuple(sorted(self._members))))
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._hash = self._hashed()  # strings have other hashes in other processes
 
     @classmethod
     def declare(
@@ -135,6 +157,102 @@ class Group(PlacedUnits):
         permutations = sum(self[name].copies * math.lgamma(self[name].size + 1) for name in self.names("permute"))
         return permutations + math.log(2.0) * sum(self[name].count for name in self.names("flip"))
 
+    # its units, and where they lie ------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Units:
+        if name not in self.units:
+            raise ValueError(f"the group has no units {name!r}; it has {list(self.units)}")
+        return self.units[name]
+
+    def names(self, move: Move) -> tuple[str, ...]:
+        """The units that admit a move."""
+        return self._by_move[move]
+
+    def ancestors(self, name: str) -> tuple[str, ...]:
+        """The units that these lie inside of, the nearest first; none for most."""
+        parent = self[name].parent
+        return () if parent is None else (parent, *self.ancestors(parent))
+
+    def family(self, name: str) -> tuple[str, ...]:
+        """These units and all that lies inside them, outer ones first."""
+        inside = (other for other, one in self.units.items() if one.parent == name)
+        return (name, *(inner for child in inside for inner in self.family(child)))
+
+    def axes(self, name: str) -> tuple[Axis, ...]:
+        """The axes of some units in the view, in the order of ``group[name].axes``."""
+        return self._axes[name]
+
+    def members(self, site: str) -> dict[int, Members]:
+        """For each axis of a viewed site that units lie along: (name, axis) pairs, inner units before outer ones."""
+        return self._members.get(site, {})
+
+    @property
+    def weight_sites(self) -> tuple[str, ...]:
+        """The sites that are weights: all but buffers, biases by name, and further sites of one axis.
+
+        Such a site is a weight if units multiply it with a negative exponent, or if its name ends in ``weight``.
+        """
+        leaving = {axis.site for axes in self._axes.values() for axis in axes if axis.exponent < 0}
+        found = (site for site in self.site_shapes if not is_bias(site) and site not in self.buffers)
+        return tuple(s for s in found if len(self.site_shapes[s]) > 1 or s in leaving or s.endswith("weight"))
+
+    def epsilon(self, site: str) -> float:
+        """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
+        return next((a.epsilon for a in self._along(site) if a.exponent and a.epsilon is not None), 0.0)
+
+    def view(self, site: str, value: Tensor) -> Tensor:
+        """A site, ``batch_shape + site_shape``, with the axes flattened that some axis spans."""
+        if site not in self._runs:
+            return value
+        start, end = (dim - len(self.site_shapes[site]) for dim in self._runs[site])
+        return value.flatten(start, end - 1)
+
+    def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
+        """All sites as :meth:`view` shows them."""
+        return {site: self.view(site, value) for site, value in weights.items()}
+
+    def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
+        """:raises ValueError: if there are parameters that a network's group doesn't know: another network's."""
+        if self.of_network:
+            require_same_network(sites, self.site_shapes, name)
+
+    def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
+        """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
+        require_sites(weights, self.required_sites)
+        return batch_shape(weights, self.site_shapes)
+
+    @functools.cached_property
+    @torch.inference_mode(False)  # what is kept outlives the mode that it is made in
+    def nesting(self) -> Tensor:
+        """Three numbers of each unit: of the first in its copy, of the unit which it lies in, and its copy's size.
+
+        ``(3, size)``; units that lie in no others have themselves, and size 0.
+        """
+        found = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
+        for name, one in self.units.items():
+            own = torch.arange(self.slots[name].start, self.slots[name].stop, device="cpu")
+            copies = (own - self.slots[name].start) // one.size
+            parent = own if one.parent is None else self.slots[one.parent].start + copies
+            size = torch.full_like(own, 0 if one.parent is None else one.size)
+            found.append(torch.stack([self.slots[name].start + copies * one.size, parent, size]))
+        return torch.cat(found, 1)
+
+    def _along(self, site: str) -> list[Axis]:
+        return [axis for members in self.members(site).values() for _, axis in members]
+
+    def _viewed(self, axis: Axis) -> Axis:
+        """An axis of a site as one of the view: its units occupy all positions along the rest of the run."""
+        if axis.site not in self._runs:
+            return axis
+        start, end = self._runs[axis.site]
+        if not start <= axis.dim < end:
+            return axis if axis.dim < start else replace(axis, dim=axis.dim - (end - start - 1))
+        shape, first = self.site_shapes[axis.site][start:end], axis.dim - start
+        places = torch.arange(shape.numel(), device=axis.index.device)
+        along = places.reshape(*shape[:first], -1, *shape[first + axis.span :]).movedim(first, 0)
+        index = along.reshape(len(along), -1)[axis.index].movedim(-1, 1).flatten(0, 1).contiguous()
+        return replace(axis, dim=start, index=index, span=1)
+
     # parts of it ----------------------------------------------------------------------------------------------------
 
     def restricted(self, *moves: str) -> Group:
@@ -198,7 +316,7 @@ class Group(PlacedUnits):
 
     def _checked(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs) -> Group:
         """A group of units that need no more checks, in the same view."""
-        return Group.__new__(Group)._begin(units, shapes, self.of_network, runs)
+        return Group.__new__(Group)._place(units, shapes, self.of_network, runs)
 
     # its elements ---------------------------------------------------------------------------------------------------
 
@@ -323,6 +441,116 @@ class Group(PlacedUnits):
 
     def __repr__(self) -> str:
         return "\n".join([f"Group of log-order {self.log_order():.1f}", *table(self.units)])
+
+
+# what is a group ------------------------------------------------------------------------------------------------------
+
+
+class _Lying(NamedTuple):
+    """Units along one axis: the positions of each, ``(blocks, count)``, and the unit and the block at each position."""
+
+    units: Units
+    power: int
+    index: Tensor
+    unit: Tensor
+    block: Tensor
+
+
+def _check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -> None:
+    """Each axis lies within its site, and no two units of a set share a position."""
+    for name, axis in ((one.name, axis) for one in units for axis in one.axes):
+        shape, index = site_shapes.get(axis.site), axis.index
+        if shape is None or axis.dim + axis.span > len(shape):
+            raise ValueError(f"the units {name!r} lie along {axis}, but the known sites are {dict(site_shapes)}")
+        outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
+        if outside or index.unique().numel() != index.numel():
+            raise ValueError(f"the index of {name!r} names a position of {axis} twice, or one outside: {index}")
+
+
+def _check_group(group: Group) -> None:
+    """The moves of all units together are a group, whose elements have one reduced form each."""
+    for site in group.sites:
+        members = [pair for own in group.members(site).values() for pair in own]
+        if len(found := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
+            raise ValueError(f"units multiply {site!r} with different epsilons, {found}; a site has one")
+        for name, own in members:
+            if "shift" in group[name].moves and any(axis.exponent and axis.dim != own.dim for _, axis in members):
+                raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
+        for dim, pairs in group.members(site).items():
+            if tangled := _tangled(group, _lying_along(group, pairs, group.view_shapes[site][dim])):
+                raise ValueError(
+                    f"the moves of the units {tangled} along axis {dim} of {site!r} make up no group: units that "
+                    "permute the same positions must lie inside one another, or be rows and columns of a table; units "
+                    "that are multiplied must be those that are permuted, lie inside them, or be left alone by every "
+                    "permutation; a shift needs units of its own"
+                )
+
+
+def _lying_along(group: Group, members: Members, length: int) -> list[_Lying]:
+    """All that does something along an axis; what does the same in other blocks is taken together."""
+    found: list[_Lying] = []
+    for name, axis in members:
+        one, index = group[name], axis.index.cpu()
+        if axis.touched(one.moves):
+            power = axis.exponent if "scale" in one.moves else axis.exponent % 2 if "flip" in one.moves else 0
+            for k, own in enumerate(found):
+                if own.units is one and own.power == power and not bool((own.unit[index] >= 0).any()):
+                    index = torch.cat([found.pop(k).index, index])
+                    break
+            unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
+            unit[index] = torch.arange(one.count, device="cpu").expand_as(index)
+            block[index] = torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
+            found.append(_Lying(one, power, index, unit, block))
+    return found
+
+
+def _tangled(group: Group, lying: Sequence[_Lying]) -> list[str]:
+    """The names of units along one axis whose moves make up no group, if there are."""
+    outer, everywhere = [group.ancestors(own.units.name) for own in lying], dict[str, Tensor]()
+    for own in lying:
+        everywhere[own.units.name] = everywhere.get(own.units.name, False) | (own.unit >= 0)
+    for own, around in zip(lying, outer, strict=True):
+        for name in (name for name in around if "permute" in group[name].moves and group[name].size > 1):
+            if name not in everywhere or not bool(everywhere[name][own.index].all()):
+                return [name, own.units.name]
+    occupied = torch.stack([own.unit >= 0 for own in lying]).double() if lying else torch.zeros(0, 1)
+    for j, k in (occupied @ occupied.mT).nonzero().tolist():
+        one, other = lying[j], lying[k]
+        if not _fits(one, other, one.units.name in outer[k], other.units.name in outer[j]):
+            return sorted({one.units.name, other.units.name})
+    return []
+
+
+def _fits(one: _Lying, other: _Lying, inside: bool, around: bool) -> bool:
+    """True if permutations of some units take others along as wholes, or leave them alone.
+
+    :param inside: whether the others lie inside these; ``around``: these inside the others.
+    """
+    units, shifted = one.units, "shift" in other.units.moves
+    permuted = "permute" in other.units.moves and other.units.size > 1
+    if shifted and one.power:
+        return False
+    if "permute" not in units.moves or units.size == 1 or not (permuted or other.power or shifted):
+        return True
+    if one is other and not shifted:
+        return True
+    places = one.index.unflatten(-1, (units.copies, units.size))
+    unit, block = other.unit[places], other.block[places]
+    if inside and not shifted:
+        ratio = other.units.count // units.count
+        first = ratio * torch.arange(units.count, device="cpu").view(units.copies, units.size)
+        return _alike(torch.where(unit < 0, -1, unit - first)) and (not permuted or _alike(block))
+    if around or not permuted:
+        return _alike(unit)
+    # A table: its rows are taken to rows, each with all that lies in it.
+    cells = (block * other.units.copies + unit // other.units.size).flatten(0, 1)
+    number = len(cells.unique(dim=0))
+    return _alike(unit) and all(len(column.unique()) == number for column in cells.T)
+
+
+def _alike(value: Tensor) -> bool:
+    """True if all along the last axis are equal."""
+    return bool((value == value[..., :1]).all())
 
 
 def group_of(symmetry: Any, name: str = "group") -> Group:

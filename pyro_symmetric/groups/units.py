@@ -1,4 +1,4 @@
-"""Units: named sets of interchangeable things, and the axes of sites along which they lie."""
+"""Units: named sets of interchangeable things, the axes of sites along which they lie, and what lies there."""
 
 from __future__ import annotations
 
@@ -190,3 +190,53 @@ def table(units: Mapping[str, Units]) -> list[str]:
     add(None, "")
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+
+
+# entries along axes ---------------------------------------------------------------------------------------------------
+
+
+def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
+    """All entries of each unit along one axis.
+
+    :param value: a site in the group's view, ``batch_shape + site_shape``.
+    :param axis: an axis of the view.
+    :param site_dims: the number of the viewed site's axes.
+    :return: ``batch_shape + (count, entries)``; a view of ``value`` if unit ``i`` is position ``i``.
+    """
+    batch = value.dim() - site_dims
+    if not axis.fills(value.shape[batch + axis.dim]):
+        value = value.index_select(batch + axis.dim, axis.index.reshape(-1).to(value.device))
+    along = value.movedim(batch + axis.dim, batch)
+    along = along.flatten(batch + 1) if site_dims > 1 else along.unsqueeze(-1)
+    blocks, count = axis.index.shape
+    return along if blocks == 1 else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
+
+
+def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
+    """``batch + (n,)`` -> ``batch + (1, .., n, .., 1)``, lying along axis ``dim`` of a site of ``site_dims`` axes."""
+    return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))
+
+
+def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tensor:
+    """Numbers of units, ``batch + (count,)``, at the positions of an axis, ``batch + (length,)``."""
+    if axis.fills(length):
+        return numbers
+    full = numbers.new_full((*numbers.shape[:-1], length), elsewhere)
+    full[..., axis.index.to(numbers.device)] = numbers.unsqueeze(-2)
+    return full
+
+
+def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
+    """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
+    site = value.shape[value.dim() - site_dims :]
+    for dim, index in indices.items():
+        own, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
+        if index.shape[:-1].numel() == 1 and index.dim() <= len(own) + 1:
+            value = value.index_select(dim - site_dims, index.reshape(-1))
+        elif dim == 0 and rest:  # whole rows, which are copied many times as fast as their entries one by one
+            chosen = index + site[0] * torch.arange(own.numel(), device=value.device).reshape(*own, 1)
+            value = value.reshape(-1, *rest).index_select(0, chosen.flatten()).reshape(*chosen.shape, *rest)
+        else:
+            full = (*torch.broadcast_shapes(own, index.shape[:-1]), *site)
+            value = value.expand(full).gather(dim - site_dims, along_axis(index, dim, site_dims).expand(full))
+    return value

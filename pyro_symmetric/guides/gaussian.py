@@ -27,7 +27,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.matching import sets_of
 from pyro_symmetric.groups import Action, Group, group_of
-from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import rows
 from pyro_symmetric.guides.base import InitLocFn, Start, WeightsGuide, action_on, layout_of
 from pyro_symmetric.weights import Weights
 

@@ -17,7 +17,7 @@ import torch
 from torch.func import functional_call
 
 from pyro_symmetric.groups import Axis, Group, Units
-from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import rows
 
 from .cases import (
     ALL,

@@ -39,7 +39,7 @@ from tqdm import tqdm
 import pyro_symmetric as ps
 from benchmarks.harness import Results, mean_over, parse, parser
 from benchmarks.networks import perceptron
-from pyro_symmetric.groups.places import rows
+from pyro_symmetric.groups.units import rows
 
 THRESHOLD = 2.92  # standard deviations; see the docstring
 NAMES = ("nearest", "nearest_working", "all", "any", "bound")
