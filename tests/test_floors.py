@@ -48,9 +48,9 @@ INSIDE = {
         ["find"],
     ],
     "alignment": [
-        ["assignment", "gaussian", "proximity"],
-        ["activations", "barrier", "features"],
-        ["descent", "scales"],
+        ["gaussian"],
+        ["barrier", "features"],
+        ["descent"],
         ["matching"],
         ["many"],
         ["relabel"],

@@ -18,13 +18,15 @@ are shortened, by a bonus for units that stay, until they improve.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.features import Cost, Moments, Place, family_of, inside_of, is_simple, places_of
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.units import rows
@@ -36,6 +38,8 @@ KICKED_UNITS, KICKED_SHARE = 6, 0.25
 BONUSES = (0.0, 1.0, 3.0, 7.0)
 # How often at most one descent goes through what waits.
 MAX_SWEEPS = 100
+# Up to so many rows all permutations are compared, for all assignment problems at once.
+ENUMERATED = 4
 # Further descents of what lies inside each pair of units, if sets of it meet in one site.
 RESTARTS_INSIDE = 3
 
@@ -330,6 +334,54 @@ class Descent:
         return self._after(state, root, step), [*(others[k] for k in order), root]
 
 
+# one assignment, many assignments ----------------------------------------------------------------------------------
+
+
+def assign(scores: Tensor) -> Tensor:
+    r"""The permutations :math:`\arg\max_\pi \sum_i S_{i \pi(i)}`, ``(..., n, n)`` -> LongTensor ``(..., n)``.
+
+    What is common to a row or a column changes no choice, but costs SciPy's solver time: up to ten times at width 2048,
+    where all features are positive, as deviations are. So it is taken off first. Threads don't pay: the solver holds
+    the interpreter for small problems and is bound by memory for large ones.
+    """
+    n = scores.shape[-1]
+    if n == 1:
+        return torch.zeros(scores.shape[:-1], dtype=torch.long, device=scores.device)
+    if n <= ENUMERATED:
+        every = torch.tensor(list(itertools.permutations(range(n))), device=scores.device)
+        return every[scores[..., torch.arange(n, device=scores.device), every].sum(-1).argmax(-1)]
+    costs = scores.mean(-2, keepdim=True) - scores
+    costs -= costs.amin(-1, keepdim=True)
+    costs -= costs.amin(-2, keepdim=True)
+    # Where the best columns of all rows differ there is nothing to solve.
+    best = costs.argmin(-1)
+    found = best.reshape(-1, n)
+    open_ = (found.sort(-1).values != torch.arange(n, device=scores.device)).any(-1)
+    if bool(open_.any()):
+        solved = [linear_sum_assignment(cost)[1] for cost in costs.reshape(-1, n, n)[open_].double().cpu().numpy()]
+        found[open_] = torch.as_tensor(np.stack(solved), dtype=torch.long, device=scores.device)
+    return found.reshape(best.shape)
+
+
+def best_signs(pieces: Mapping[frozenset[str], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The largest sum of pieces over the signs that multiply them, elementwise, and these signs by name."""
+    tied = next((flips for flips in pieces if len(flips) > 1), None)
+    if tied is None:
+        score = torch.stack([value.abs() if flips else value for flips, value in pieces.items()]).sum(0)
+        return score, {name: torch.where(v < 0, -1.0, 1.0).double() for flips, v in pieces.items() for name in flips}
+    first, ends = min(tied), []
+    for sign in (1.0, -1.0):
+        left: dict[frozenset[str], Tensor] = {}
+        for flips, value in pieces.items():
+            own, value = flips - {first}, sign * value if first in flips else value
+            left[own] = left[own] + value if own in left else value
+        ends.append(best_signs(left))
+    (plus, signs), (minus, turned) = ends
+    flipped = minus > plus
+    found = {name: torch.where(flipped, turned[name], value) for name, value in signs.items()}
+    return torch.maximum(plus, minus), {**found, first: torch.where(flipped, -1.0, 1.0).double()}
+
+
 # elements -------------------------------------------------------------------------------------------------------------
 
 
@@ -365,22 +417,3 @@ def recentred(element: Element) -> Element:
     numbers = torch.cat([value.long() for value in finite], 1)
     _, kind, counts = numbers.unique(dim=0, return_inverse=True, return_counts=True)
     return element.select(int((counts[kind] == counts.max()).nonzero()[0])).inverse() @ element
-
-
-def best_signs(pieces: Mapping[frozenset[str], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The largest sum of pieces over the signs that multiply them, elementwise, and these signs by name."""
-    tied = next((flips for flips in pieces if len(flips) > 1), None)
-    if tied is None:
-        score = torch.stack([value.abs() if flips else value for flips, value in pieces.items()]).sum(0)
-        return score, {name: torch.where(v < 0, -1.0, 1.0).double() for flips, v in pieces.items() for name in flips}
-    first, ends = min(tied), []
-    for sign in (1.0, -1.0):
-        left: dict[frozenset[str], Tensor] = {}
-        for flips, value in pieces.items():
-            own, value = flips - {first}, sign * value if first in flips else value
-            left[own] = left[own] + value if own in left else value
-        ends.append(best_signs(left))
-    (plus, signs), (minus, turned) = ends
-    flipped = minus > plus
-    found = {name: torch.where(flipped, turned[name], value) for name, value in signs.items()}
-    return torch.maximum(plus, minus), {**found, first: torch.where(flipped, -1.0, 1.0).double()}

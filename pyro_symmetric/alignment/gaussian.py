@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoGuide
 from torch import nn
 from torch.distributions import biject_to
@@ -28,7 +27,7 @@ from torch.distributions.transforms import Transform
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
-from pyro_symmetric.groups.action import is_real
+from pyro_symmetric.groups.action import is_real, of_entries
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -74,7 +73,7 @@ class GaussianWeights:
 
     def bijection(self, site: str) -> Transform | None:
         """The map from the unconstrained to the constrained value of a site; ``None`` if that is the identity."""
-        return biject_to(_base(self.supports[site])) if site in self.supports else None
+        return biject_to(of_entries(self.supports[site])) if site in self.supports else None
 
     def shape_of(self, site: str, shape: torch.Size) -> torch.Size:
         """The shape of the moments of a site whose values have this shape."""
@@ -203,10 +202,3 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
     # Cloned, so that later training steps of the guide don't change the moments.
     loc, scale = ({site: pair[k].detach().clone() for site, pair in moments.items()} for k in (0, 1))
     return loc, scale, {site: support for site, support in sites.items() if not is_real(support)}
-
-
-def _base(support: Constraint) -> Constraint:
-    """A support without its event dimensions: ``independent(real, 2)`` -> ``real``."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support

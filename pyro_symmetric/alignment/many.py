@@ -45,8 +45,7 @@ from pyro_symmetric.alignment.features import (
     require_fit,
 )
 from pyro_symmetric.alignment.gaussian import GaussianWeights, plain, to_gaussian
-from pyro_symmetric.alignment.matching import BAR_DELAY
-from pyro_symmetric.alignment.scales import evening, scaled
+from pyro_symmetric.alignment.matching import BAR_DELAY, evening, scaled
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of

@@ -7,40 +7,57 @@ section 4); for plain networks, :math:`s = 0`, it is weight matching (Ainsworth 
 group is whatever ``find_symmetry`` or ``Group.declare`` gives: permutations (nested ones, too), signs, positive
 scalings; no architecture is special. (Constants in front of a softmax stay.) Over several coupled layers the problem
 is NP-hard: what comes back is a local optimum, the best of several starts.
+
+Weights whose scales are a symmetry lie anywhere on an orbit. Before the match sources go to the point of theirs at
+which weights are nearest to one (:func:`~pyro_symmetric.canonical.scales.evened`), moved back by what the reference's
+units of one set have in common, so that layers keep the sizes that they have in the reference. Afterwards the scales of
+all units are fitted at once: with entries :math:`A_t` of the reference and :math:`B_t` of the source in its place, of
+which units multiply the latter by :math:`e^{a_t \cdot u}`,
+
+.. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 .
+
+Scales of neighbouring layers pull at one another, so that unit by unit it takes hundreds of rounds; L-BFGS takes them
+all together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.activations import Shown, shown_by
 from pyro_symmetric.alignment.descent import Descent, acted, reshaped
 from pyro_symmetric.alignment.features import (
     CORRELATION,
     COSTS,
     Cost,
     Moments,
+    Shown,
     batch_shape_of,
     compared_sites,
     moments_of,
     require_fit,
+    shown_by,
 )
 from pyro_symmetric.alignment.gaussian import on_host
-from pyro_symmetric.alignment.scales import evening, fitted
+from pyro_symmetric.canonical.scales import Mass, by_units, conjugate_gradients, evened
 from pyro_symmetric.groups import Element, Group, group_of
+from pyro_symmetric.groups.units import rows
+from pyro_symmetric.weights import Weights
 
 # How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
 # lower the cost by 0.0007 of it, in five times the time.
 RESTARTS, NARROW = 3, 256
 # How often at most units are matched anew where scales are fitted, and the part of the cost that this must gain.
 REFITS, REFITTED = 10, 1e-4
+# Steps of the search for scales, and Newton's at its end, if they are so short.
+STEPS, POLISH, SHORT = 200, 2, 1e-3
 # Work that takes fewer seconds shows no progress bar.
 BAR_DELAY = 2.0
 
@@ -180,3 +197,152 @@ def _matched(
         return element, told.cost, descent.initial, told.converged, ends
     came = {site: cost.of_source(value) for site, value in given.items()}
     return element, total, cost.total(reference, came), best.converged, ends
+
+
+# scales ---------------------------------------------------------------------------------------------------------------
+
+
+def evening(group: Group, source: Moments, reference: Moments | None = None) -> Element:
+    """The scales that even all sources, ``(B,)``, where layers keep the sizes that they have in the reference.
+
+    :param source: site -> moments ``(channels, B, *site_shape)``; ``reference``: likewise, by default all sources.
+    """
+    found = _even(group.scalings, source)
+    like = found if reference is None else _even(group.scalings, reference)
+    common = torch.zeros_like(found[:1])
+    for at in group.scalings.slots.values():
+        common[:, at] = like[:, at].mean()
+    return _element(group, found - common)
+
+
+def scaled(element: Element, moments: Moments) -> Moments:
+    """All sites as scales move them, all channels alike."""
+    own = element.within(element.group.scalings)
+    return {site: own.on_site(site, value) for site, value in moments.items()} if own.log_scales else moments
+
+
+def fitted(group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Element:
+    """The scales where the squared distance of what is in place is least, near none; no source ends farther away."""
+    scalings = group.scalings
+    sites = [site for site in source if scalings.members(site)]
+    batch = next((value.shape[1] for value in source.values()), 1)
+    if not sites:
+        return Element(group, batch_shape=(batch,), dtype=torch.float64)
+    view = {s: [scalings.view(s, v.double()) for v in (reference[s], source[s])] for s in sites}
+    squares = Mass(scalings, {site: second.square().sum(0) for site, (_, second) in view.items()})
+    products = Mass(scalings, {site: (first * second).sum(0) for site, (first, second) in view.items()})
+    u = _least(squares, products)
+    return _element(group, u)
+
+
+def _even(scalings: Group, moments: Moments) -> Tensor:
+    """The log-scales of all units, ``(B, units)``, at which weights are nearest to one; dead ones stay."""
+    sizes = {s: v.double().square().sum(0).sqrt() for s, v in moments.items() if scalings.members(s)}
+    viewed = {site: scalings.view(site, value) for site, value in sizes.items()}
+    if not viewed:
+        return torch.zeros(1, scalings.size, device="cpu").double()
+    down, up = Mass(scalings, {site: value.square() for site, value in viewed.items()}).sides()
+    return evened(scalings, viewed, down + up > 0)
+
+
+def _element(group: Group, u: Tensor) -> Element:
+    scalings = group.scalings
+    return Element(group, log_scales=by_units(u, scalings, torch.Size([len(u)])), batch_shape=(len(u),))
+
+
+def _least(squares: Mass, products: Mass) -> Tensor:
+    """The log-scales at which the distance, but for the reference's own norm, is least, ``(B, units)``."""
+    (up, down), (pulled_up, pulled_down) = squares.sides(), products.sides()
+    # What pulls nowhere stays; so does what would shrink for ever: the pull of its one side keeps it away from zero.
+    free = ((up > 0) & (down > 0)) | ((up + down > 0) & (torch.where(up > 0, pulled_up, pulled_down) > 0))
+
+    def distance(u: Tensor) -> Tensor:
+        return squares(u) - 2 * products(u / 2)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        unit = torch.where(free, (up + down).clamp_min(1e-300).rsqrt(), 0.0)  # in such units all curve about alike
+        position = torch.zeros_like(unit).requires_grad_()
+        optimiser = torch.optim.LBFGS([position], max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+
+        def total() -> Tensor:
+            return distance(position * unit).sum()
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            (value := total()).backward()
+            return value
+
+        optimiser.step(closure)
+        for _ in range(POLISH):  # rounding hides from a search by values the last eight digits
+            (gradient,) = torch.autograd.grad(total(), position, create_graph=True)
+            hessian = lambda p: torch.autograd.grad(gradient, position, p, retain_graph=True)[0]  # noqa: B023, E731
+            step = conjugate_gradients(
+                hessian, -gradient.detach(), torch.ones_like(unit), torch.full_like(unit[:, :1], 1e-20)
+            )
+            position.data += torch.where((step * unit).abs().amax(1, keepdim=True) < SHORT, step, 0.0)
+        u = (position * unit).detach()
+    rounding = 1e-13 * distance(torch.zeros_like(u)).abs()
+    return torch.where((distance(u) <= distance(torch.zeros_like(u)) + rounding).unsqueeze(-1), u, 0.0)
+
+
+# the closest copy -----------------------------------------------------------------------------------------------------
+
+
+class NearestCopy(NamedTuple):
+    r"""The element that moves weights least, how far it moves them, and the most that this can be.
+
+    All copies of ``D`` weights lie on one sphere; balls of half their least distance around them are disjoint, and
+    their volumes bound it (Gelberg et al. 2024, arXiv 2408.05496, Theorem 3.1 and its proof):
+
+    .. math:: \|g \cdot w - w\| \le 2\, \|w\| \,/\, (|G|^{1/D} - 1).
+    """
+
+    element: Element
+    distance: float
+    bound: float
+
+
+@torch.no_grad()
+def nearest_copy(weights: Weights, symmetry: Any) -> NearestCopy:
+    """Find the closest other weights that a symmetry's permutations and signs lead to.
+
+    >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
+    >>> nearest = ps.alignment.nearest_copy({"w": torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 1.0]])}, group)
+    >>> nearest.element["unit"].tolist(), round(nearest.distance, 3)
+    ([0, 2, 1], 4.243)
+
+    An element that moves units moves two at least, each by no less than to its nearest neighbour (under a sign, where
+    units have one): so the exchange of the closest pair, or the flip of the smallest unit, is closest. Exact for one
+    set of units; of several the closest exchange or flip of single units.
+
+    :param weights: one set of weights; running statistics don't count.
+    """
+    group, found = group_of(symmetry).finite.without_buffers(), []
+    group.batch_shape(weights)
+    given = {site: weights[site].double().cpu() for site in group.sites}
+    for name, one in group.units.items():
+        parts = [[torch.zeros(one.count, 1, dtype=torch.float64, device="cpu")] for _ in range(2)]
+        for axis in group.axes(name):  # what a sign leaves, and what it turns
+            view = group.view(axis.site, given[axis.site])
+            parts["flip" in one.moves and bool(axis.exponent % 2)].append(rows(view, axis, view.dim()))
+        even, odd = (torch.cat(part, 1) for part in parts)
+        copy = torch.arange(one.count, device="cpu") // one.size
+        apart = (copy != copy[:, None]) | torch.eye(one.count, dtype=torch.bool, device="cpu")
+        steps = [([int(odd.norm(dim=1).argmin())], -1.0)] if "flip" in one.moves else []
+        for sign in ((1.0, -1.0) if "flip" in one.moves else (1.0,)) if "permute" in one.moves and one.size > 1 else ():
+            pairs = (even, even), (odd, sign * odd)
+            squares = torch.stack(
+                [torch.cdist(*own, compute_mode="donot_use_mm_for_euclid_dist") ** 2 for own in pairs]
+            )
+            at = int(squares.sum(0).masked_fill(apart, math.inf).argmin())
+            steps.append(([at // one.count, at % one.count], sign))
+        for units, sign in steps:
+            images, signs = torch.arange(one.size, device="cpu").repeat(one.copies), torch.ones_like(even[:, 0])
+            images[units], signs[units] = images[units[::-1]], sign
+            element = Element(group, {name: images.reshape(one.shape)}, {name: signs.reshape(one.shape)})
+            moved = element.on_sites(given)
+            found.append((sum(float((moved[s] - v).square().sum()) for s, v in given.items()), element))
+    square, element = min(found, key=lambda pair: pair[0])
+    norm = math.sqrt(sum(float(value.square().sum()) for value in given.values()))
+    root = group.log_order() / sum(value.numel() for value in given.values())
+    return NearestCopy(element.within(group_of(symmetry)), math.sqrt(square), 2 * norm / math.expm1(root))

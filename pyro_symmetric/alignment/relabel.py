@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.assignment import assign
-from pyro_symmetric.alignment.descent import recentred
+from pyro_symmetric.alignment.descent import assign, recentred
 from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 

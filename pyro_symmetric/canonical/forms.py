@@ -15,20 +15,21 @@ Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix 
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.minimal_mass import minimal_mass
-from pyro_symmetric.canonical.order import entries_of
-from pyro_symmetric.canonical.overlap import RARE, uncertain_share
 from pyro_symmetric.canonical.removal import (
     PermutationKey,
     as_it_came,
+    entries_of,
     largest_sign,
     removing_element,
     sorting_permutation,
@@ -38,11 +39,18 @@ from pyro_symmetric.canonical.scales import by_units, evened
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Move
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
+# Fewer draws than this aren't judged; of more, so many evenly spaced ones are, holding at most so many numbers.
+FEW, LOOKED_AT, NUMBERS = 100, 250, 2**24
+RARE = 0.05  # the share of draws up to which other labels may be likelier: distant tails, of no weight in any summary
+ODDS = 3  # labels are uncertain if the odds against the next best are lower than so many to one
+LEAST_SPREAD = 1e-7  # a weight that varies by less than this part of its size says nothing of any label
+SCORES = 2**24  # of units for places, that are held at once
 NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 
@@ -101,7 +109,7 @@ def canonicalize(
         form = sorting_permutation(form, group, permutations).on_sites(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts).on_sites(form)
-    asked: dict[Literal["permute", "flip"], bool] = {"permute": permutations is not None, "flip": signs}
+    asked: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}
     if warn and (share := uncertain_share(form, group, 1, [move for move in asked if asked[move]])) > RARE:
         warnings.warn(
             f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
@@ -134,3 +142,58 @@ def _centring(weights: Weights, group: Group) -> Element:
     shape, viewed = group.batch_shape(weights), group.viewed(weights)
     means = {name: entries_of(group, viewed, group.axes(name)).mean(-1) for name in group.names("shift")}
     return group.element(shifts={name: -v.reshape(*shape, *group[name].shape) for name, v in means.items()})
+
+
+# how certain labels are ----------------------------------------------------------------------------------------------
+
+
+def uncertain_share(
+    draws: Mapping[str, Tensor], group: Group, odds: float = ODDS, moves: Collection[Move] = ("permute", "flip")
+) -> float:
+    r"""The share of draws in which two units could as well change places, or one its sign, at lower odds than these.
+
+    What is averaged over a label that units take in turns is a mixture of them. Aligned draws have the best labels that
+    there are, which may be hardly better. With independent Gaussians fitted to all draws of each unit, the odds of a
+    draw's labels against those with units ``i`` and ``j`` exchanged, or with unit ``i`` flipped, are
+
+    .. math:: \frac{\mathcal N(v_i; m_i, s_i^2)\, \mathcal N(v_j; m_j, s_j^2)}
+        {\mathcal N(v_j; m_i, s_i^2)\, \mathcal N(v_i; m_j, s_j^2)}, \qquad
+        \frac{\mathcal N(v_i; m_i, s_i^2)}{\mathcal N(-v_i; m_i, s_i^2)}.
+
+    Of several sets of units, the share of the worst counts. 0 of fewer than 100 draws, which don't tell.
+    """
+    worst = 0.0
+    for move in moves if group.batch_shape(draws).numel() >= FEW else ():
+        for units in _units(draws, group, move):
+            worst = max(worst, float((_log_odds(units, move) < math.log(odds)).any(-1).double().mean(0).max()))
+    return worst
+
+
+def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Tensor]:
+    """The weights of each set of units, ``(draws, copies, units, weights)``, of some draws."""
+    group = group.restricted(move)
+    shape = group.batch_shape(form)
+    numbers = sum(form[site].numel() for site in group.required_sites) // shape.numel()
+    every = -(-shape.numel() // max(FEW, min(LOOKED_AT, NUMBERS // max(1, numbers))))
+    viewed = group.viewed({site: form[site].flatten(0, len(shape) - 1)[::every] for site in group.required_sites})
+    for name in group.names(move):
+        axes = [a for a in group.axes(name) if a.site in viewed and (move == "permute" or a.exponent % 2)]
+        if axes:  # no sign flips an even power
+            yield entries_of(group, viewed, axes).unflatten(1, (group[name].copies, group[name].size)).double()
+
+
+def _log_odds(units: Tensor, move: Move) -> Tensor:
+    """Log-odds of a draw's labels against those with one sign flipped, or two units exchanged (of many units fewer
+    draws), ``(draws, copies, units or pairs)``; where nothing varies the precision is 1."""
+    mean, variance = units.mean(0), units.var(0, correction=0)
+    precision = torch.where(variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0).reciprocal()
+    if move == "flip":
+        return 2 * (units * mean * precision).sum(-1)
+    copies, n = units.shape[1:3]
+    units = units[: max(1, SCORES // (copies * n**2))]
+    scores = units @ (mean * precision).mT - 0.5 * units.square() @ precision.mT  # of units (rows) for places
+    scores -= 0.5 * (mean.square() * precision - precision.log()).sum(-1).unsqueeze(-2)
+    own = scores.diagonal(dim1=-2, dim2=-1)
+    odds = own.unsqueeze(-1) + own.unsqueeze(-2) - scores - scores.mT
+    first, second = torch.triu_indices(n, n, 1, device=units.device)
+    return odds[..., first, second]

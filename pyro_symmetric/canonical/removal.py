@@ -1,30 +1,32 @@
 """Elements that sort units, or give them a measure of one, by the weights that enter and leave them.
 
-Samples lie in one batch dimension, sites in the group's view.
+Units are looked at from the input on, so that each set rests on those that are in canonical form already. Samples lie
+in one batch dimension, sites in the group's view.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.order import Axes, Step, entries_of, of_least_power, plan, sides
 from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis, along_axis, laid_out
+from pyro_symmetric.groups.units import Axis, Move, along_axis, laid_out, rows
 from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
 TIE = 16
 
+Axes = tuple[Axis, ...]
 PermutationKey = Literal["first", "max", "norm"]
 Measure = Callable[[Tensor], Tensor]  # of each unit's entries, ``(samples, n, entries)`` -> ``(samples, n)``
 
@@ -54,12 +56,13 @@ def sorting_permutation(
     # Other keys than the first entry don't depend on the order of neighbours, so that units can be sorted in any order.
     for step in plan(group, "permute") if key == "first" else [Step(group.names("permute"))]:
         for name in filter(group.axes, step.names):
-            first = None
+            own = {axis.site: flat[axis.site] for axis in group.axes(name)}
+            keys = _keys(group, name, own, key)
             for axis in step.axes[:1]:
                 placed = Element(group, images, batch_shape=[shape.numel()])
                 seen = placed.on_site(axis.site, flat[axis.site], len(group.view_shapes[axis.site]))
-                first = entries_of(group, {axis.site: seen}, [axis])[..., 0]
-            images[name] = _sorted(group, name, {axis.site: flat[axis.site] for axis in group.axes(name)}, key, first)
+                keys = itertools.chain([entries_of(group, {axis.site: seen}, [axis])[..., 0]], keys)
+            images[name] = _sorted(group, name, keys)
     device = next(iter(weights.values())).device
     named = {name: own.reshape(*shape, *group[name].shape) for name, own in images.items()}
     return Element(group, named, batch_shape=shape, device=device)
@@ -144,29 +147,27 @@ def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
 # sorting --------------------------------------------------------------------------------------------------------------
 
 
-def _sorted(group: Group, name: str, weights: Weights, key: PermutationKey, first: Tensor | None) -> Tensor:
-    """Units in order of their key; samples in which it ties, up to rounding, are sorted by all that tells units apart.
-
-    :param first: the key, if that depends on the order of neighbours.
-    """
-    order, close = _refined(group, name, next(_keys(group, name, weights, key)) if first is None else first)
-    tied = close.flatten(1).any(-1)
-    if not bool(tied.any()):
-        return order
-    rank = torch.zeros_like(order[tied])
-    some = {site: value[tied] for site, value in weights.items()}
-    for value in itertools.chain([] if first is None else [first[tied]], _keys(group, name, some, key)):
-        suborder, close = _refined(group, name, value, rank)
-        rank = torch.zeros_like(rank).scatter(-1, suborder[..., 1:], (~close).cumsum(-1))
+def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
+    """Units within their copies, in order of the first key; where that ties, up to rounding, of the next, and so on."""
+    order = rank = torch.zeros(0)
+    for number, key in enumerate(keys):
+        key = key.unflatten(-1, group[name].shape)
+        order = key.argsort(dim=-1, stable=True)
+        if number:
+            order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
+        key = key.gather(-1, order)
+        eps = torch.finfo(key.dtype).eps if key.dtype.is_floating_point else 0.0
+        close = key.diff(dim=-1) <= TIE * eps * key.abs().amax(-1, keepdim=True)
+        if number:
+            close &= rank.gather(-1, order).diff(dim=-1) == 0
         if not bool(close.any()):
             break
-    order[tied] = rank.argsort(dim=-1, stable=True)
+        rank = torch.zeros_like(order).scatter(-1, order[..., 1:], (~close).cumsum(-1))
     return order
 
 
 def _keys(group: Group, name: str, weights: Weights, key: PermutationKey) -> Iterator[Tensor]:
-    """The key, unless that depends on an order, then tie-breakers, ``(samples, count)`` each; none depends on the order
-    of neighbours."""
+    """The key, unless that depends on the order of neighbours, then tie-breakers, ``(samples, count)`` each."""
     incoming, outgoing = sides(group, name, "permute")
     matrices, others = (_matrices(group, side) for side in (incoming, outgoing))
     if key == "norm":
@@ -186,18 +187,6 @@ def _matrices(group: Group, axes: Axes) -> Axes:
 
 def _squared(entries: Tensor) -> Tensor:
     return entries.double().square().sum(-1)
-
-
-def _refined(group: Group, name: str, key: Tensor, rank: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Sort units within their copies by rank, then by key: the order, and where neighbours in that order still tie."""
-    key = key.unflatten(-1, group[name].shape)
-    order = key.argsort(dim=-1, stable=True)
-    eps = torch.finfo(key.dtype).eps if key.dtype.is_floating_point else 0.0
-    if rank is not None:
-        order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
-    key = key.gather(-1, order)
-    close = key.diff(dim=-1) <= TIE * eps * key.abs().amax(-1, keepdim=True)
-    return order, close if rank is None else close & (rank.gather(-1, order).diff(dim=-1) == 0)
 
 
 # measuring ------------------------------------------------------------------------------------------------------------
@@ -228,3 +217,116 @@ def _multiply(group: Group, weights: Weights, axis: Axis, factor: Tensor) -> Non
     shape, value = group.view_shapes[axis.site], weights[axis.site]
     along = along_axis(laid_out(factor, axis, shape[axis.dim], 1.0), axis.dim, len(shape))
     weights[axis.site] = value * along.to(value.dtype)
+
+
+# in which order -------------------------------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """Units that can be looked at now.
+
+    :ivar axes: the axes along which the weights lie that they are known by; none for units in a circle.
+    :ivar biases: those of biases, which count if the weights say nothing.
+    """
+
+    names: tuple[str, ...]
+    axes: Axes = ()
+    biases: Axes = ()
+
+
+@lru_cache(maxsize=256)
+def plan(group: Group, move: Move) -> tuple[Step, ...]:
+    """All units, each as soon as its incoming weights are settled: all others along them, and all inside it, are done.
+
+    If there are none: one set with settled outgoing weights, or (of signs) biases; of several that whose sites come
+    first by name, whatever the order in which units and sites were defined. What is left at the end is a circle.
+
+    :param group: restricted to the move.
+    """
+    steps: list[Step] = []
+    lying = [name for name in group.names(move) if move != "permute" or sides(group, name, move)[0]]
+    pending = sorted(lying, key=lambda name: [(axis.site, axis.dim) for axis in _by_site(group, name)])
+    while pending:
+        done = {name for step in steps for name in step.names}
+        inner = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
+        found = [_step(group, move, name, done) for name in inner]
+        ready = [step for rank, step in found if rank == 0]
+        # Biases may be zero, and scales in circles can do without; to be sorted, units need none of this.
+        for wanted in {"permute": (), "scale": (1,), "flip": (1, 2)}.get(move, ()):
+            ready = ready or [step for rank, step in found if rank == wanted][:1]
+        steps += ready or [Step(tuple(pending))]
+        pending = [name for name in pending if not any(name in step.names for step in steps)]
+    return tuple(steps)
+
+
+def _step(group: Group, move: Move, name: str, done: set[str]) -> tuple[int, Step]:
+    """Choose what to know some units by, with a rank: 0 is by what enters them, 3 is nothing yet."""
+    besides, weight_sites = [name, *group.ancestors(name)], set(group.weight_sites)
+    entering, leaving = (
+        tuple(axis for axis in side if _meeting(group, axis, besides) <= done) for side in sides(group, name, move)
+    )
+    incoming, outgoing = (tuple(a for a in side if a.site in weight_sites) for side in (entering, leaving))
+    biases = tuple(axis for axis in entering if axis.site not in weight_sites)
+    if incoming or outgoing:
+        return int(not incoming), Step((name,), of_least_power(incoming or outgoing, move), biases)
+    return 2 if entering or leaving else 3, Step((name,), (), entering or leaving)
+
+
+def _meeting(group: Group, axis: Axis, besides: Iterable[str]) -> set[str]:
+    """The unit sets that act on the entries along an axis of the view.
+
+    :param besides: sets that don't count for what they do along that axis itself, unless they lie there twice (grouped
+        convolutions whose inputs are their outputs).
+    """
+    own, found = axis.index.flatten(), set[str]()
+    for dim, members in group.members(axis.site).items():
+        names = [other for other, entry in members if dim != axis.dim or bool(torch.isin(entry.index, own).any())]
+        once = {name for name in besides if dim == axis.dim and names.count(name) == 1}
+        found |= {name for name in names if group[name].moves} - once
+    return found
+
+
+@lru_cache(maxsize=1024)
+def sides(group: Group, name: str, move: Move) -> tuple[Axes, Axes]:
+    """The axes along which something enters some units, and those along which it leaves them, by site.
+
+    Multipliers enter both sides with opposite exponents, and which are positive follows the order of definition between
+    two factors of a product. So the side with biases is the incoming one, else that with rows of matrices or with
+    vectors, else that whose sites come first by name. Without exponents that tell, rows are incoming.
+
+    :param group: restricted to the move.
+    """
+    own = {viewed: axis for axis, viewed in zip(group[name].axes, group.axes(name), strict=True)}
+    axes = [axis for axis in _by_site(group, name) if {"flip": axis.exponent % 2, "scale": axis.exponent}.get(move, 1)]
+    parameters = [axis for axis in axes if not axis.buffer]
+    axes = parameters if parameters or move == "permute" else axes
+    weight_sites = set(group.weight_sites)
+
+    def rank(side: Axes) -> tuple[bool, bool, bool, list[str]]:
+        biased = any(axis.site not in weight_sites for axis in side)
+        return not side, not biased, not any(own[axis].dim == 0 for axis in side), [axis.site for axis in side]
+
+    by_sign = [tuple(axis for axis in axes if axis.exponent * sign > 0) for sign in (1, -1)]
+    if move == "scale" or (move == "flip" and all(by_sign)):
+        incoming, outgoing = sorted(by_sign, key=rank)
+        return incoming, outgoing
+    columns = {axis for axis in axes if own[axis].dim > 0 or own[axis].span > 1}
+    rows_of, others = (tuple(a for a in axes if (a in columns) == side) for side in (False, True))
+    return (rows_of, others) if rows_of else (others, rows_of)
+
+
+def of_least_power(axes: Axes, move: Move) -> Axes:
+    """Entries that scale with different powers have no common norm: the lowest power decides."""
+    lowest = min((abs(axis.exponent) for axis in axes), default=1)
+    return tuple(axis for axis in axes if move != "scale" or abs(axis.exponent) == lowest)
+
+
+def entries_of(group: Group, weights: Mapping[str, Tensor], axes: Sequence[Axis]) -> Tensor:
+    """The entries of each unit along some axes, ``batch + (n, entries)``; weights are those of the view."""
+    parts = [rows(weights[axis.site], axis, len(group.view_shapes[axis.site])) for axis in axes]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _by_site(group: Group, name: str) -> list[Axis]:
+    """The axes of some units by site: the order in which these were defined doesn't matter."""
+    return sorted(group.axes(name), key=lambda axis: (axis.site, axis.dim))

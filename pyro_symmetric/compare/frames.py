@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import Frame, align_many
-from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.overlap import RARE, uncertain_share
+from pyro_symmetric.canonical.forms import RARE, canonicalize, uncertain_share
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of

@@ -69,7 +69,7 @@ class Action:
         moved = [site for site in supports if site in self.group.sites and not is_real(supports[site])]
         self.nonlinear_sites = tuple(site for site in moved if not self._commutes(site, supports[site]))
         simplex = type(constraints.simplex)
-        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(_of_entries(supports[s]), simplex))
+        self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(of_entries(supports[s]), simplex))
 
     def __call__(self, vector: Tensor, element: Element) -> Tensor:
         """Act on vectors; batch shapes broadcast. Bijections are computed in float64, as those of simplices need it."""
@@ -116,7 +116,7 @@ class Action:
 
     def _commutes(self, site: str, support: Constraint) -> bool:
         """True if the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
-        base = _of_entries(support)
+        base = of_entries(support)
         bounds = (as_tensor(getattr(base, name, 0.0)) for name in ("lower_bound", "upper_bound"))
         if not all(bool((bound == bound.flatten()[:1]).all()) for bound in bounds):
             return False  # entries in other places have other bounds
@@ -129,10 +129,10 @@ class Action:
 
 def is_real(support: Constraint) -> bool:
     """True if every number is feasible, entry by entry."""
-    return isinstance(_of_entries(support), type(constraints.real))
+    return isinstance(of_entries(support), type(constraints.real))
 
 
-def _of_entries(support: Constraint) -> Constraint:
+def of_entries(support: Constraint) -> Constraint:
     """The support without the axes along which it is only repeated."""
     while isinstance(support, independent):
         support = support.base_constraint

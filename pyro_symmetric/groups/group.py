@@ -451,7 +451,7 @@ class _Lying(NamedTuple):
 
     units: Units
     power: int
-    index: Tensor
+    places: Tensor
     unit: Tensor
     block: Tensor
 
@@ -495,7 +495,7 @@ def _lying_along(group: Group, members: Members, length: int) -> list[_Lying]:
             power = axis.exponent if "scale" in one.moves else axis.exponent % 2 if "flip" in one.moves else 0
             for k, own in enumerate(found):
                 if own.units is one and own.power == power and not bool((own.unit[index] >= 0).any()):
-                    index = torch.cat([found.pop(k).index, index])
+                    index = torch.cat([found.pop(k).places, index])
                     break
             unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
             unit[index] = torch.arange(one.count, device="cpu").expand_as(index)
@@ -511,7 +511,7 @@ def _tangled(group: Group, lying: Sequence[_Lying]) -> list[str]:
         everywhere[own.units.name] = everywhere.get(own.units.name, False) | (own.unit >= 0)
     for own, around in zip(lying, outer, strict=True):
         for name in (name for name in around if "permute" in group[name].moves and group[name].size > 1):
-            if name not in everywhere or not bool(everywhere[name][own.index].all()):
+            if name not in everywhere or not bool(everywhere[name][own.places].all()):
                 return [name, own.units.name]
     occupied = torch.stack([own.unit >= 0 for own in lying]).double() if lying else torch.zeros(0, 1)
     for j, k in (occupied @ occupied.mT).nonzero().tolist():
@@ -534,8 +534,8 @@ def _fits(one: _Lying, other: _Lying, inside: bool, around: bool) -> bool:
         return True
     if one is other and not shifted:
         return True
-    places = one.index.unflatten(-1, (units.copies, units.size))
-    unit, block = other.unit[places], other.block[places]
+    exchanged = one.places.unflatten(-1, (units.copies, units.size))
+    unit, block = other.unit[exchanged], other.block[exchanged]
     if inside and not shifted:
         ratio = other.units.count // units.count
         first = ratio * torch.arange(units.count, device="cpu").view(units.copies, units.size)

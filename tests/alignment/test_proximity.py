@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyro_symmetric.alignment.proximity import nearest_copy
+from pyro_symmetric.alignment.matching import nearest_copy
 from pyro_symmetric.groups import Group
 
 SHAPES = {"in": torch.Size((4, 3)), "bias": torch.Size((4,)), "out": torch.Size((2, 4))}

@@ -13,7 +13,7 @@ from torch.distributions import Dirichlet, Normal
 
 from pyro_symmetric import Group
 from pyro_symmetric.alignment import align_many
-from pyro_symmetric.canonical.overlap import uncertain_share
+from pyro_symmetric.canonical.forms import uncertain_share
 from pyro_symmetric.posterior.posterior import Posterior
 
 SHAPES = {"mu": torch.Size((4, 2)), "scale": torch.Size((4, 2, 2)), "weights": torch.Size((4,))}

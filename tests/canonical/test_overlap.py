@@ -11,8 +11,7 @@ import warnings
 import pytest
 import torch
 
-from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.overlap import uncertain_share
+from pyro_symmetric.canonical.forms import canonicalize, uncertain_share
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.posterior.posterior import Posterior
 

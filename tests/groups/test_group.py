@@ -122,7 +122,7 @@ def test_which_sites_are_weights_and_which_are_biases():
 
 # what is no group -----------------------------------------------------------------------------------------------------
 
-SHAPES = {"w": (6,), "v": (6, 6), "u": (4,)}
+SHAPES = {"w": (6,), "v": (6, 6), "x": (8,)}
 PLACE = torch.arange(6).view(2, 3)
 HEAD = Units("head", 2, (Axis("w", 0, PLACE.T), Axis("v", 0, PLACE.T)))
 WHOLE = plain(6)
@@ -149,6 +149,11 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
     "other exponents in other heads": lambda: [
         HEAD,
         row(axes=(Axis("w", 0, PLACE[:1], 1), Axis("w", 0, PLACE[1:], -1)), copies=1, parent=None, moves=ALL),
+    ],
+    # Rows that are exchanged with other columns in other cells.
+    "a twisted table": lambda: [
+        Units("a", 2, (Axis("x", 0, torch.tensor([[0, 4], [1, 5], [2, 6], [3, 7]])),)),
+        Units("b", 2, (Axis("x", 0, torch.tensor([[0, 2], [1, 3], [4, 7], [5, 6]])),)),
     ],
     # One epsilon for each site.
     "two epsilons on one site": lambda: [

@@ -180,3 +180,30 @@ def test_permutations_of_any_group_are_removed(key, seed):
     form = canonicalize(weights, group, key)
     assert_same(canonicalize(group.sample((3,))(weights), group, key), form)
     assert_same(canonicalize(form, group, key), form)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_whatever_is_taken_for_a_group_is_one(seed):
+    """Two or three sets of units at any positions of one axis: of those that aren't refused, elements compose."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    units: list[Units] = []
+    for name in "abc"[: draw.randint(2, 3)]:
+        parent = draw.choice([None, *units])
+        copies = parent.count if parent else draw.choice([1, 2])
+        size = draw.randint(1, max(1, 6 // copies))
+        blocks = draw.randint(1, 6 // (copies * size))
+        index = torch.tensor(draw.sample(range(6), blocks * copies * size) if draw.random() < 0.4 else range(6))
+        index = index[: blocks * copies * size].reshape(blocks, copies, size)
+        index = (index if draw.random() < 0.5 else index.movedim(0, -1)).reshape(blocks, -1)
+        axis = Axis("w", 0, index, draw.choice([-1, 0, 1]))
+        moves = frozenset(move for move in (*KINDS, "shift") if draw.random() < 0.4)
+        units.append(Units(name, size, (axis,), parent and parent.name, copies, moves))
+    try:
+        group = Group(units, {"w": torch.Size([6])})
+    except ValueError:
+        return
+    g, h = (group.sample((64,), dtype=torch.float64) for _ in range(2))
+    weights = weights_of(group)
+    assert_same((g @ h)(weights), g(h(weights)))
