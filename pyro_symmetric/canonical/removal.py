@@ -149,16 +149,16 @@ def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
 
 def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
     """Units within their copies, in order of the first key; where that ties, up to rounding, of the next, and so on."""
-    order = rank = torch.zeros(0)
-    for number, key in enumerate(keys):
+    order, rank = torch.zeros(0, dtype=torch.long, device="cpu"), None
+    for key in keys:
         key = key.unflatten(-1, group[name].shape)
         order = key.argsort(dim=-1, stable=True)
-        if number:
+        if rank is not None:
             order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, stable=True))
         key = key.gather(-1, order)
         eps = torch.finfo(key.dtype).eps if key.dtype.is_floating_point else 0.0
         close = key.diff(dim=-1) <= TIE * eps * key.abs().amax(-1, keepdim=True)
-        if number:
+        if rank is not None:
             close &= rank.gather(-1, order).diff(dim=-1) == 0
         if not bool(close.any()):
             break

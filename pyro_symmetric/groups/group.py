@@ -477,7 +477,8 @@ def _check_group(group: Group) -> None:
             if "shift" in group[name].moves and any(axis.exponent and axis.dim != own.dim for _, axis in members):
                 raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
         for dim, pairs in group.members(site).items():
-            if tangled := _tangled(group, _lying_along(group, pairs, group.view_shapes[site][dim])):
+            lying = _lying_along(group, pairs, group.view_shapes[site][dim])
+            if lying and (tangled := _tangled(group, lying)):
                 raise ValueError(
                     f"the moves of the units {tangled} along axis {dim} of {site!r} make up no group: units that "
                     "permute the same positions must lie inside one another, or be rows and columns of a table; units "
@@ -513,7 +514,7 @@ def _tangled(group: Group, lying: Sequence[_Lying]) -> list[str]:
         for name in (name for name in around if "permute" in group[name].moves and group[name].size > 1):
             if name not in everywhere or not bool(everywhere[name][own.places].all()):
                 return [name, own.units.name]
-    occupied = torch.stack([own.unit >= 0 for own in lying]).double() if lying else torch.zeros(0, 1)
+    occupied = torch.stack([own.unit >= 0 for own in lying]).double()
     for j, k in (occupied @ occupied.mT).nonzero().tolist():
         one, other = lying[j], lying[k]
         if not _fits(one, other, one.units.name in outer[k], other.units.name in outer[j]):
