@@ -75,12 +75,7 @@ class Contents(NamedTuple):
 
 
 def read_store(path: PathLike, *, verify: bool = True) -> Contents:
-    """The draws of a store that count, mapped from its files.
-
-    :param verify: read everything and compare it with the checksums; otherwise draws are read when they are touched.
-    :raises OSError: if there is no store or it can't be read.
-    :raises StoreError: if it holds no draws yet, is damaged, or is of a newer version.
-    """
+    """The draws of a store that count, mapped from its files, as :meth:`.Posterior.load` says."""
     folder = Path(path)
     if not (folder / CHECKPOINT).exists():
         raise FileNotFoundError(f"there is no draw store at {path}")
@@ -91,10 +86,7 @@ def read_store(path: PathLike, *, verify: bool = True) -> Contents:
 
 
 def save_store(path: PathLike, contents: Contents) -> None:
-    """Write a posterior to a folder, which appears whole or not at all; another posterior's is replaced.
-
-    :raises OSError: if it can't be written, or if there is something else.
-    """
+    """Write a posterior to a folder, which appears whole or not at all, as :meth:`.Posterior.save` says."""
     path, draws = Path(path), next(iter(contents.samples.values())).shape[1]
     if path.is_symlink() or (path.exists() and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)):
         raise FileExistsError(f"{path} is something else than a saved posterior; it was left as it is")

@@ -188,12 +188,11 @@ def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: 
 def acceptance(rates: Tensor) -> Check:
     """Judge whether every chain's moves are accepted; of every draw, ``(chains, draws)``."""
     by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
-    stuck = (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist()
     found = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
-    if stuck:
+    if stuck := (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist():
         found = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {found}"
-    elsewhere = "start them elsewhere (initial=), or leave them out by posterior.select; "
-    advice = f"{TOO_LARGE}; " if len(stuck) == len(by_chain) else elsewhere if stuck else ""
+    alone = 0 < len(stuck) < len(by_chain)
+    advice = "start them elsewhere (initial=), or leave them out by posterior.select; " * alone
     advice += "use a smaller step_size, a longer warm-up or dtype=torch.float64"
     limits = ACCEPTANCE if rates.shape[1] >= LEAST_DRAWS else (ACCEPTANCE[0], -math.inf)  # so few are no failure
     return checked("acceptance", float(by_chain.min()), limits, found, advice)
@@ -220,21 +219,20 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
     if known.numel() < 2:
         return Check(name, "unknown", "no chain has values throughout")
     mean, error = float(known.mean()), _standard_error(known)
-    margin = error * (SURE_OF_ONE if site else SURE)
-    status: Status = graded(abs(mean - 1), TEMPERATURE) if abs(mean - 1) > margin else "pass"
+    margin, off = error * (SURE_OF_ONE if site else SURE), abs(mean - 1)
     found = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
-    if status == "pass":
-        if margin > TEMPERATURE[1]:
-            return Check(
-                name, "unknown", f"{found}: more draws (diagnose looks at num_draws= of them) would tell", mean
-            )
-        return Check(name, status, found, mean)
-    advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
+    if margin > TEMPERATURE[1] and off <= margin:
+        more = "more draws (diagnose looks at num_draws= of them) would tell"
+        return Check(name, "unknown", f"{found}: {more}", mean)
+    if off <= max(margin, TEMPERATURE[0]):
+        return Check(name, "pass", found, mean)
     if not arrived:
         advice = "the chains don't agree yet: first a longer warm-up"
     elif mean < 1:
         advice = "the draws spread too little, or aren't where they should be yet; run longer"
-    return Check(name, status, f"{found}, should be 1: {advice}", mean)
+    else:
+        advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
+    return Check(name, graded(off, TEMPERATURE), f"{found}, should be 1: {advice}", mean)
 
 
 def _standard_error(values: Tensor) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import chains_diagnostics, summary_tables, to_arviz
 from pyro_symmetric.store import Contents, PathLike, StoreError, read_store, save_store
 from pyro_symmetric.weights import Shapes, Weights
-
-if TYPE_CHECKING:
-    import xarray
 
 Kind = Literal["chains", "independent"]
 
@@ -211,29 +208,7 @@ class Posterior:
 
     # as tables and trees --------------------------------------------------------------------------------------------
 
-    def to_arviz(
-        self,
-        dims: Mapping[str, list[str]] | None = None,
-        coords: Mapping[str, Any] | None = None,
-        *,
-        log_likelihood: bool | tuple[Any, ...] = False,
-        posterior_predictive: bool | tuple[Any, ...] = False,
-    ) -> xarray.DataTree:
-        """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
-
-        >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
-        >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
-        >>> tree = ps.Posterior(draws, kind="chains").to_arviz(log_likelihood=(model, x, y))
-        >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
-        (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
-
-        :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and of an axis of rows ``row``.
-        :param coords: name of an axis -> its labels.
-        :param log_likelihood: of every row, as ``arviz_stats.loo`` needs it: the model and what it is called with, or
-            ``True`` for what the posterior was drawn from.
-        :param posterior_predictive: draws of targets, likewise; leave targets out to predict other inputs.
-        """
-        return to_arviz(self, dims, coords, log_likelihood, posterior_predictive)
+    to_arviz = to_arviz
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Convergence, for every site over its weights (rank-normalised split R-hat, and bulk and tail effective sample
@@ -301,7 +276,7 @@ class Posterior:
         :param verify: read everything once and compare it with its checksums, at some gigabytes a second.  ``False``:
             open at once, and read draws when they are touched, right or damaged.
         :raises OSError: if there is no such folder or it can't be read.
-        :raises StoreError: if it is truncated, differs from its checksum, or is of a newer version of the format.
+        :raises StoreError: if it holds no draws yet, is truncated, differs from its checksum, or is of a newer version.
         """
         samples, statistics, metadata = read_store(path, verify=verify)
         try:

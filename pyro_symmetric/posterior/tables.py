@@ -91,12 +91,26 @@ def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dic
 
 def to_arviz(
     posterior: Any,
-    dims: Mapping[str, list[str]] | None,
-    coords: Mapping[str, Any] | None,
-    log_likelihood: bool | tuple[Any, ...],
-    posterior_predictive: bool | tuple[Any, ...],
+    dims: Mapping[str, list[str]] | None = None,
+    coords: Mapping[str, Any] | None = None,
+    *,
+    log_likelihood: bool | tuple[Any, ...] = False,
+    posterior_predictive: bool | tuple[Any, ...] = False,
 ) -> xarray.DataTree:
-    """The tree of a posterior; see its method ``to_arviz``."""
+    """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+
+    >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
+    >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
+    >>> tree = ps.Posterior(draws, kind="chains").to_arviz(log_likelihood=(model, x, y))
+    >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
+    (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
+
+    :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and of an axis of rows ``row``.
+    :param coords: name of an axis -> its labels.
+    :param log_likelihood: of every row, as ``arviz_stats.loo`` needs it: the model and what it is called with, or
+        ``True`` for what the posterior was drawn from.
+    :param posterior_predictive: draws of targets, likewise; leave targets out to predict other inputs.
+    """
     import arviz_base  # which takes a second to load, with xarray and pandas
 
     groups = {"posterior": posterior.samples, "sample_stats": posterior.statistics}

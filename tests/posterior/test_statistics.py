@@ -8,6 +8,7 @@ import torch
 from arviz_stats.base import array_stats
 
 from pyro_symmetric.posterior import statistics as module
+from pyro_symmetric.posterior.diagnostics import temperature
 from pyro_symmetric.posterior.statistics import (
     chain_statistics,
     evenly_spaced,
@@ -138,3 +139,10 @@ def test_broken_and_standing_draws_are_counted_by_chain():
     draws = torch.randn(3, 20, 2)
     draws[..., 0] = torch.arange(3.0)[:, None]
     assert standing_still(draws).tolist() == [[True, False]] * 3
+
+
+def test_an_infinite_temperature_fails_and_one_that_chance_allows_does_not():
+    values = 1 + torch.randn(4, 1000)
+    assert temperature("temperature", values, subsampled=False, arrived=True).status == "pass"
+    values[0, 0] = torch.inf
+    assert temperature("temperature", values, subsampled=False, arrived=True).status == "fail"
