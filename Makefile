@@ -117,7 +117,7 @@ $(VENV)/.installed-torch: $(VENV)/.created pyproject.toml constraints.txt
 	    $(PIP) install --quiet --retries 0 --timeout 20 --no-deps --index-url https://download.pytorch.org/whl/$$build \
 	      "torchvision==$$found+$$build"; } || \
 	  echo "No torchvision that fits this torch was found: image data and its networks work, but a plain 'import" \
-	       "torchvision', and so torchmetrics and Lightning, need pyro_symmetric's import first." >&2
+	       "torchvision', and so torchmetrics and Lightning, fail before pyro_symmetric.networks.import_torchvision()." >&2
 	@touch $@
 
 $(VENV)/.created:

@@ -26,7 +26,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric import arguments
@@ -477,9 +477,3 @@ def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> We
         padded = value.dim() + axis >= 0 and value.shape[axis] == 1
         result[name] = value.squeeze(axis) if padded else value
     return result
-
-
-def normal_base(prior: Distribution) -> Any:
-    """The normal distribution of a prior's entries, each by itself; ``None`` if they have another law."""
-    base = prior.base_dist if isinstance(prior, Independent) else prior
-    return base if type(base).log_prob is Normal.log_prob else None  # not what only inherits

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -97,7 +98,10 @@ class Compiled:
             made = self._programs.get(key)
             program, kinds_out = made or self._made(function, names, kinds, [value.detach() for value in flat])
         with torch.no_grad():
-            found = unflatten(kinds_out, iter(program(*flat)))
+            results = program(*flat)
+            if flat[0].is_cuda:  # the next call of a CUDA graph writes to the same places
+                results = [value.clone() for value in results]
+            found = unflatten(kinds_out, iter(results))
         if made is None:
             evaluate = self._evaluation(names)
             pairs = [((at.energy, at.gradient), evaluate(at.z)) for at in _points(found)]
@@ -132,7 +136,10 @@ class Compiled:
         try:
             with LOCK, without_warnings(), torch.no_grad():
                 graph = make_fx(flattened)(*inputs)
-                program = torch.compile(graph, fullgraph=True, dynamic=False, options=OPTIONS)
+                # One launch for all kernels of a GPU, as by mode="reduce-overhead"; PyTorch has it in the main thread.
+                graphs = inputs[0].is_cuda and threading.current_thread() is threading.main_thread()
+                options = OPTIONS | {"triton.cudagraphs": graphs}
+                program = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
                 program(*inputs)  # what it takes is made now
         except torch.linalg.LinAlgError:
             raise

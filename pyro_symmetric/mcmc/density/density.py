@@ -30,7 +30,6 @@ from pyro_symmetric.mcmc.density.eager import (
     in_chunks,
     same_evaluation,
 )
-from pyro_symmetric.mcmc.density.layers import Layers
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
@@ -148,7 +147,7 @@ class Density:
             if self.dtype not in CHAIN_DTYPES:
                 raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
             self._eager = Eager(self.target, self.layout)
-            self.fast: Layers | Compiled | None = None
+            self.fast: Any = None
             self.engine_reason = ""
             self._settle_engine(engine, self.unconstrain(drawn), iterations)
 
@@ -214,7 +213,9 @@ class Density:
             self.engine_reason = self.target.one_by_one  # which was warned of
         try:
             if asked == "layers" and not self.engine_reason:
-                layers = Layers(self.target, self.layout)
+                from pyro_symmetric.mcmc.density.layers import Layers  # which takes long to load
+
+                layers = Layers(self.target)
                 known = all(bool(torch.isfinite(part).all()) for part in expected)
                 if not (known and same_evaluation(layers.energy_and_gradient(z, rows), expected)):
                     raise Unavailable("the evaluation by hand differs from the model's own, or that isn't finite")
