@@ -140,7 +140,7 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
 
 def test_auto_compiles_if_the_run_is_long_enough(monkeypatch):
     args = (X, Y)
-    assert Density(hierarchical, args=args, iterations=500).engine == "eager"
+    assert Density(hierarchical, args=args, iterations=300).engine == "eager"
     monkeypatch.setenv("CXX", "g++")
     assert Density(hierarchical, args=args, iterations=20_000).engine == "compiled"
     assert Density(hierarchical, args=args, iterations=20_000, engine="eager").engine == "eager"

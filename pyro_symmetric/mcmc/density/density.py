@@ -39,7 +39,7 @@ ENGINES = ("auto", "eager", "layers", "compiled")
 """The engines that compute energies and gradients. ``"eager"``: the model itself, mapped over chains. ``"layers"``: for
 feed-forward networks, without the model. ``"compiled"``: programs by PyTorch's compiler, for any model and kernel; they
 take some seconds, more for long models, and are kept."""
-STEPS = 2  # of a trajectory in one dimension; in D there are about the fourth root of D times as many
+STEPS = 4  # of a trajectory in one dimension, of many regressions; in D about the fourth root of D times as many
 CACHE_BYTES = 2**22  # that an intermediate result of a chunk of chains should fit into, on a CPU
 
 
