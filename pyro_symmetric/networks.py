@@ -137,27 +137,33 @@ def _image(shape: Shape) -> Shape:
 
 # torchvision ----------------------------------------------------------------------------------------------------------
 
-_OPERATORS = ("torchvision::nms", "torchvision::qnms")
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-
 
 def import_torchvision() -> ModuleType:
     """``import torchvision``, also beside a torch that its compiled operators don't fit.
 
-    :raises ImportError: if torchvision is missing, or fails for any other reason than its missing operators; it says
-        what to install.
+    PyPI's Linux wheels of torchvision carry operators compiled for CUDA, which can't load beside a CPU-only torch. Then
+    ``import torchvision`` fails (``operator torchvision::nms does not exist``), because it attaches shape functions to
+    two operators that were never registered, although its data sets and network definitions need none of them.
+    Registering the two without a kernel lets the import through; calling such an operator still ends in an error.
+
+    :raises ImportError: if torchvision is missing, or fails for any other reason; it says what to install.
     """
-    with contextlib.suppress(RuntimeError):
-        return _imported()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]  # Python drops the package whose import failed, not the submodules that it had loaded
-    for name in _OPERATORS:
-        with contextlib.suppress(RuntimeError):  # of one that is registered
-            torch.library.define(name, _SCHEMA)
     try:
-        return _imported()
-    except RuntimeError as error:
-        raise ImportError(f"torchvision can't be imported ({error}); {_advice()}") from error
+        with contextlib.suppress(RuntimeError):
+            return importlib.import_module("torchvision")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # Python drops the package whose import failed, not the submodules that it had loaded
+        for name in ("torchvision::nms", "torchvision::qnms"):
+            with contextlib.suppress(RuntimeError):  # of one that is registered
+                torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError) as error:  # OSError: a library of another CUDA release
+        build = str(torch.__version__).partition("+")[2]
+        index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+        raise ImportError(
+            f"torchvision can't be imported ({error}); install the release that belongs to this torch: "
+            f"pip install --no-deps torchvision{index}"
+        ) from error
 
 
 def prepare_torchvision() -> None:
@@ -165,21 +171,3 @@ def prepare_torchvision() -> None:
     it."""
     with contextlib.suppress(ImportError):
         import_torchvision()
-
-
-def _imported() -> ModuleType:
-    try:
-        return importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"torchvision isn't installed; pip install 'pyro-symmetric[vision]' brings it, or {_advice()}"
-        ) from error
-    except (ImportError, OSError) as error:  # a library of another CUDA release
-        raise ImportError(f"torchvision can't be imported ({error}); {_advice()}") from error
-
-
-def _advice() -> str:
-    """The command that installs the torchvision that belongs to this torch."""
-    build = str(torch.__version__).partition("+")[2]
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return f"install the release that belongs to this torch: pip install --no-deps torchvision{index}"

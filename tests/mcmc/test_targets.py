@@ -1,4 +1,7 @@
-"""Targets: networks run in parallel threads, traced models alone; neither draws from or switches what others use."""
+"""Targets: networks run in parallel threads, traced models alone; neither draws from or switches what others use.
+
+Data that don't fit a network are named before the chains meet them.
+"""
 
 import copy
 import pickle
@@ -17,7 +20,8 @@ from torch.distributions import Distribution
 
 from pyro_symmetric import log_joint
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.mcmc.density.eager import require_data
+from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 MEETING, GATE = threading.Event(), threading.Barrier(2)
@@ -184,3 +188,57 @@ def test_priors_of_plain_numbers_are_evaluated_in_the_precision_of_the_weights()
     torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-14, atol=0)
     assert log_joint(model)({"rate": values.float(), "scale": values.float()}).dtype == torch.float32
     assert torch.get_default_dtype() == torch.float32
+
+
+# data that don't fit a network ----------------------------------------------------------------------------------------
+
+ROWS, LABELS = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def classifier(**options):
+    return BayesianModel(nn.Sequential(nn.Linear(4, 3)), **options)
+
+
+def regression(outputs):
+    return BayesianModel(nn.Linear(4, outputs), likelihood=GaussianLikelihood(0.5))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y", "error", "message"),
+    [
+        (classifier(), ROWS, LABELS[:5], ValueError, "x has 6 rows but y has 5"),
+        (classifier(), ROWS[:, :2], LABELS, RuntimeError, "shapes cannot be multiplied"),
+        (BayesianModel(nn.Linear(4, 1)), ROWS, LABELS % 2, ValueError, "one output.*at least 2"),
+        (classifier(), ROWS, LABELS.float(), ValueError, r"pass y.long\(\)"),
+        (classifier(), ROWS, LABELS + 1, ValueError, "labels from 1 to 3, but the network has 3 outputs"),
+        (classifier(), ROWS, LABELS * -100, ValueError, "labels from -200 to 0"),
+        (regression(1), ROWS, torch.full((6,), torch.nan), ValueError, "y holds NaN"),
+        (regression(2), ROWS, torch.randn(6), ValueError, r"outputs \(6, 2\) it must have shape \(6, 2\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(model, x, y, error, message):
+    with pytest.raises(error, match=message):
+        require_data(model, x, y)
+
+
+def test_labels_of_any_whole_kind_have_the_density_of_long_ones():
+    z = torch.randn(2, 15)
+    expected = Density(classifier(), args=(ROWS, LABELS)).energy(z)
+    for y in (LABELS.int(), LABELS.to(torch.uint8)):
+        assert torch.allclose(Density(classifier(), args=(ROWS, y)).energy(z), expected)
+    flags = LABELS > 0
+    assert torch.allclose(
+        Density(classifier(), args=(ROWS, flags)).energy(z), Density(classifier(), args=(ROWS, flags.long())).energy(z)
+    )
+
+
+def test_a_network_made_for_one_number_of_rows_is_asked_for_all_of_them():
+    class AllAtOnce(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer(x.view(6, 4))
+
+    require_data(BayesianModel(AllAtOnce()), ROWS, LABELS)
