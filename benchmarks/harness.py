@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import os
 import platform
 import statistics
@@ -172,12 +171,6 @@ def mini_batches(num_rows: int, size: int, steps: int, seed: int) -> Iterator[Te
             rows = torch.randperm(num_rows, generator=order)
         yield rows[:size]
         rows = rows[size:]
-
-
-def mean_over(rows: Iterable[Row], name: str) -> float:
-    """Mean of one entry; NaN if there is none."""
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return statistics.fmean(values) if values else math.nan
 
 
 def without_symmetries(

@@ -16,7 +16,7 @@ import argparse
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,19 @@ from pyro_symmetric.networks import import_torchvision, resnet20
 from pyro_symmetric.weights import Weights
 
 Case = tuple[Callable[[], nn.Module], Tensor]
+TRIALS = 10  # elements that are planted in each network
+PAGE = """# Planted elements, found again
+
+Made by `python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md` on
+{}, with torch {}.
+
+The weights of each network, random ones, were moved by a random element of its symmetry (log-scales of
+standard deviation 0.3), and `align` without restarts looked for the way back. An element counts as found if all of its
+permutations are, bit by bit, and the weights, in float32, come back to one millionth of their norm. Each cell: how many
+were found, the largest error relative to the norm, and the median of seconds of processor time on one core.
+
+{}
+"""
 
 
 def vgg11() -> nn.Module:
@@ -128,28 +141,25 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def planted(options: argparse.Namespace) -> None:
-    kinds = ("permutations", "finite", "group")
-    print(f"{'network':<26} " + " ".join(f"{kind + ': found, largest error, s':>38}" for kind in kinds))
-    rows = []
-    for name, (make, x) in selected(PLANTED, options).items():
+    head = ("network", "permutations", "with signs", "with scales")
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    print("\n".join(lines))
+    for name, (make, x) in PLANTED.items():
         torch.manual_seed(0)
         net = randomised(make)
         symmetry = find_symmetry(net, x, verify=False)
         weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        columns = [undone(getattr(symmetry, kind), weights, options.trials) for kind in kinds]
-        shown = [f"{found:>13}/{options.trials:<3} {error:>10.1e} {seconds:>9.3f}" for found, error, seconds in columns]
-        print(f"{name:<26} " + " ".join(f"{column:>38}" for column in shown), flush=True)
-        rows.append(
-            (name, [f"{found}/{options.trials}, {error:.0e}, {seconds:.2f}" for found, error, seconds in columns])
-        )
+        found = (undone(getattr(symmetry, kind), weights) for kind in ("permutations", "finite", "group"))
+        lines.append(f"| {name} | {' | '.join(found)} |")
+        print(lines[-1], flush=True)
     if options.markdown:
-        Path(options.markdown).write_text(page(rows))
+        Path(options.markdown).write_text(PAGE.format(datetime.date.today(), torch.__version__, "\n".join(lines)))
 
 
-def undone(group: Group, weights: Weights, trials: int) -> tuple[int, float, float]:
-    """The number of planted elements found again, the largest error of the weights, and median processor seconds."""
+def undone(group: Group, weights: Weights) -> str:
+    """How many planted elements are found again, the largest error of the weights, and median processor seconds."""
     found, times, errors = 0, [], []
-    for seed in range(trials):
+    for seed in range(TRIALS):
         torch.manual_seed(seed)
         element = group.sample(spread=0.3, dtype=torch.float64)
         source = element.inverse()(weights)
@@ -159,25 +169,7 @@ def undone(group: Group, weights: Weights, trials: int) -> tuple[int, float, flo
         errors.append(error_of(result.element(source), weights))
         same = all(torch.equal(result.element[one], element[one]) for one in element.permutations)
         found += same and errors[-1] <= 1e-6
-    return found, max(errors), statistics.median(times)
-
-
-def page(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The table as a page of the documentation."""
-    head = ("network", "permutations", "with signs", "with scales")
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *([n, *c] for n, c in rows))]
-    return f"""# Planted elements, found again
-
-Made by `python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md` on
-{datetime.date.today()}, with torch {torch.__version__}.
-
-The weights of each network, random ones, were moved by a random element of its symmetry (log-scales of
-standard deviation 0.3), and `align` without restarts looked for the way back. An element counts as found if all of its
-permutations are, bit by bit, and the weights, in float32, come back to one millionth of their norm. Each cell: how many
-were found, the largest error relative to the norm, and the median of seconds of processor time on one core.
-
-{chr(10).join(lines)}
-"""
+    return f"{found}/{TRIALS}, {max(errors):.0e}, {statistics.median(times):.2f}"
 
 
 def error_of(found: Weights, weights: Weights) -> float:
@@ -206,18 +198,12 @@ def timing(options: argparse.Namespace) -> None:
         print(f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} {gaussian_ratio:>8.5f}", flush=True)
 
 
-def selected(cases: dict[str, Case], options: argparse.Namespace) -> dict[str, Case]:
-    return {name: case for name, case in cases.items() if not options.only or name.startswith(tuple(options.only))}
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {command.__name__: command for command in (planted, timing)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*COMMANDS])
-    parser.add_argument("--trials", type=int, default=10, help="planted: elements a network")
-    parser.add_argument("--only", nargs="*", default=[], help="networks whose names start so")
     parser.add_argument("--markdown", help="planted: write the table to this page")
     parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")

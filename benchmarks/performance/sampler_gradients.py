@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from benchmarks.contestants import Problem
-from benchmarks.harness import print_table
+from benchmarks.harness import parse, parser, print_table
 from pyro_symmetric import BayesianModel
 from pyro_symmetric.mcmc import Density
 from pyro_symmetric.models import GaussianLikelihood, GaussianPrior
@@ -212,18 +212,18 @@ def compare(name: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", nargs="+", choices=["a", "b"], default=["a", "b"])
-    parser.add_argument("--root", type=Path, help="folder that holds uci/energy; without, random numbers for (a)")
-    parser.add_argument("--chains", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cpu-time", action="store_true", help="count processor time: for busy machines, 1 thread")
-    options = parser.parse_args()
+    arguments = parser(__doc__, seeds=1)
+    arguments.add_argument("--target", nargs="+", choices=["a", "b"], default=["a", "b"])
+    arguments.add_argument("--root", type=Path, help="folder that holds uci/energy; without, random numbers for (a)")
+    arguments.add_argument("--chains", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--cpu-time", action="store_true", help="count processor time: for busy machines, 1 thread")
+    options = parse(arguments)
+    if options.quick:
+        options.chains, options.rounds = [1, 4], 1
     options.clock = time.process_time if options.cpu_time else time.perf_counter
     if options.threads == 1:  # before JAX starts its threads
         os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    torch.set_num_threads(options.threads)
     for name in options.target:
         compare(name, options)
 

@@ -99,9 +99,7 @@ def row(options: argparse.Namespace, posterior: str, kernel: str, dtype: str) ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            drawn = KERNELS[kernel](
-                model, dtype=precision, seed=options.seed, progress=False, engine=options.engine, **settings
-            )
+            drawn = KERNELS[kernel](model, dtype=precision, seed=0, progress=False, **settings)
         except RuntimeError as error:  # of the model itself, as a covariance that isn't positive definite in float32
             return {"error": str(error).splitlines()[0]}
     seconds = time.process_time() - begun
@@ -141,13 +139,11 @@ def main() -> None:
     arguments.add_argument("--posteriors", nargs="+", default=list(ENTRIES), choices=list(ENTRIES), metavar="NAME")
     arguments.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     arguments.add_argument("--dtypes", nargs="+", default=["float32", "float64"], choices=["float32", "float64"])
-    arguments.add_argument("--engine", default="auto")
-    arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument(
         "--root", type=Path, help="folder posterior_database of a copy; by default files are fetched"
     )
     options = parse(arguments)
-    results = Results.of(options, "quick", "engine", "seed")
+    results = Results.of(options, "quick")
     results.fill(partial(row, options), posterior=options.posteriors, kernel=options.kernels, dtype=options.dtypes)
     rows = [own for own in results.rows if own["posterior"] in options.posteriors and own["kernel"] in options.kernels]
     rows = [own for own in rows if own["dtype"] in options.dtypes]

@@ -31,23 +31,20 @@ def _rows(d: Any, sample: Any, plate: Any, mean: Any, sigma: Any, y: Any) -> Non
         sample("y", d.Normal(mean, sigma), obs=y)
 
 
-def plain(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-    x, y = data
-    beta, sigma = sample("beta", flat(d, x.shape[1])), sample("sigma", flat_positive(d))
-    _rows(d, sample, plate, x @ beta, sigma, y)
+def _linear(beta: Callable[[Any, int], Any], sigma: Callable[[Any], Any]) -> Callable[..., None]:
+    """A regression with these priors of its coefficients and its noise."""
+
+    def model(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+        x, y = data
+        coefficients, noise = sample("beta", beta(d, x.shape[1])), sample("sigma", sigma(d))
+        _rows(d, sample, plate, x @ coefficients, noise, y)
+
+    return model
 
 
-def half_cauchy_noise(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-    x, y = data
-    beta, sigma = sample("beta", flat(d, x.shape[1])), sample("sigma", d.HalfCauchy(2.5))
-    _rows(d, sample, plate, x @ beta, sigma, y)
-
-
-def blr(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-    x, y = data
-    beta = sample("beta", d.Normal(0.0, 10.0).expand([x.shape[1]]).to_event(1))
-    sigma = sample("sigma", d.HalfNormal(10.0))
-    _rows(d, sample, plate, x @ beta, sigma, y)
+plain = _linear(flat, flat_positive)
+half_cauchy_noise = _linear(flat, lambda d: d.HalfCauchy(2.5))
+blr = _linear(lambda d, size: d.Normal(0.0, 10.0).expand([size]).to_event(1), lambda d: d.HalfNormal(10.0))
 
 
 def kilpisjarvi(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:

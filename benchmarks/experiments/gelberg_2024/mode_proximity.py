@@ -26,6 +26,7 @@ trained by SVI. ``mixture_target.py`` finds that a mean-field guide sits between
 from __future__ import annotations
 
 import math
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, mean_over, parse, parser
+from benchmarks.harness import Results, parse, parser
 from benchmarks.networks import perceptron
 from pyro_symmetric.groups.units import rows
 
@@ -116,11 +117,6 @@ def in_deviations(model: ps.BayesianModel, group: ps.Group, x: Tensor, y: Tensor
     }
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    data = ps.datasets.load("digits", dtype=torch.float32)
-    return data.train_x.flatten(1), data.train_y
-
-
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=3)
     arguments.add_argument("--widths", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
@@ -129,7 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.widths, options.steps = [8, 16], 20
     results = Results(options.json, {"steps": options.steps})
-    x, y = digits()
+    data = ps.datasets.load("digits", dtype=torch.float32)
+    x, y = data.train_x.flatten(1), data.train_y
     runs = [(seed, depth, width) for seed in range(options.seeds) for depth in (1, 2) for width in options.widths]
     for seed, depth, width in tqdm(runs, disable=not options.progress):
         if results.find(seed=seed, depth=depth, width=width):
@@ -161,7 +158,7 @@ def report(results: Results, options: Any) -> None:
             key = {"depth": depth, "layer": layer, "state": state}
             title = f"{state}, hidden layer {layer + 1} of {depth}: distance / norm"
             results.table(title, ["width"], {**columns, "working units": ("working", 1)}, **key)
-            means = {n: [mean_over(results.find(width=w, **key), n) for w in options.widths] for n in NAMES}
+            means = {n: [fmean(row[n] for row in results.find(width=w, **key)) for w in options.widths] for n in NAMES}
             print("  slopes: " + ", ".join(f"{n} {slope(options.widths, means[n]):.3f}" for n in NAMES))
     results.table(
         "Mean-field guides: distance to a unit's nearest swap in standard deviations",

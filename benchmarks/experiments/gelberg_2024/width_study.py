@@ -3,7 +3,7 @@ r"""The worth of symmetrised training for classifiers of growing width.
     python -m benchmarks.experiments.gelberg_2024.width_study --data-dir data --json widths.json
 
 Perceptrons 784-WIDTH-10 with ReLU and an isotropic prior N(0, 1), as in Table 1 of Gelberg et al. 2024 (arXiv
-2408.05496; ``--fan-in`` has N(0, 1/inputs)); mean-field Gaussian guides, trained by stock SVI and Adam on the plain
+2408.05496); mean-field Gaussian guides, trained by stock SVI and Adam on the plain
 ELBO, on InfoNCE(15) and InfoNCE(127), which is the paper's bound, and on SinkhornImportance(4). All methods get the
 same start, mini-batches, steps, learning rate and noise, so that what differs is due to the objective.
 
@@ -102,7 +102,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--steps", type=int, default=800)
     arguments.add_argument("--batch", type=int, default=500)
     arguments.add_argument("--lr", type=float, default=0.03)
-    arguments.add_argument("--fan-in", action="store_true", help="the prior's variance is 1 / inputs of the layer")
     arguments.add_argument("--init-scale", type=float, default=0.02)
     arguments.add_argument("--draws", type=int, default=64, help="draws of the guide for every estimate")
     arguments.add_argument("--judge", type=int, default=16, help="K of the SinkhornImportance that judges all methods")
@@ -111,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.quick:
         options.data, options.widths, options.steps, options.train = ["digits"], [8, 16], 30, 300
         options.test, options.draws, options.methods = 200, 8, ["mean-field", "infonce-15", "sinkhorn-4"]
-    kept = ("train", "test", "pool", "steps", "batch", "lr", "init_scale", "draws", "judge", "fan_in", "device")
+    kept = ("train", "test", "pool", "steps", "batch", "lr", "init_scale", "draws", "judge", "device")
     results = Results.of(options, *kept)
 
     def run(data: str, seed: int, width: int, method: str) -> Row:
@@ -120,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.manual_seed(seed)
         net = perceptron(x.shape[1], width, rows.num_outputs).to(x.device)
         group = ps.find_symmetry(net.eval(), x[:2]).permutations
-        model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=options.fan_in), "categorical", num_data=len(x))
+        model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=False), "categorical", num_data=len(x))
         guide, seconds = train(model, group, method, x, rows.train_y, seed, options)
         found = judge(guide, model, method, (x, rows.train_y), (test_x, rows.test_y), options)
         return {"title": rows.name, "log_order": group.log_order(), "seconds_per_step": seconds, **found}

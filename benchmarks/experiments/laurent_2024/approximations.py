@@ -91,7 +91,7 @@ def methods_of(seed: int, options: argparse.Namespace) -> tuple[str, ...]:
         counted = {"chains" if name in CHAINS else "modes": runs}
         return asked(name, **({} if options.quick else BUDGETS[KIND[name]]), **counted)
 
-    wanted = options.methods or (REFERENCE, *VARIATIONAL, *AROUND_MODES, *CHAINS)
+    wanted = (REFERENCE, *VARIATIONAL, *AROUND_MODES, *CHAINS)
     members = 40 if options.quick else options.members[min(seed, len(options.members) - 1)]
     return (
         on_budget(REFERENCE, members),
@@ -114,7 +114,7 @@ def study(seed: int, options: argparse.Namespace) -> Mapping[str, Any]:
         draws=options.draws,
         quick=options.quick,
         seed=seed,
-        device=options.device,
+        device="cpu",
     )
     rows = run_study(settings, options.out / f"seed-{seed}", progress=options.progress).results["methods"]
     return {"reference" if label == methods[0] else short(label): row for label, row in rows.items()}
@@ -182,8 +182,6 @@ def main() -> None:
     )
     arguments.add_argument("--modes", type=int, default=8, help="runs of each method, beside one alone (default 8)")
     arguments.add_argument("--draws", type=int, default=1000, help="draws of each method that are compared")
-    arguments.add_argument("--methods", nargs="*", metavar="NAME", help="families to compare (default: all)")
-    arguments.add_argument("--device", default="cpu")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     found = [study(seed, options) for seed in range(options.seeds)]

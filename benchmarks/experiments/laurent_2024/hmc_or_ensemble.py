@@ -8,7 +8,7 @@ same posterior. The posterior is invariant under permutations of the hidden unit
 copies. The tests look at as many draws as count as independent (half of the smallest effective sample size of a chain's
 weights, ``independent_draws``), so that autocorrelation isn't taken for asymmetry; where these are few the verdict says
 so. Beside them *all draws* counts as the paper does (figures 6 and 7): in how many of all draws each unit holds the
-largest weight, and the p-value that the counts would have if the draws were independent. ``--out`` draws the counts.
+largest weight, and the p-value that the counts would have if the draws were independent.
 
 *Orders* counts the orders of units, sorted by their largest incoming weight, that the draws visit: more than the copies
 of a mode that they visit, since the order changes within a copy, too, where two units are nearly equal. A narrow
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure
+from benchmarks.harness import Results, parse, parser, print_table
 from pyro_symmetric.compare import independent_draws, invariance_tests
 from pyro_symmetric.ensembles import ensemble
 
@@ -136,18 +136,6 @@ def main(argv: list[str] | None = None) -> None:
         )
         for row in found:
             print(f"  {row['samples']}: {row['verdict']}")
-        if options.out:
-            draw(found, options.out, f"largest_weight_{noise:g}_{seed}.png")
-
-
-def draw(rows: list[dict[str, Any]], folder: Path, name: str) -> None:
-    """Bars of how many of all draws have the largest weight at each unit, as figures 6 and 7 of the paper."""
-    figure, axes = new_figure(1, len(rows), size=(2.2 * len(rows), 2.4))
-    for axis, row in zip(axes[0], rows, strict=True):
-        axis.bar(range(len(row["counts"])), row["counts"])
-        axis.axhline(sum(row["counts"]) / len(row["counts"]), color="black", linestyle="--")
-        axis.set_title(row["samples"], fontsize=7)
-    save_figure(figure, folder, name)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """OptuNets trained as Laurent, Aldea & Franchi 2024 (arXiv 2310.08287) train them: figures 2, 4 and 12.
 
-    python -m benchmarks.experiments.laurent_2024.optunet --data-dir data --out figures
+    python -m benchmarks.experiments.laurent_2024.optunet --data-dir data
 
 The recipe is that of appendix C.2: stochastic gradient descent in batches of 64, a rate of 0.04, halved after a quarter
 and a half of 60 epochs, weight decay 2e-4, and random crops of images padded by four pixels. All networks are trained
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,17 +27,7 @@ from torch.func import functional_call, grad, vmap
 from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import (
-    Results,
-    load_images,
-    mean_over,
-    new_figure,
-    parse,
-    parser,
-    print_table,
-    save_figure,
-    spread,
-)
+from benchmarks.harness import Results, Row, load_images, parse, parser
 from pyro_symmetric.compare import SortingTracker
 from pyro_symmetric.ensembles import fresh_members
 
@@ -125,7 +116,6 @@ def run(seed: int, decay: float, data: Any, options: Any) -> dict[str, Any]:
             site: [float(w[site].abs().flatten(1).amax(1).mean()) for w in (weights, least.weights)] for site in sites
         },
         "tau": [float(part.mean()) for part in (tau[:first], tau[first:second], tau[second:])],
-        "tau_curve": tau.tolist(),
         "way": training.on_the_way(training.run(min(5, options.epochs), 1e-4), 1e-4),
     }
 
@@ -146,56 +136,37 @@ def main(argv: list[str] | None = None) -> None:
     results = Results.of(options, "data", "networks", "epochs", "train")
     results.fill(functools.partial(run, data=data, options=options), seed=range(options.seeds), decay=options.decays)
     report(results, data, options)
-    if options.out is not None:
-        figure(results, options)
 
 
 def report(results: Results, data: ps.datasets.Dataset, options: Any) -> None:
-    size = (
-        f"{options.networks} OptuNets, {len(data.train_x):,} images of {data.name}, {options.epochs} epochs; seeds ± sd"
-    )
-    tables: dict[str, tuple[tuple[str, ...], list[list[str]]]] = {
-        "accuracy": (("weight decay", "one network", "averaged"), []),
-        "mass (fig. 2)": (("weight decay", "as trained", "least", "excess"), []),
-        "largest weights, as trained / at least mass (fig. 2)": (("weight decay", *results.rows[0]["largest"]), []),
-        "tau by phase (fig. 4)": (("weight decay", "rate 0.04", "0.02", "0.01"), []),
-        "way to the least mass (fig. 12)": (("weight decay", "mass left", "rising", "product", "gradient"), []),
+    def largest(row: Row, site: str, place: int) -> float:
+        return row["largest"][site][place]
+
+    tables: dict[str, dict[str, tuple[Any, int]]] = {
+        "accuracy": {"one network": (lambda row: fmean(row["single"]), 3), "averaged": ("together", 3)},
+        "mass (fig. 2)": {
+            "as trained": (lambda row: fmean(row["mass"]), 2),
+            "least": (lambda row: fmean(row["least"]), 2),
+            "excess": (lambda row: fmean(1 - b / a for a, b in zip(row["mass"], row["least"], strict=True)), 3),
+        },
+        "largest weights (fig. 2)": {
+            f"{site}{at}": (functools.partial(largest, site=site, place=place), 2)
+            for place, at in enumerate(("", ", least mass"))
+            for site in results.rows[0]["largest"]
+        },
+        "tau by phase (fig. 4)": {
+            f"rate {rate}": (lambda row, k=k: row["tau"][k], 4) for k, rate in enumerate((0.04, 0.02, 0.01))
+        },
+        "way to the least mass (fig. 12)": {
+            "mass left": (lambda row: row["way"]["path"][-1], 3),
+            "rising": (lambda row: row["way"]["rises"], 0),
+            "product": (lambda row: row["way"]["product"], 4),
+            "gradient": (lambda row: row["way"]["norm"], 4),
+        },
     }
-    for decay in options.decays:
-        found = results.find(decay=decay)
-        own = {name: [torch.tensor(row[name]) for row in found] for name in ("single", "mass", "least")}
-        excess = [1 - least / mass for mass, least in zip(own["mass"], own["least"], strict=True)]
-        largest = [[row["largest"][site] for row in found] for site in found[0]["largest"]]
-        means = [torch.tensor(pairs).mean(0).tolist() for pairs in largest]
-        ways = [row["way"] for row in found]
-        lines = (
-            [spread(float(v.mean()) for v in own["single"]), spread(row["together"] for row in found)],
-            [spread((float(v.mean()) for v in values), 2) for values in (own["mass"], own["least"])]
-            + [spread(float(v.mean()) for v in excess)],
-            [f"{trained:.2f} / {least:.2f}" for trained, least in means],
-            [spread((row["tau"][k] for row in found), 4) for k in range(3)],
-            [spread(way["path"][-1] for way in ways), f"{mean_over(ways, 'rises'):g}"]
-            + [spread((way[name] for way in ways), 4) for name in ("product", "norm")],
-        )
-        for (_, table), line in zip(tables.values(), lines, strict=True):
-            table.append([f"{decay:g}", *line])
-    for name, (head, table) in tables.items():
-        print_table(f"{name}: {size}; mean ± sd over seeds", head, table)
-
-
-def figure(results: Results, options: Any) -> None:
-    picture, axes = new_figure(1, 3, size=(12, 3.5))
-    for decay in options.decays:
-        row = results.find(decay=decay)[0]
-        axes[0, 0].scatter(row["least"], row["mass"], s=8, label=f"weight decay {decay:g}")
-        axes[0, 1].plot(row["tau_curve"], linewidth=0.5, label=f"weight decay {decay:g}")
-    axes[0, 0].axline((0, 0), slope=1, color="0.6", linewidth=0.8)
-    axes[0, 0].set(xlabel="least mass of the orbit", ylabel="mass as trained", title="Fig. 2")
-    axes[0, 1].set(xlabel="step", ylabel="Kendall's tau", title="Fig. 4")
-    axes[0, 2].plot([k / 10 for k in range(11)], results.rows[0]["way"]["path"])
-    axes[0, 2].set(xlabel="way to the least mass", ylabel="mass / mass as trained", title="Fig. 12")
-    axes[0, 0].legend()
-    save_figure(picture, options.out, "optunet.png")
+    size = f"{options.networks} OptuNets, {len(data.train_x):,} images of {data.name}, {options.epochs} epochs"
+    for name, columns in tables.items():
+        results.table(f"{name}: {size}", ["decay"], columns)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""The loss barrier between two independently trained posteriors, before and after alignment.
 
-    python -m benchmarks.experiments.rossi_2023.barrier_curves --data-dir data --json barriers.json --out plots
+    python -m benchmarks.experiments.rossi_2023.barrier_curves --data-dir data --json barriers.json
     python -m benchmarks.experiments.rossi_2023.barrier_curves \
         --data mnist --width 64 128 256 512 1024 --json widths.json
     python -m benchmarks.experiments.rossi_2023.barrier_curves --data mnist --temperature 1 0.1 0.01 --json cold.json
@@ -32,6 +32,7 @@ widths or data. On one core a pair of perceptrons of width 512 takes five to ten
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -47,24 +48,12 @@ from pyro.infer.autoguide.initialization import init_to_value
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import (
-    Results,
-    Row,
-    load_images,
-    mini_batches,
-    new_figure,
-    parse,
-    parser,
-    print_table,
-    save_figure,
-    spread,
-)
+from benchmarks.harness import Results, Row, load_images, mini_batches, parse, parser
 from benchmarks.networks import perceptron
 from pyro_symmetric.alignment import GaussianWeights
 from pyro_symmetric.networks import resnet20
 
 PATHS = ("unaligned", "aligned")
-KINDS = ("posterior", "plain")
 KEPT = ("net", "depth", "pool", "train", "test", "steps", "batch", "lr", "points", "draws", "device")
 INIT_SCALE, SCALE_LR = 0.01, 0.01  # of deviations, and the rate of their logarithms
 SHOWN = 1000  # training rows on which the path is measured
@@ -240,7 +229,6 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--pool", type=int, default=1, help="side of the squares of pixels that are averaged")
     arguments.add_argument("--width", type=int, nargs="+", default=[512], help="hidden units; channels of a ResNet")
     arguments.add_argument("--temperature", type=float, nargs="+", default=[1.0])
-    arguments.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments.add_argument("--prior-variance", type=float, nargs="+", default=[0.0025])
     arguments.add_argument("--train", type=int, default=8000)
     arguments.add_argument("--test", type=int, default=2000)
@@ -262,62 +250,39 @@ def main(argv: list[str] | None = None) -> None:
         return {"title": images.name, **compare(images, kind, width, temperature, prior_variance, seed, options)}
 
     each = {"data": options.data, "seed": range(options.seeds), "width": options.width}
-    if "posterior" in options.kinds:
-        posterior = {"temperature": options.temperature, "prior_variance": options.prior_variance}
-        results.fill(run, **each, kind=["posterior"], **posterior)
-    if "plain" in options.kinds:  # temperature and prior belong to the posterior
-        results.fill(run, **each, kind=["plain"], temperature=[1.0], prior_variance=[0.0])
+    posterior = {"temperature": options.temperature, "prior_variance": options.prior_variance}
+    results.fill(run, **each, kind=["posterior"], **posterior)
+    # temperature and prior belong to the posterior
+    results.fill(run, **each, kind=["plain"], temperature=[1.0], prior_variance=[0.0])
     report(results, options)
-    if options.out is not None:
-        plot(results, options)
-
-
-def rows_of(results: Results, options: Any, name: str) -> dict[str, list[dict[str, Any]]]:
-    """Label -> the rows of its seeds."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in results.find(data=name):
-        if row["seed"] < options.seeds and row["width"] in options.width and row["kind"] in options.kinds:
-            own = f", T = {row['temperature']:g}, prior {row['prior_variance']:g}" if row["kind"] == "posterior" else ""
-            groups.setdefault(f"{row['kind']} {row['width']}{own}", []).append(row)
-    return groups
 
 
 def report(results: Results, options: Any) -> None:
     for name in options.data:
-        for measure, digits in (("train", 4), ("test", 4), ("train error", 4), ("test error", 4)):
-            lines = []
-            for label, rows in rows_of(results, options, name).items():
-                before, after = ([r["curves"][path]["barriers"][measure] for r in rows] for path in PATHS)
-                share = [100 * a / b for a, b in zip(after, before, strict=True) if b > 0]
-                ends = [value_at(r, "aligned", measure, 0) for r in rows]
-                extra = [spread([r["align_seconds"] for r in rows], 1), spread([r["train_seconds"] for r in rows], 0)]
-                numbers = [spread(ends, digits), spread(before, digits), spread(after, digits), spread(share, 1)]
-                lines.append([label, *numbers, *extra])
+        for measure in ("train", "test", "train error", "test error"):
+
+            def barrier(row: Row, path: str, measure: str = measure) -> float:
+                return row["curves"][path]["barriers"][measure]
+
+            def left(row: Row, barrier: Any = barrier) -> float:
+                before = barrier(row, "unaligned")
+                return 100 * barrier(row, "aligned") / before if before > 0 else math.nan
+
+            def end(row: Row, measure: str = measure) -> float:
+                curve = row["curves"]["aligned"]
+                return {**curve["losses"], **curve["metrics"]}[measure][0]
+
+            columns: dict[str, tuple[Any, int]] = {
+                "at the end": (end, 4),
+                "barrier": (functools.partial(barrier, path="unaligned"), 4),
+                "aligned": (functools.partial(barrier, path="aligned"), 4),
+                "% left": (left, 1),
+                "align s": ("align_seconds", 1),
+                "train s": ("train_seconds", 0),
+            }
             unit = "nats per row" if "error" not in measure else "share of rows"
-            print_table(
-                f"{name}, {measure} ({unit}); {options.net}, {options.draws} draws a point, {options.steps} steps",
-                ["trained as", "at the end", "barrier", "aligned", "% left", "align s", "train s"],
-                lines,
-            )
-
-
-def value_at(row: dict[str, Any], path: str, measure: str, index: int) -> float:
-    curve = row["curves"][path]
-    return {**curve["losses"], **curve["metrics"]}[measure][index]
-
-
-def plot(results: Results, options: Any) -> None:
-    figure, axes = new_figure(len(options.data), 4, size=(13, 3 * len(options.data)))
-    for line, name in zip(axes, options.data, strict=True):
-        for ax, measure in zip(line, ("train", "test", "train error", "test error"), strict=True):
-            for k, (label, rows) in enumerate(rows_of(results, options, name).items()):
-                for path, style in zip(PATHS, ("--", "-"), strict=True):
-                    curve = rows[0]["curves"][path]
-                    values = {**curve["losses"], **curve["metrics"]}[measure]
-                    ax.plot(curve["t"], values, style, color=f"C{k}", label=f"{label}, {path}")
-            ax.set(xlabel="position on the path t", ylabel=measure, title=name)
-        line[0].legend(fontsize=6)
-    save_figure(figure, options.out, "barrier_curves.png")
+            title = f"{name}, {measure} ({unit}); {options.net}, {options.draws} draws a point, {options.steps} steps"
+            results.table(title, ["kind", "width", "temperature", "prior_variance"], columns, data=name)
 
 
 if __name__ == "__main__":

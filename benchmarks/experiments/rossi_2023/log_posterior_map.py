@@ -13,7 +13,6 @@ row, the lengths of the two segments and the cosine of the angle between them. A
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pyro
@@ -31,14 +30,11 @@ PRIOR_VARIANCE = 0.02
 
 def run(seed: int, width: int, data: Any, options: Any) -> dict[str, Any]:
     x, y = data.train_x.flatten(1), data.train_y
-    training = SimpleNamespace(
-        init_scale=0.01, lr=0.003, scale_lr=0.01, steps=options.steps, batch=256, progress=False, device="cpu"
-    )
     fits = []
     for member in (2 * seed, 2 * seed + 1):
         pyro.set_rng_seed(member)
         net = started(perceptron(x.shape[1], width, width, data.num_outputs))
-        fits.append(fit_perceptron(net, x, y, 1.0, PRIOR_VARIANCE, member, training)[0])
+        fits.append(fit_perceptron(net, x, y, 1.0, PRIOR_VARIANCE, member, options)[0])
     found = ps.align(fits[1], fits[0], ps.find_symmetry(net.eval(), x[:2]).permutations)
     model = ps.BayesianModel(net, PRIOR_VARIANCE**0.5, "categorical", num_data=len(x))
     m0, m1, aligned = fits[0].loc, fits[1].loc, found.element(fits[1].loc)
@@ -91,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--widths", type=int, nargs="+", default=[32, 128])
     arguments.add_argument("--steps", type=int, default=1000)
     arguments.add_argument("--points", type=int, default=25, help="of the map along each axis")
+    arguments.set_defaults(batch=256, lr=0.003)
     options = parse(arguments, argv)
     if options.quick:
         options.widths, options.steps, options.points = [8], 20, 5
