@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyro
@@ -59,6 +59,8 @@ class Problem:
 @dataclass(frozen=True)
 class Run:
     """Draws ``(C, S, K)`` of all coordinates, and seconds of processor time; ``everything`` has compiling, too."""
+
+    COLUMNS: ClassVar = ("worst effective", "R-hat", "draws a second", "with warm-up", "all")
 
     draws: Tensor
     sampling: float

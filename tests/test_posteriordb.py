@@ -15,7 +15,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recurrences_are_those_of_a_loop():
-    from benchmarks.posteriordb.series import filtered, log_product
+    from benchmarks.posteriordb.models import filtered, log_product
 
     b, a, value, expected = torch.randn(13, dtype=torch.float64), torch.tensor(-0.7, dtype=torch.float64), 0.0, []
     for entry in b.tolist():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.contestants import Run, numpyro_run, ours, pyro_run
-from benchmarks.harness import Results, parse, parser, print_table
+from benchmarks.harness import Results, parse, parser
 from benchmarks.performance.sampler_gradients import Target, target
 
 KERNELS = {"NUTS": ps.NUTS, "AdaptiveHMC": ps.AdaptiveHMC}
@@ -71,12 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     results = Results.of(options, "warmup", "draws")
     grid = {"name": options.target, "chains": options.chains, "sampler": samplers, "seed": range(options.seeds)}
     results.fill(functools.partial(run, options=options), **grid)
-    columns = ("worst effective", "R-hat", "draws a second", "with warm-up", "all")
-    rows = [
-        [f"({r['name']}) {r['chains']} chains, {r['sampler']}", *(f"{r[column]:.3g}" for column in columns)]
-        for r in results.rows
-    ]
-    print_table(f"{options.warmup} + {options.draws} iterations", ["", *columns], rows)
+    columns: dict[str, tuple[Any, int]] = {name: (name, 2) for name in Run.COLUMNS}
+    results.table(f"{options.warmup} + {options.draws} iterations", ["name", "chains", "sampler"], columns)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import pyro_symmetric as ps
 from benchmarks.contestants import Problem, Run, coordinates, numpyro_run, ours
-from benchmarks.harness import Results, Row, parse, parser, print_table
+from benchmarks.harness import Results, Row, parse, parser
 
 LEAST_NOISE, LEAST_SQUARE = 1e-4, 1e-30
 
@@ -103,8 +103,7 @@ def main() -> None:
     results = Results.of(options, "rows", "columns", "draws", "warmup")
     chosen = [name for name in CONTESTANTS if any(name.startswith(wanted) for wanted in options.contestants)]
     results.fill(row, contestant=chosen)
-    header = ["contestant", "worst effective", "R-hat", "draws a second", "with warm-up", "all"]
-    print_table("SAAS", header, [[r["contestant"], *(f"{r[n]:.4g}" for n in header[1:])] for r in results.rows])
+    results.table("SAAS", ["contestant"], {name: (name, 2) for name in Run.COLUMNS})
 
 
 if __name__ == "__main__":

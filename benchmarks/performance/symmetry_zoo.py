@@ -43,18 +43,11 @@ SOURCES: dict[str, Callable[[], Cases]] = {
     "torch": plain.plain, "graphs": graphs.geometric,
     "transformers": language.transformers, "torchvision": images.torchvision, "timm": images.timm,
 }  # fmt: skip
-Column = Callable[[Symmetry, nn.Module, tuple[Any, ...]], Any]
-# What a symmetry says about itself: column -> function of the symmetry, the network and its inputs.
-COLUMNS: dict[str, Column] = {
-    "factors": lambda symmetry, net, inputs: len(symmetry.permutations.factors),
-    "log_order": lambda symmetry, net, inputs: symmetry.permutations.log_order(),
-    "scales": lambda symmetry, net, inputs: sum(symmetry.group[n].count for n in symmetry.group.names("scale")),
-    "signs": lambda symmetry, net, inputs: sum(symmetry.group[n].count for n in symmetry.group.names("flip")),
-}
 HEADER = (
     "architecture", "M", "factors", "log-order", "scales", "signs", "find s", "verify s", "passes", "null directions",
     "verified",
 )  # fmt: skip
+MOVES = {"scales": "scale", "signs": "flip"}
 FEW, PATIENCE = 2_000, 20.0  # weights whose Jacobian is looked at, if that takes no more processor seconds
 
 
@@ -73,14 +66,16 @@ def measure(case: Case) -> Iterator[Any]:
     found = time.process_time()
     outcome = verify(symmetry, net, *inputs)
     verified = time.process_time()
-    parameters = sum(p.numel() for p in net.parameters())
+    parameters, group = sum(p.numel() for p in net.parameters()), symmetry.group
     yield {
         "completeness": None,
         "parameters": parameters,
         "forward_seconds": forward,
         "seconds_to_find": found - start,
         "seconds_to_verify": verified - found,
-        **{name: column(symmetry, net, inputs) for name, column in COLUMNS.items()},
+        "factors": len(symmetry.permutations.factors),
+        "log_order": symmetry.permutations.log_order(),
+        **{name: sum(group[n].count for n in group.names(move)) for name, move in MOVES.items()},
         "error": outcome.error,
         "tolerance": outcome.tolerance,
         "sound": bool(outcome),
@@ -98,13 +93,12 @@ def completeness(symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]) ->
     return f"{report.found} + {report.null - report.found}{'?' if report.doubts else ''}"
 
 
-def work(case: Case, pipe: Connection, limit: float, silent: bool) -> None:
+def work(case: Case, pipe: Connection, limit: float) -> None:
     """One network in a process of its own, which ends when its processor time is spent."""
     signal.setitimer(signal.ITIMER_PROF, limit)
-    if silent:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+    null = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -121,11 +115,11 @@ def work(case: Case, pipe: Connection, limit: float, silent: bool) -> None:
         pipe.send(next(numbers))
 
 
-def run(library: str, case: Case, limit: float, silent: bool) -> dict[str, Any]:
+def run(library: str, case: Case, limit: float) -> dict[str, Any]:
     """The result of one network, within a limit of processor seconds."""
     context = multiprocessing.get_context("fork")  # libraries are imported once
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(case, writer, limit, silent))
+    process = context.Process(target=work, args=(case, writer, limit))
     process.start()
     writer.close()
     result = None
@@ -197,7 +191,6 @@ def main() -> int:
     )
     parser.add_argument("--markdown", help="write the table to this file")
     parser.add_argument("--limit", type=float, default=240.0, help="processor seconds for each network")
-    parser.add_argument("--loud", action="store_true", help="show what libraries print")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     if options.json and os.path.exists(options.json):
@@ -209,7 +202,7 @@ def main() -> int:
         for case in SOURCES[library]():
             if (library, case.name) in done or (options.only and case.name not in options.only):
                 continue
-            results.append(run(library, case, options.limit, not options.loud))
+            results.append(run(library, case, options.limit))
             print(row(results[-1]), flush=True)
             for path, text in ((options.json, json.dumps(results, indent=1)), (options.markdown, table(results))):
                 if path:

@@ -86,18 +86,16 @@ def mmd(
         ]
 
     values, widths = _over_kernels(samples, of_p, grid)
-    squared = values[..., 0]
-    counts = torch.tensor([samples.num_weights(layer) for layer in samples.layers], device="cpu")
+    squared, counts = values[..., 0], [samples.num_weights(layer) for layer in samples.layers]
     by_layer = {"median": squared.quantile(0.5, dim=1), "mean": squared.mean(1), "maximum": squared.amax(1)}
-    share = (counts / counts.sum()).double()
-    of_layers = {name: value.tolist() for name, value in (("num_weights", counts), *by_layer.items())}
     return DistanceResult(
         title="Squared MMD (over 20 kernels)",
         num_samples=samples.num_samples,
-        totals={name: float(value @ share) for name, value in by_layer.items()},
+        totals={name: float(np.average(value.numpy(), weights=counts)) for name, value in by_layer.items()},
         parts={
             layer: {
-                **{name: own[k] for name, own in of_layers.items()},
+                "num_weights": counts[k],
+                **{name: float(value[k]) for name, value in by_layer.items()},
                 "squared": squared[k].numpy(),
                 "bandwidth": widths[k].numpy(),
             }

@@ -25,6 +25,7 @@ trained by SVI. ``mixture_target.py`` finds that a mean-field guide sits between
 
 from __future__ import annotations
 
+import functools
 import math
 from statistics import fmean
 from typing import Any
@@ -35,10 +36,9 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from tqdm import tqdm
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, parse, parser
+from benchmarks.harness import Results, Row, parse, parser
 from benchmarks.networks import perceptron
 from pyro_symmetric.groups.units import rows
 
@@ -124,26 +124,21 @@ def main(argv: list[str] | None = None) -> None:
     options = parse(arguments, argv)
     if options.quick:
         options.widths, options.steps = [8, 16], 20
-    results = Results(options.json, {"steps": options.steps})
     data = ps.datasets.load("digits", dtype=torch.float32)
     x, y = data.train_x.flatten(1), data.train_y
-    runs = [(seed, depth, width) for seed in range(options.seeds) for depth in (1, 2) for width in options.widths]
-    for seed, depth, width in tqdm(runs, disable=not options.progress):
-        if results.find(seed=seed, depth=depth, width=width):
-            continue
+
+    def run(seed: int, depth: int, width: int) -> Row:
         net = perceptron(x.shape[1], *[width] * depth, 10).eval()
         model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in=True), "categorical", num_data=len(x))
         group = ps.find_symmetry(net, x[:2]).permutations
         pyro.set_rng_seed(seed)
         states = {"prior": {k: p.sample() for k, p in model.priors().items()}}
         states["trained"] = trained(model, x, y, options.steps)
-        for state, weights in states.items():
-            for layer, name in enumerate(group.factors):
-                found = distances(weights, group, name)
-                results.add({"seed": seed, "depth": depth, "width": width, "state": state, "layer": layer, **found})
-        if depth == 1:
-            found = in_deviations(model, group, x, y, 2 * options.steps)
-            results.add({"seed": seed, "depth": depth, "width": width, "state": "guide", **found})
+        found = {s: [distances(weights, group, name) for name in group.factors] for s, weights in states.items()}
+        return {**found, "guide": in_deviations(model, group, x, y, 2 * options.steps) if depth == 1 else None}
+
+    results = Results.of(options, "steps")
+    results.fill(run, seed=range(options.seeds), depth=(1, 2), width=options.widths)
     report(results, options)
 
 
@@ -152,24 +147,28 @@ def slope(widths: list[int], values: list[float]) -> float:
 
 
 def report(results: Results, options: Any) -> None:
-    columns: dict[str, tuple[Any, int]] = {name: (name, 4) for name in NAMES}
+    def entry(row: Row, state: str, layer: int, name: str) -> float:
+        return row[state][layer][name]
+
     for depth, layer in ((1, 0), (2, 0), (2, 1)):
         for state in ("prior", "trained"):
-            key = {"depth": depth, "layer": layer, "state": state}
+            get = {name: functools.partial(entry, state=state, layer=layer, name=name) for name in (*NAMES, "working")}
+            columns: dict[str, tuple[Any, int]] = {name: (get[name], 4) for name in NAMES}
             title = f"{state}, hidden layer {layer + 1} of {depth}: distance / norm"
-            results.table(title, ["width"], {**columns, "working units": ("working", 1)}, **key)
-            means = {n: [fmean(row[n] for row in results.find(width=w, **key)) for w in options.widths] for n in NAMES}
-            print("  slopes: " + ", ".join(f"{n} {slope(options.widths, means[n]):.3f}" for n in NAMES))
+            results.table(title, ["width"], {**columns, "working units": (get["working"], 1)}, depth=depth)
+            rows = [results.find(width=width, depth=depth) for width in options.widths]
+            slopes = {name: slope(options.widths, [fmean(map(get[name], own)) for own in rows]) for name in NAMES}
+            print("  slopes: " + ", ".join(f"{name} {value:.3f}" for name, value in slopes.items()))
     results.table(
         "Mean-field guides: distance to a unit's nearest swap in standard deviations",
         ["width"],
         {
-            "closest pair": ("closest", 2),
-            "median unit": ("median", 2),
-            f"share within {THRESHOLD}": ("within", 3),
-            "active units": ("active", 1),
+            "closest pair": (lambda row: row["guide"]["closest"], 2),
+            "median unit": (lambda row: row["guide"]["median"], 2),
+            f"share within {THRESHOLD}": (lambda row: row["guide"]["within"], 3),
+            "active units": (lambda row: row["guide"]["active"], 1),
         },
-        state="guide",
+        depth=1,
     )
 
 

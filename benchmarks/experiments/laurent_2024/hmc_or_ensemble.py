@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, parse, parser, print_table
+from benchmarks.harness import Results, Row, parse, parser, print_table
 from pyro_symmetric.compare import independent_draws, invariance_tests
 from pyro_symmetric.ensembles import ensemble
 
@@ -49,7 +49,7 @@ def test(name: str, posterior: ps.Posterior, group: ps.Group) -> dict[str, Any]:
     }
 
 
-def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
+def run(noise: float, seed: int, options: Any) -> Row:
     torch.manual_seed(seed)
     data = ps.datasets.load(options.data, root=options.root, max_train=options.rows, dtype=torch.float32)
     x, y = data.train_x, data.train_y
@@ -82,14 +82,12 @@ def run(noise: float, seed: int, options: Any) -> list[dict[str, Any]]:
         progress=options.progress,
     )
     rows.append(test("ensemble of modes", members, group))
-    shared = {
-        "noise": noise,
-        "seed": seed,
+    return {
         "seconds": sum(chains.metadata["seconds"].values()),
         "divergences": int(chains.statistics["diverging"].sum()),
         "independent": pooled,
+        "tests": rows,
     }
-    return [{**shared, **row} for row in rows]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -108,33 +106,31 @@ def main(argv: list[str] | None = None) -> None:
         options.draws, options.members, options.epochs, options.depth = 50, 100, 5, 4
     keys = ("data", "rows", "width", "draws", "depth", "members", "epochs")
     results = Results.of(options, *keys)
-    runs = [(seed, noise) for seed in range(options.seeds) for noise in options.noises]
-    for seed, noise in runs:
-        if not results.find(noise=noise, seed=seed):
-            for row in run(noise, seed, options):
-                results.add(row)
-    for seed, noise in runs:
-        found = results.find(noise=noise, seed=seed)
-        print_table(
-            f"seed {seed}, noise {noise:g}, {options.rows} rows, {options.width} hidden units "
-            f"({math.factorial(options.width)} orders), NUTS {found[0]['seconds']:.0f} s, "
-            f"{found[0]['divergences']} divergences, {found[0]['independent']} independent draws of all chains",
-            ("samples", "draws tested", "orders seen", "index p", "marginals p", "invariant?", "all draws", "index p"),
-            [
-                (
-                    row["samples"],
-                    str(row["draws"]),
-                    str(row["orders"]),
-                    f"{row['index']:.2g}",
-                    f"{row['marginals']:.2g}",
-                    "rejected" if row["rejected"] else "-",
-                    " ".join(map(str, row["counts"])),
-                    f"{row['index_of_all']:.2g}",
-                )
-                for row in found
-            ],
+    results.fill(functools.partial(run, options=options), seed=range(options.seeds), noise=options.noises)
+    for found in results.rows:
+        title = (
+            f"seed {found['seed']}, noise {found['noise']:g}, {options.rows} rows, {options.width} hidden units "
+            f"({math.factorial(options.width)} orders), NUTS {found['seconds']:.0f} s, {found['divergences']} "
+            f"divergences, {found['independent']} independent draws of all chains"
         )
-        for row in found:
+        head = (
+            "samples",
+            "draws tested",
+            "orders seen",
+            "index p",
+            "marginals p",
+            "invariant?",
+            "all draws",
+            "index p",
+        )
+        lines = []
+        for row in found["tests"]:
+            values = (f"{row[name]:.2g}" for name in ("index", "marginals"))
+            verdict, counts = "rejected" if row["rejected"] else "-", " ".join(map(str, row["counts"]))
+            numbers = (row["samples"], row["draws"], row["orders"], *values)
+            lines.append((*map(str, numbers), verdict, counts, f"{row['index_of_all']:.2g}"))
+        print_table(title, head, lines)
+        for row in found["tests"]:
             print(f"  {row['samples']}: {row['verdict']}")
 
 

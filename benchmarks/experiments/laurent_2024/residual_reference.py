@@ -23,6 +23,8 @@ from benchmarks.harness import parse, parser, print_table
 from pyro_symmetric.networks import FilterResponse, FilterResponseBlock
 from pyro_symmetric.study import StudySettings, run_study
 
+ROWS = 150  # training digits
+REFERENCE = {"chains": 4, "warmup": 300, "draws": 2000, "num_steps": 100}
 ONE_AND_SEVERAL = ("ensemble", "mean-field", "swag", "laplace-diagonal")
 COLUMNS: dict[str, tuple[str, ...]] = {
     "MMD2": ("distance", "raw", "mmd", "median"),
@@ -49,37 +51,27 @@ def net(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
 
 
 def settings_of(options: Any) -> StudySettings:
-    chains = {"chains": options.chains, "warmup": options.warmup, "draws": options.samples}
-    reference = asked("hmc", **({} if options.quick else {**chains, "num_steps": options.num_steps}))
-    runs = (asked(name, modes=modes) for name in ONE_AND_SEVERAL for modes in (1, options.modes))
+    reference = asked("hmc", **({} if options.quick else REFERENCE))
+    runs = (asked(name, modes=modes) for name in ONE_AND_SEVERAL for modes in (1, 16))
     return StudySettings(
         data="digits",
-        max_train=options.rows,
+        max_train=ROWS,
         net=f"{__spec__.name}:net",
         methods=(reference, *runs, "symmetrized"),
         reference=reference,
-        draws=options.draws,
         quick=options.quick,
         device="cpu",
     )
 
 
 def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__, seeds=1)
-    arguments.add_argument("--rows", type=int, default=150, help="training digits")
-    arguments.add_argument("--chains", type=int, default=4)
-    arguments.add_argument("--warmup", type=int, default=300)
-    arguments.add_argument("--samples", type=int, default=2000, help="draws of each chain of the reference")
-    arguments.add_argument("--num-steps", type=int, default=100, help="leapfrogs for each draw of the reference")
-    arguments.add_argument("--draws", type=int, default=400, help="draws of each method that are compared")
-    arguments.add_argument("--modes", type=int, default=16, help="runs of each method, beside one alone")
-    options = parse(arguments, argv)
+    options = parse(parser(__doc__, seeds=1), argv)
     folder = Path(options.out or "runs/residual_reference")
     settings = settings_of(options)
     found = run_study(settings, folder, progress=options.progress).results["methods"]
     chains = found[settings.reference]["chains"]
     title = (
-        f"{options.rows} training digits; the reference: {chains['num_chains']} chains of {chains['num_draws']} draws, "
+        f"{ROWS} training digits; the reference: {chains['num_chains']} chains of {chains['num_draws']} draws, "
         f"worst R-hat of predictions {chains['r_hat_predictions']:.3f} ({chains['ess_predictions']:.0f} effective "
         f"draws), of weights {chains['r_hat_weights']:.3f}"
     )
