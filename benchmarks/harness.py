@@ -197,7 +197,7 @@ def new_figure(*shape: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """A figure of our looks that needs no display."""
     import matplotlib
 
-    from pyro_symmetric.plots import STYLE
+    from pyro_symmetric.study.report import STYLE
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

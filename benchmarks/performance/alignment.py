@@ -157,7 +157,7 @@ def planted(options: argparse.Namespace) -> None:
 
 
 def undone(group: Group, weights: Weights) -> str:
-    """How many planted elements are found again, the largest error of the weights, and median processor seconds."""
+    """The number of planted elements found again, the largest error of the weights, and median processor seconds."""
     found, times, errors = 0, [], []
     for seed in range(TRIALS):
         torch.manual_seed(seed)
