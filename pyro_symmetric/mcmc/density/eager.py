@@ -173,9 +173,10 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
             found = model.call(weights, x[:FEW_ROWS])
         except Exception:  # a network may be made for so many rows and no others
             found = model.call(weights, x)
-    categorical, size = type(model.likelihood) is CategoricalLikelihood, found.shape[-1]
+    categorical = type(model.likelihood) is CategoricalLikelihood
     if not categorical and type(model.likelihood) is not GaussianLikelihood:
-        return  # which may have targets of any shape
+        return  # which may have outputs and targets of any shape
+    size = found.shape[-1]
     if categorical and size < 2:
         raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
     shape = (len(x), *(found.shape[1:-1] if categorical or size == 1 else found.shape[1:]))
