@@ -56,17 +56,8 @@ def mean(count: int, device: torch.device) -> dict[str, Tensor]:
 
 SIGNED = Group.declare(AXES, SHAPES, moves={"k": {"permute", "flip"}})
 EACH = torch.arange(4)[None]
-SCALED = Group(
-    [
-        Units(
-            "k",
-            4,
-            (Axis("in", 0, EACH, 1), Axis("bias", 0, EACH, 1), Axis("out", 1, EACH, -1)),
-            moves=frozenset({"permute", "scale"}),
-        )
-    ],
-    SHAPES,
-)
+SIDES = (Axis("in", 0, EACH, 1), Axis("bias", 0, EACH, 1), Axis("out", 1, EACH, -1))
+SCALED = Group([Units("k", 4, SIDES, moves=frozenset({"permute", "scale"}))], SHAPES)
 CALLS: dict[str, Callable[[torch.device], Any]] = {
     "declare": lambda d: Group.from_dict(SIGNED.to_dict()),
     "sample": lambda d: SCALED.sample((3,))(weights(3, d))["in"],
