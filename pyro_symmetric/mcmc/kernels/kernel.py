@@ -231,8 +231,7 @@ def energy_error(after: Tensor, before: Tensor) -> Tensor:
     """The change of a trajectory's energy, ``(C,)``; infinite where it left the support or all numbers behind.
 
     Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
-    chains would be stuck: rounding alone would refuse every other step, however short. If that lasts while chains are
-    sampled, :func:`~pyro_symmetric.posterior.diagnostics.blurred` says so.
+    chains would be stuck: rounding alone would refuse every other step, however short.
     """
     error = after - before
     if error.dtype == torch.float32:
