@@ -18,8 +18,6 @@ from typing import Any
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric.mcmc import Kernel
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import chains_diagnostics
 from pyro_symmetric.weights import Weights
 
 __all__ = ["HMC", "MCMC", "NUTS"]
@@ -117,11 +115,8 @@ class MCMC:
         return self.posterior.get_samples(num_samples, group_by_chain)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence in Pyro's form: site -> ``n_eff`` and ``r_hat`` (the bulk's effective sample size and the
-        rank-normalised split R-hat), ``"divergences"`` and ``"acceptance rate"``: ``"chain 0"`` -> numbers."""
-        found = {site: chain_statistics(draws) for site, draws in self.posterior.samples.items()}
-        table: dict[str, dict[str, Any]] = {s: {"n_eff": f.ess_bulk, "r_hat": f.r_hat} for s, f in found.items()}
-        return table | chains_diagnostics(self.posterior.statistics, self.num_chains)
+        """Convergence in Pyro's form; see ``Posterior.diagnostics``."""
+        return self.posterior.diagnostics()
 
     def summary(self, prob: float = 0.9) -> None:
         """Print a table of the sites; see ``Posterior.summary``."""

@@ -64,7 +64,7 @@ def test_a_networks_convergence_is_told_on_data_of_another_precision():
     posterior = sample(HMC(net), X.double(), Y.double(), dtype=torch.float64, **QUICK)
     function = ps.diagnose(posterior).statistics
     density = {"density": posterior.statistics["lp"]}
-    expected = ps.Posterior(density, kind="chains").diagnostics()["density"]["r_hat"]
+    expected = float(ps.Posterior(density, kind="chains").diagnostics()["density"]["r_hat"])
     assert function["log density"]["log density"].r_hat.item() == pytest.approx(expected, rel=1e-4)
     assert function["predictions"]["predictions"].r_hat.shape[0] == 20
 

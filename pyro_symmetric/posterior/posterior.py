@@ -27,7 +27,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import chains_diagnostics, summary_tables, to_arviz
+from pyro_symmetric.posterior.tables import summary_tables, to_arviz
 from pyro_symmetric.store import Contents, PathLike, StoreError, read_store, save_store
 from pyro_symmetric.weights import Shapes, Weights
 
@@ -211,15 +211,19 @@ class Posterior:
     to_arviz = to_arviz
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Convergence, for every site over its weights (rank-normalised split R-hat, and bulk and tail effective sample
-        size). Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
+        """Convergence in Pyro's form: site -> ``n_eff`` and ``r_hat`` of its entries (the bulk's effective sample size
+        and the rank-normalised split R-hat); ``"divergences"`` -> ``{"chain 0": [draws], ...}``; and ``"acceptance
+        rate"`` -> ``{"chain 0": mean, ...}`` if the sampler knows one.
 
-        :return: site -> ``r_hat``, ``ess_bulk``, ``ess_tail`` of the worst weight, each also as ``_median``, and
-            ``n_eff``, Pyro's name for ``ess_bulk``; and, as in Pyro, ``"divergences"`` and ``"acceptance rate"``.
+        Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
         """
-        found = {site: chain_statistics(value).summary() for site, value in self.samples.items()}
-        by_site = {site: {**numbers, "n_eff": numbers["ess_bulk"]} for site, numbers in found.items()}
-        return by_site | chains_diagnostics(self.statistics, self.num_chains)
+        numbers = {site: chain_statistics(value) for site, value in self.samples.items()}
+        found: dict[str, dict[str, Any]] = {s: {"n_eff": n.ess_bulk, "r_hat": n.r_hat} for s, n in numbers.items()}
+        flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0, device="cpu"))
+        found["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
+        if (rates := self.statistics.get("acceptance_rate")) is not None:
+            found["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
+        return found
 
     def summary(self, prob: float = 0.9) -> None:
         """Print a line for every entry of sites with few of them, as Pyro does; of chains one for each site, too: worst

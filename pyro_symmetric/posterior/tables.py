@@ -75,17 +75,6 @@ def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatisti
     return list(zip(names, *(number.tolist() for number in numbers), strict=True))
 
 
-def chains_diagnostics(statistics: Mapping[str, Tensor], num_chains: int) -> dict[str, dict[str, Any]]:
-    """Pyro's diagnostics of chains: ``"divergences"`` -> ``{"chain 0": [draws], ...}``, and ``"acceptance rate"`` ->
-    ``{"chain 0": mean, ...}`` if the sampler knows one."""
-    flags = statistics.get("diverging", torch.zeros(num_chains, 0, device="cpu"))
-    found: dict[str, dict[str, Any]] = {}
-    found["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
-    if (rates := statistics.get("acceptance_rate")) is not None:
-        found["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
-    return found
-
-
 # ArviZ's tree -------------------------------------------------------------------------------------------------------
 
 

@@ -116,7 +116,7 @@ def test_hmc_has_the_mean_and_covariance_of_quadrature() -> None:
     _, mean, covariance = quadrature(model, x, y)
     posterior = sample(HMC(model), x, y, num_samples=100, num_warmup=100, num_chains=256, progress=False)
     draws = posterior.get_samples()["hidden.weight"].squeeze(-1).double()
-    independent = posterior.diagnostics()["hidden.weight"]["ess_bulk"]
+    independent = float(posterior.diagnostics()["hidden.weight"]["n_eff"].min())
     assert independent > 1000
     error = 6 * covariance.diagonal().sqrt() / math.sqrt(independent)
     assert bool(((draws.mean(0) - mean).abs() < error).all())
