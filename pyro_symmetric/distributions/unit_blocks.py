@@ -42,7 +42,7 @@ class UnitBlocks(TorchDistribution):
         validate_args: bool | None = None,
     ):
         self.loc, self.scale = loc, torch.ones_like(loc) if scale is None else scale
-        self.positions, self.scale_trils = tuple(positions), tuple(scale_trils)
+        self.positions, self.scale_trils = tuple(index.to(loc.device) for index in positions), tuple(scale_trils)
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
         listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
         fitting = all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)

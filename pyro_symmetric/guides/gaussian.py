@@ -74,7 +74,7 @@ class AutoGaussian(WeightsGuide):
             diagonal[where] = tril.diagonal(dim1=-2, dim2=-1)
             unit = PyroParam(tril / diagonal[where].unsqueeze(-1), constraints.unit_lower_cholesky)
             setattr(self, f"scale_tril_{number}", unit)
-            self.register_buffer(f"positions_{number}", where.to(diagonal.device))
+            self.register_buffer(f"positions_{number}", where)
         self.loc, self.scale = nn.Parameter(normal.loc.clone()), PyroParam(diagonal, constraints.softplus_positive)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:

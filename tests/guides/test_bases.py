@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE
+from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance
 from pyro_symmetric.groups import Group
-from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks
+from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, push_forward
 from pyro_symmetric.guides.evidence import evidence
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior.posterior import Posterior
 
 GAUSSIAN = [AutoDiagonalNormal, AutoNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal, AutoUnitBlocks]
 FLOWS: list[tuple[type, dict[str, Any]]] = [
@@ -65,6 +66,18 @@ def test_every_base_is_set_up_trained_and_drawn_from(base: type, options: dict[s
     assert sum(losses[-20:]) < sum(losses[:20])
     shapes = {site: tuple(value.shape) for site, value in guide.sample_posterior((2, 5)).items()}
     assert shapes == {site: (2, 5, *shape) for site, shape in model.site_shapes.items()}
+
+
+@pytest.mark.parametrize("base", GAUSSIAN)
+def test_guides_train_have_an_evidence_and_are_moved_where_their_model_lies(base: type, device: torch.device) -> None:
+    model, symmetry, x, y = network()
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    guide = AutoSymmetrized(model, symmetry, base=base, estimator=SinkhornImportance(2)).setup(x, y)
+    assert math.isfinite(SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), Trace_ELBO()).step(x, y))
+    posterior = Posterior.from_samples(guide.sample_posterior((40,)), kind="independent")
+    assert math.isfinite(evidence(guide, x, y, posterior=posterior, num_samples=16).best.log_evidence)
+    pushed = push_forward(guide, symmetry.finite.sample())
+    assert {value.device.type for value in pushed.sample_posterior().values()} == {device.type}
 
 
 @pytest.mark.parametrize("base", GAUSSIAN)

@@ -222,8 +222,8 @@ def normal_guide(loc: torch.Tensor, scale: torch.Tensor, model: Any = pair) -> p
 @pytest.mark.parametrize(("loc", "doubted"), [(0.8, False), (2.5, True)])
 def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(loc: float, doubted: bool) -> None:
     """A normal seen by one at a distance has log-normal weights: the evidence lies ``loc**2 / 2`` above the ELBO. At
-    2.5, fewer than e^6.25 draws don't see the largest, and the estimate is nearly always too low. The bridge is right,
-    up to 4.5 of its errors, which 1 in 10^5 exceeds, and has no check."""
+    0.8, 1 of 1,000 is doubted for its tail. At 2.5, fewer than e^6.25 draws don't see the largest, and the estimate is
+    nearly always too low. The bridge is right, up to 4.5 of its errors, which 1 in 10^5 exceeds, and has no check."""
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     guide = normal_guide(torch.tensor([-30.0, 30.0 + loc]), torch.ones(2))
 

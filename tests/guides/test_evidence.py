@@ -79,6 +79,13 @@ def test_a_guide_knows_its_model_and_its_group(tmp_path: Path) -> None:
     assert ps.evidence(again, DATA).elbo == pytest.approx(found[0].elbo, abs=8 * found[0].elbo_error + 1e-3)
 
 
+@pytest.mark.parametrize("options", [{}, {"log_joint": ps.log_joint(model, DATA), "group": GROUP}])
+def test_a_guide_that_is_no_automatic_one_is_told_what_it_takes(options: Any) -> None:
+    by_hand = ps.symmetrize(lambda: pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1)), GROUP)
+    with pytest.raises(TypeError, match="another AutoGuide with log_joint= and group="):
+        ps.evidence(by_hand, **options)
+
+
 @pytest.mark.parametrize(
     ("estimator", "doubted"), [(ps.InfoNCE(1), True), (ps.SinkhornImportance(2), False), (ps.ExactOrbit(), False)]
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.guides.evidence import bridge, doubts_of, importance, pareto_k
+from pyro_symmetric.guides.evidence import bridge, doubts_of, importance, pareto_k, slow_tail
 
 TRUTH = 7.5  # the target is e^7.5 times a standard normal
 
@@ -47,11 +47,32 @@ def test_weights_without_a_doubt_hold_the_truth_though_the_largest_may_be_missin
     99, 80 and 34 % do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
     values = deviation * torch.randn(600, 512, dtype=torch.float64) - deviation**2 / 2
     found = [(row, importance(row)) for row in values]
-    plain = [estimate for row, estimate in found if not doubts_of(estimate, pareto_k(row))]
+    plain = [estimate for row, estimate in found if not doubts_of(estimate, pareto_k(row), slow_tail(row))]
     assert len(plain) <= most * len(found)
     if most == 1.0:
         held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]
         assert len(held) > 300
+        assert sum(held) >= 0.93 * len(held) - 4.5 * math.sqrt(len(held) * 0.93 * 0.07)
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize(("dim", "rho", "most"), [(2, 0.4, 1.0), (5, 0.5, 0.1), (2, 0.9, 0.1)])
+def test_the_best_mean_field_guide_of_correlated_weights_is_doubted_where_its_intervals_miss(
+    dim: int, rho: float, most: float
+) -> None:
+    """300 repetitions of 512 draws, as above. By Pareto-k alone 40 and 21 % of the last two would be undoubted, and 31
+    and 5 % of these hold the truth."""
+    covariance = rho + (1 - rho) * torch.eye(dim, dtype=torch.float64)
+    target = torch.distributions.MultivariateNormal(torch.zeros(dim, dtype=torch.float64), covariance)
+    guide = torch.distributions.Normal(target.mean, target.precision_matrix.diagonal().rsqrt())
+    draws = guide.sample((300, 512))
+    values = target.log_prob(draws) - guide.log_prob(draws).sum(-1)
+    found = [(row, importance(row)) for row in values]
+    plain = [one for row, one in found if not doubts_of(one, pareto_k(row), slow_tail(row), float(row.mean()))]
+    assert len(plain) <= most * len(found)
+    if most == 1.0:
+        held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]
+        assert len(held) > 200
         assert sum(held) >= 0.93 * len(held) - 4.5 * math.sqrt(len(held) * 0.93 * 0.07)
 
 
