@@ -228,7 +228,15 @@ def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tens
 
 def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
     """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
-    site = value.shape[value.dim() - site_dims :]
+    batch, site = value.shape[: value.dim() - site_dims], value.shape[value.dim() - site_dims :]
+    several = [index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1]
+    if len(indices) > 1 and any(shape != batch for shape in several):
+        # Elements that meet several values: one gather with flat indices, which are computed once for an element.
+        flat = torch.zeros((), dtype=torch.long, device=value.device)
+        for dim, length in enumerate(site):
+            index = indices.get(dim, torch.arange(length, device=value.device))
+            flat = flat + along_axis(index * math.prod(site[dim + 1 :]), dim, site_dims)
+        return permute_axes(value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1).unflatten(-1, site)
     for dim, index in indices.items():
         own, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
         if index.shape[:-1].numel() == 1 and index.dim() <= len(own) + 1:
