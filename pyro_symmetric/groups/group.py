@@ -517,16 +517,13 @@ def _tangled(group: Group, lying: Sequence[_Lying]) -> list[str]:
     occupied = torch.stack([own.unit >= 0 for own in lying]).double()
     for j, k in (occupied @ occupied.mT).nonzero().tolist():
         one, other = lying[j], lying[k]
-        if not _fits(one, other, one.units.name in outer[k], other.units.name in outer[j]):
+        if not _fits(one, other, one.units.name in outer[k]):
             return sorted({one.units.name, other.units.name})
     return []
 
 
-def _fits(one: _Lying, other: _Lying, inside: bool, around: bool) -> bool:
-    """True if permutations of some units take others along as wholes, or leave them alone.
-
-    :param inside: whether the others lie inside these; ``around``: these inside the others.
-    """
+def _fits(one: _Lying, other: _Lying, inside: bool) -> bool:
+    """True if permutations of some units take others, which may lie inside them, along, or leave them alone."""
     units, shifted = one.units, "shift" in other.units.moves
     permuted = "permute" in other.units.moves and other.units.size > 1
     if shifted and one.power:
@@ -541,9 +538,9 @@ def _fits(one: _Lying, other: _Lying, inside: bool, around: bool) -> bool:
         ratio = other.units.count // units.count
         first = ratio * torch.arange(units.count, device="cpu").view(units.copies, units.size)
         return _alike(torch.where(unit < 0, -1, unit - first)) and (not permuted or _alike(block))
-    if around or not permuted:
+    if not permuted:
         return _alike(unit)
-    # A table: its rows are taken to rows, each with all that lies in it.
+    # A table, or units around them: rows are taken to rows, each with all that lies in it.
     cells = (block * other.units.copies + unit // other.units.size).flatten(0, 1)
     number = len(cells.unique(dim=0))
     return _alike(unit) and all(len(column.unique()) == number for column in cells.T)
