@@ -40,11 +40,11 @@ INSIDE = {
         ["checkpoints"],
     ],
     "discovery": [
-        ["flow", "invariance"],
-        ["cells", "integer_bases", "model_check", "rules", "symmetry"],
-        ["multiplied", "trace"],
+        ["flow"],
+        ["cells", "rules", "symmetry"],
+        ["trace"],
         ["linear_twin", "verify"],
-        ["completeness", "conservation_law"],
+        ["completeness", "conservation_law", "model_check"],
         ["find"],
     ],
     "alignment": [

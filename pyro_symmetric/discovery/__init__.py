@@ -2,12 +2,11 @@
 
 from pyro_symmetric.discovery.completeness import completeness
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.rules.registry import register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UnknownOperator, UntraceableError
-from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, verify
+from pyro_symmetric.discovery.verify import BrokenSymmetry, InconclusiveError, UnverifiedSymmetry, verify
 
 __all__ = [
     "BrokenSymmetry",

@@ -15,9 +15,11 @@ Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,29 +28,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
+from pyro_symmetric.discovery.cells import module_name, unused
 from pyro_symmetric.discovery.flow import Array
-from pyro_symmetric.discovery.integer_bases import echelon, independent, sparse, whole_numbers
-from pyro_symmetric.discovery.invariance import difference, guilty
-from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, evaluation, precise
-from pyro_symmetric.discovery.multiplied import Place, Powers, add_multipliers, multiplied, odd_of, one_run, place_of
-from pyro_symmetric.discovery.symmetry import in_precision, near
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, precise, random_like
+from pyro_symmetric.discovery.symmetry import near
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.groups import Axis, Units
+from pyro_symmetric.discovery.verify import difference, guilty
+from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
 PRECISE = 2_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
 SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
+FURTHER = 6 * (1.2,)  # of sets at which nothing is proposed, but proposals are tried
 # Random losses at most, of large and of small networks; units with more places than these tell have no multipliers.
 MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
+EXACT = 1e-12  # of the scale of a whole site: an epsilon in a norm makes a larger difference
+LARGEST = 12  # larger exponents aren't looked for
 
-# Of the scale of a whole site: an epsilon in a norm makes a larger difference. What float32 proposes is tried in
-# float64, at a site so many times smaller.
-EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
-SMALLER = 1024
+Place = tuple[str, int, int]  # a site, an axis, and how many axes count as one
+Powers = tuple[int, ...]  # for each place of some units, the power with which a multiplier enters
+Moves = dict[Powers, frozenset[Move]]  # whether these are the exponents of scales or of signs
 
 
 def with_multipliers(
@@ -72,30 +75,53 @@ def with_multipliers(
     :param held: sites that stay as they are.
     :param logits: whether outputs go through a softmax.
     """
-    law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
-    cells = list[_Cell]()
-    for one in (*units, *fixed):
-        inside = [other for other in units if other.parent == one.name]
-        made_of = {other.name for other in inside}
-        if law.small and one.count == 1 and not one.moves:  # all that others do together may be what one unit does
-            made_of = {cell.units.name for cell in cells}
-        if places := _places(one, inside, law, slices, held):
-            cells.append(_Cell(one, places, frozenset(made_of)))
     found = {one.name: one for one in units}
     try:
+        law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
+        cells = list[_Cell]()
+        for one in (*units, *fixed):
+            inside = [other for other in units if other.parent == one.name]
+            made_of = {other.name for other in inside}
+            if law.small and one.count == 1 and not one.moves:  # all that others do together may be what one unit does
+                made_of = {cell.units.name for cell in cells}
+            places = _places(one, inside, law, slices, held)
+            if places and len(places) + 4 <= MOST[law.small] * one.count:
+                cells.append(_Cell(one, places, frozenset(made_of)))
         moves = law.moves(cells)
     except NotDifferentiable:  # then permutations alone are told
         return list(units)
     for cell, own in zip(cells, moves, strict=True):
-        add_multipliers(found, cell.units, cell.places, own)
+        _add_multipliers(found, cell, own)
     alone = [{axis.site for axis in one.axes if axis.exponent} for one in found.values()]
     lying = {axis.site for one in found.values() for axis in one.axes}
     for site, move in law.whole():
-        new = site not in held and (move == "shift" or {site} not in alone) and (move == "scale" or site not in lying)
-        if new and law.stays(site, move):
+        if site not in held and ({site} not in alone if move == "scale" else site not in lying):
             axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
             found[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
     return list(found.values())
+
+
+def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
+    """The group of all units; multipliers that permutations don't carry onto one another are left out."""
+    kept = {one.name: one for one in units}
+    try:
+        return Group(kept.values(), shapes, of_network=True)
+    except ValueError:
+        kept = {one.name: _permuting(one) for one in units if "permute" in one.moves}
+    for one in units:
+        try:
+            kept = Group((kept | {one.name: one}).values(), shapes).units
+        except ValueError:
+            continue
+    return Group(kept.values(), shapes, of_network=True)
+
+
+def _permuting(units: Units) -> Units:
+    axes = tuple(replace(axis, exponent=0, epsilon=None) for axis in units.axes)
+    return replace(units, axes=axes, moves=frozenset({"permute"}))
+
+
+# where units lie ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,14 +140,12 @@ def _places(
     units: Units, inside: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
 ) -> tuple[Axis, ...]:
     """The places where units lie; those at which one further unit lies inside them have one exponent."""
-    places, whole = list[Axis](), set[str]()
+    places = list[Axis]()
     for axis in units.axes:
-        length = axis.length(law.shapes)
-        if axis.site in held or (length == 1 and axis.site in whole):
-            continue  # rows and columns of a site that are all of it are the same numbers
-        whole |= {axis.site} if length == 1 else set()
-        inner = [row for one in inside for own in one.axes if place_of(own) == place_of(axis) for row in own.index]
-        owner = torch.full((length,), -1, device="cpu")
+        if axis.site in held:
+            continue
+        inner = [row for one in inside for own in one.axes if _place(own) == _place(axis) for row in own.index]
+        owner = torch.full((axis.length(law.shapes),), -1, device="cpu")
         for number, row in enumerate(inner):
             owner[row] = number
         together: dict[int, list[Tensor]] = {}
@@ -141,6 +165,27 @@ def _cut(axis: Axis, slices: Array | None, law: _Law) -> list[Axis]:
     return [replace(axis, dim=0, span=2, index=piece * columns + axis.index) for piece in pieces]
 
 
+def _place(axis: Axis) -> Place:
+    return axis.site, axis.dim, axis.span
+
+
+def _one_run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
+    """A site's shape if the axes that an axis spans are one."""
+    first, last = axis.dim, axis.dim + axis.span
+    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+
+
+# the law --------------------------------------------------------------------------------------------------------------
+
+
+class _Draw(NamedTuple):
+    """Weights near the network's own, random inputs of each pass, and the outputs."""
+
+    weights: Weights
+    inputs: list[list[Tensor]]
+    outputs: list[Tensor]
+
+
 class _Law:
     """The conservation laws of some passes: of random losses, at random weights near the network's own."""
 
@@ -151,19 +196,17 @@ class _Law:
         size = sum(value.numel() for value in own.values())
         self.dtype = torch.float64 if size < PRECISE else torch.float32
         self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
-        self.own = {site: precise(value, self.dtype) for site, value in own.items()}
         self.buffers = set(dict(net.named_buffers()))
         self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.first: Weights = {}  # the gradients of the first loss
         # Where one unit is silent, because another is negative, say, another speaks farther off.
         self.small = size < SMALL
-        self.draws = [
-            ({site: near(v, site in self.buffers, far, self.generator) for site, v in self.own.items()}, self._inputs())
-            for far in (SPREADS if self.small else SPREADS[:1])
-        ]
+        own = {site: precise(value, self.dtype) for site, value in own.items()}
+        self.draws = [self._draw(own, far) for far in (SPREADS if self.small else SPREADS[:1])]
+        self.further = [self._draw(own, far) for far in (FURTHER if self.small else ())]
 
-    def moves(self, cells: Sequence[_Cell]) -> list[dict[Powers, frozenset[Move]]]:
+    def moves(self, cells: Sequence[_Cell]) -> list[Moves]:
         """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
         asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in cells]
         losses = max(len(self.draws), min(MOST[self.small], max(asked, default=1)))
@@ -178,50 +221,30 @@ class _Law:
         signs = _besides(cells, self._right(cells, signs, (-1.0,)), self.shapes, True)
         found = []
         for own, odd in zip(scales, signs, strict=True):
-            moves: dict[Powers, frozenset[Move]] = {powers: frozenset({"scale"}) for powers in own}
+            moves: Moves = {powers: frozenset({"scale"}) for powers in own}
             for parities in odd:
-                same = next((powers for powers in moves if odd_of(powers) == parities), parities)
+                same = next((powers for powers in moves if _odd(powers) == parities), parities)
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
             found.append(moves)
         return found
 
     def whole(self) -> Iterator[tuple[str, Move]]:
-        """The vectors that may be shifted, and the sites that may be scaled, as a whole, as far as one loss tells."""
+        """The vectors that may be shifted, and the sites that may be scaled, as a whole, as far as one loss tells.
+
+        In single precision nothing tells such a scale from one that an epsilon breaks.
+        """
         norms = {site: float(gradient.norm()) for site, gradient in self.first.items()}
-        free = self._scale_free(self.draws[0][0], self.first)
-        if free and self.dtype == torch.float32:  # an epsilon shows where all of them are small
-            weights, inputs = self.draws[0]
-            small = [(weights | {site: weights[site] / SMALLER for site in free}, inputs)]
-            free &= set[str]().union(*(self._scale_free(*both) for both in self._gradients(1, False, small)))
         for site, norm in norms.items():
             if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
                 continue
-            shift = self.first[site].real
-            if len(self.shapes[site]) == 1 < self.shapes[site][0] and float(shift.sum().abs()) <= self.null * norm:
+            gradient = self.first[site].real
+            if len(self.shapes[site]) == 1 < self.shapes[site][0] and abs(float(gradient.sum())) <= self.null * norm:
                 yield site, "shift"
-            if site in free:
+            slope = (self.draws[0].weights[site] * self.first[site].conj()).real
+            if self.dtype == torch.float64 and abs(float(slope.sum())) <= EXACT * float(slope.abs().sum()):
                 yield site, "scale"
 
-    def stays(self, site: str, move: Move) -> bool:
-        """True if a move of a whole site that float32 proposes holds in float64, too, where the site is small."""
-        if move == "shift" or self.dtype == torch.float64:
-            return True
-        weights = {name: precise(value, torch.float64) for name, value in self.draws[0][0].items()}
-        inputs = [[precise(x, torch.float64) for x in own] for own in self.draws[0][1]]
-        small = weights | {site: weights[site] / SMALLER}
-        try:
-            before, after = (self._outputs(own, inputs, dtype=torch.float64) for own in (weights, small))
-        except NotDifferentiable:
-            return False
-        return difference(before, after) < NULL[torch.float64]
-
     # small steps ----------------------------------------------------------------------------------------------------
-
-    def _scale_free(self, weights: Weights, gradients: Weights) -> set[str]:
-        """The sites along which, as a whole, a loss has no slope."""
-        slopes = {site: (weights[site] * gradient.conj()).real for site, gradient in gradients.items()}
-        exact = EXACT[self.dtype]
-        return {site for site, own in slopes.items() if float(own.sum().abs()) <= exact * float(own.abs().sum())}
 
     def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
         """A basis of the exponents of a cell's scales."""
@@ -241,11 +264,11 @@ class _Law:
             return []
         live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
         unseen = live & (loud <= self.silent)  # what only even functions read flips together
-        proposed = [unseen.tolist(), *_null_vectors(rows, loud, live & ~unseen, cell, self.null)]
+        proposed = np.array([unseen.tolist(), *_null_vectors(rows, loud, live & ~unseen, cell, self.null)], dtype=int)
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
         order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
-        basis = echelon(np.array(proposed, dtype=int)[:, order], True)[0].astype(int)[:, order.argsort()].tolist()
-        shared = [odd for odd in map(odd_of, scales) if len(independent([*basis, odd], True)) == len(basis)]
+        basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
+        shared = [odd for odd in map(_odd, scales) if len(independent([*basis, odd], True)) == len(basis)]
         every = [*shared, *map(tuple, basis)]
         return [every[k] for k in independent(every, True)]
 
@@ -254,82 +277,90 @@ class _Law:
     ) -> list[list[Powers]]:
         """The proposals that leave outputs as they are if units are multiplied by powers of these factors."""
         every = [(i, powers) for i, basis in enumerate(proposed) for powers in basis]
-
-        def fails(chosen: Sequence[tuple[int, Powers]], factor: float) -> bool:
-            moved = dict(weights)
-            for number, powers in chosen:
-                units = torch.rand(cells[number].units.count, generator=self.generator, device="cpu") < 0.5
-                units[0] |= len(chosen) == 1
-                for axis, power in zip(cells[number].places, powers, strict=True):
-                    if power:
-                        by = factor ** (power if factor < 0 else power / max(map(abs, powers)))
-                        moved[axis.site] = multiplied(moved[axis.site], axis, units, by)
-            return not difference(before, self._outputs(moved, inputs)) < 10 * self.null
-
         # Each alone, for what several change may cancel out; all together far off, where a clamp isn't odd any more.
-        for number, (weights, inputs) in enumerate(self.draws):
-            before = self._outputs(weights, inputs) if every else []
+        for number, draw in enumerate([*self.draws, *self.further]):
             for factor in factors:
                 if self.small and number == 0:
-                    every = [one for one in every if not fails([one], factor)]
-                if every and fails(every, factor):
-                    wrong = guilty(every, lambda chosen: fails(chosen, factor))  # noqa: B023
-                    every = [one for one in every if one not in wrong]
+                    every = [one for one in every if not self._wrong([one], cells, draw, factor)]
+                wrong = set(self._wrong(every, cells, draw, factor))
+                every = [one for one in every if one not in wrong]
         return [[powers for powers in basis if (i, powers) in every] for i, basis in enumerate(proposed)]
+
+    def _wrong(
+        self, chosen: Sequence[tuple[int, Powers]], cells: Sequence[_Cell], draw: _Draw, factor: float
+    ) -> list[tuple[int, Powers]]:
+        """Of proposals, by the numbers of their cells, those that change outputs if random units are multiplied."""
+        units = {
+            one: torch.rand(cells[one[0]].units.count, generator=self.generator, device="cpu") < 0.5 for one in chosen
+        }
+        for moving in units.values() if len(chosen) == 1 else ():
+            moving[0] = True
+
+        def fails(some: Sequence[tuple[int, Powers]]) -> bool:
+            by = dict[Place, Tensor]()
+            for number, powers in some:
+                for axis, power in zip(cells[number].places, powers, strict=True):
+                    if power:
+                        ones = torch.ones(axis.length(self.shapes), dtype=torch.float64, device="cpu")
+                        exponent = power if factor < 0 else power / max(map(abs, powers))
+                        by.setdefault(_place(axis), ones)[axis.index[:, units[number, powers]]] *= factor**exponent
+            moved = dict(draw.weights)
+            for (site, dim, span), factors in by.items():
+                shape, epsilon = self.shapes[site], self.epsilons.get(site, 0.0)
+                run = moved[site].reshape(*shape[:dim], -1, *shape[dim + span :])
+                factors = factors.to(run.device, run.real.dtype).reshape(-1, *(1 for _ in shape[dim + span :]))
+                moved[site] = ((run + epsilon) * factors - epsilon).reshape(shape)
+            return not difference(draw.outputs, self._outputs(moved, draw.inputs)) < 10 * self.null
+
+        return guilty(chosen, fails) if chosen and fails(chosen) else []
 
     def _sums(self, cells: Sequence[_Cell], losses: int, twin: bool) -> dict[Place, Tensor]:
         """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
-        axes = {place_of(axis): axis for cell in cells for axis in cell.places}
+        axes = {_place(axis): axis for cell in cells for axis in cell.places}
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
-        for weights, gradients in self._gradients(losses, twin):
-            self.first = self.first or gradients
-            products = dict[str, list[Tensor]]()
-            for site, gradient in gradients.items():
-                product = ((weights[site] + self.epsilons.get(site, 0.0)) * gradient.conj()).real
-                products[site] = [product, product.abs()]
+        for weights, slopes in self._gradients(losses, twin):
+            self.first = self.first or slopes
+            products = dict[str, Tensor]()
+            for site in {site for site, _, _ in axes} & set(slopes):
+                weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
+                products[site] = (weight * slopes[site].conj()).real
             for place, axis in axes.items():
-                run = one_run(self.shapes[axis.site], axis)
+                run = (*_one_run(self.shapes[axis.site], axis), 1)
                 rest = [dim for dim in range(len(run)) if dim != axis.dim]
-                both = [own.reshape(run) for own in products.get(axis.site, [torch.zeros(run, device="cpu")] * 2)]
-                found[place].append(torch.stack([own.sum(rest) if rest else own for own in both]).double().cpu())
-        nothing = {place: torch.zeros(2, 0, axis.length(self.shapes), device="cpu") for place, axis in axes.items()}
-        return {place: torch.stack(own, 1) if own else nothing[place] for place, own in found.items()}
+                if axis.site in products:
+                    own = products[axis.site].reshape(run)
+                    both = torch.stack([own.sum(rest), torch.linalg.vector_norm(own, 1, rest)])
+                else:
+                    both = torch.zeros(2, run[axis.dim], device="cpu")
+                found[place].append(both.double().cpu())
+        return {place: torch.stack(own, 1) for place, own in found.items()}
 
-    def _gradients(
-        self, losses: int, twin: bool, draws: Sequence[tuple[Weights, list[list[Tensor]]]] = ()
-    ) -> Iterator[tuple[Weights, Weights]]:
+    def _gradients(self, losses: int, twin: bool) -> Iterator[tuple[Weights, Weights]]:
         """Weights, and the gradients of random losses there."""
-        draws = draws or self.draws
-        for k, (own, inputs) in enumerate(draws):
-            weights = {site: value.clone().requires_grad_() for site, value in own.items()}
-            outputs = [out for out in self._outputs(weights, inputs, twin) if out.requires_grad]
-            for _ in range(k, losses, len(draws)) if outputs else ():
-                loss = torch.stack([(out * self._noise(out)).real.sum() for out in outputs]).sum()
-                with evaluation():
-                    every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
-                yield own, {site: g for site, g in zip(weights, every, strict=True) if g is not None}
+        for k, draw in enumerate(self.draws):
+            weights = {site: value.clone().requires_grad_() for site, value in draw.weights.items()}
+            outputs = self._outputs(weights, draw.inputs, twin)
+            for own in gradients(outputs, weights, len(range(k, losses, len(self.draws))), self.generator):
+                yield draw.weights, own
 
-    def _outputs(
-        self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def _outputs(self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False) -> list[Tensor]:
         passes = zip(self.passes, inputs, strict=True)
         torch.default_generator.manual_seed(0)
         with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
-            return [out for one, own in passes for out in one.outputs(weights, own, twin, dtype or self.dtype)]
+            return [out for one, own in passes for out in one.outputs(weights, own, twin, self.dtype)]
 
-    def _noise(self, like: Tensor) -> Tensor:
-        dtype = in_precision(like.dtype, self.dtype)
-        return torch.randn(like.shape, generator=self.generator, dtype=dtype, device="cpu").to(like.device)
-
-    def _inputs(self) -> list[list[Tensor]]:
-        """Random numbers, or the example's if the network doesn't take others."""
-        given = [one.trace.tensors for one in self.passes]
-        drawn = [[self._noise(x) if x.is_floating_point() or x.is_complex() else x for x in own] for own in given]
+    def _draw(self, own: Weights, far: float) -> _Draw:
+        """Inputs are random numbers, or the example's if the network doesn't take others."""
+        weights = {site: near(value, site in self.buffers, far, self.generator) for site, value in own.items()}
+        given = [[precise(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
+        inputs = [[random_like(x, self.generator) for x in own] for own in given]
         try:
-            finite = all(bool(out.isfinite().all()) for out in self._outputs(self.own, drawn))
+            outputs = self._outputs(weights, inputs)
+            if all(bool(out.isfinite().all()) for out in outputs):
+                return _Draw(weights, inputs, outputs)
         except NotDifferentiable:
-            finite = False
-        return drawn if finite else [[precise(x, self.dtype) for x in own] for own in given]
+            pass
+        return _Draw(weights, given, self._outputs(weights, given))
 
 
 # what follows from it -------------------------------------------------------------------------------------------------
@@ -340,7 +371,7 @@ def _rows(cell: _Cell, sums: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
 
     Both are relative to the loudest place of the row.
     """
-    columns = [sums[place_of(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
+    columns = [sums[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
     signed, loud = torch.stack(columns, -1)
     signed, loud = (own[(loud.amax(1) > 0) & loud.isfinite().all(1)] for own in (signed, loud))
     if not len(loud):
@@ -358,13 +389,59 @@ def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: f
     values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
     basis = vectors[values <= null * math.sqrt(len(rows))] / loud
     reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
-    whole = [numbers for vector in reduced if (numbers := whole_numbers(vector))]
+    whole = [np.array(numbers) for vector in reduced if (numbers := whole_numbers(vector))]
     found = []
-    for vector in sparse(whole, [cell.places[k].buffer for k in where]):
-        sign = 1 if next(e for e in vector if e) > 0 else -1  # what enters the units has a positive exponent
-        full = dict(zip(where, vector, strict=True))
-        found.append(tuple(sign * full.get(k, 0) for k in range(len(live))))
+    for vector in _sparse(whole, np.array([cell.places[k].buffer for k in where])):
+        powers = np.zeros(len(live), dtype=int)
+        powers[where] = vector
+        sign = np.sign(powers[powers != 0][0])  # what enters the units has a positive exponent
+        found.append(tuple((sign * powers).tolist()))
     return found
+
+
+def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
+    """A basis of the same, in which fewer vectors touch buffers, and more numbers are zero."""
+
+    def cost(vector: Array) -> tuple[bool, int, int]:
+        return bool(vector[buffers].any()), int(np.count_nonzero(vector)), int(np.count_nonzero(vector < 0))
+
+    for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
+        if (vectors[i] * vectors[j]).any():  # else their sum has more numbers than either
+            vectors[i] = min(vectors[i], vectors[i] + vectors[j], vectors[i] - vectors[j], key=cost)
+    return vectors
+
+
+def whole_numbers(vector: Array) -> list[int]:
+    """The smallest multiple of a vector in whole numbers; none if these are large."""
+    for denominator in range(1, LARGEST + 1):
+        numbers = (vector * denominator).round().astype(int)
+        if np.abs(vector - numbers / denominator).max() <= 1e-3:
+            return [] if np.abs(numbers).max() > LARGEST else numbers.tolist()
+    return []
+
+
+def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
+    """The reduced echelon form: each row is one where all others are zero; and the columns where, its pivots."""
+    rows, pivots = rows.astype(float), list[int]()
+    rows = rows % 2 if modulo_two else rows
+    for column in range(rows.shape[1] if rows.size else 0):
+        done = len(pivots)
+        best = done + int(np.abs(rows[done:, column]).argmax())
+        if abs(rows[best, column]) < 1e-3:
+            continue
+        rows[[done, best]] = rows[[best, done]]
+        rows[done] /= rows[done, column]
+        rows -= np.where(np.arange(len(rows)) == done, 0.0, rows[:, column])[:, None] * rows[done]
+        rows = rows % 2 if modulo_two else rows
+        pivots.append(column)
+        if len(pivots) == len(rows):
+            break
+    return rows[: len(pivots)], pivots
+
+
+def independent(vectors: Sequence[Sequence[int]] | Array, modulo_two: bool) -> list[int]:
+    """The numbers of the vectors that those before them don't span."""
+    return echelon(np.array(vectors).T, modulo_two)[1] if len(vectors) else []
 
 
 def _besides(
@@ -392,9 +469,52 @@ def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[
         for row, (cell, powers) in zip(rows, moves, strict=True):
             for axis, power in zip(cell.places, powers, strict=True):
                 if axis.site == site and power:
-                    run = row.view(one_run(row.shape, axis)).movedim(axis.dim, 0)
+                    run = row.view(_one_run(row.shape, axis)).movedim(axis.dim, 0)
                     run[axis.index[:, : cell.units.count // count].flatten()] += power
         flat = rows.flatten(1).numpy()
         mixed = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(mixed, return_index=True)[1]])
     return np.concatenate(columns, 1)
+
+
+def _odd(powers: Powers) -> Powers:
+    """The places that a sign enters whose multiplier enters them with these powers."""
+    return tuple(power % 2 for power in powers)
+
+
+def _add_multipliers(found: dict[str, Units], cell: _Cell, moves: Moves) -> None:
+    """Record the exponents of units' places: the first on the units, if they permute; further ones ride along.
+
+    :param found: name -> units, which are changed and added to.
+    """
+
+    def late(powers: Powers) -> tuple[bool, int]:
+        """Multipliers of running statistics, which others may leave alone, ride along."""
+        touched = [k for k, power in enumerate(powers) if power]
+        return any(cell.places[k].buffer for k in touched), touched[0]
+
+    host = found.get(cell.units.name)
+    lying = {_place(axis) for axis in host.axes} if host else set()  # where pieces of what is cut don't lie
+    given = {_place(axis) for axis in cell.places}
+    for powers in sorted(moves, key=late):
+        axes = [
+            replace(a, exponent=e, epsilon=a.epsilon if e else None) for a, e in zip(cell.places, powers, strict=True)
+        ]
+        axes_moved = _together(axis for axis in axes if axis.exponent)
+        name = unused(module_name(axes_moved[0].site), found)
+        if host is None:
+            found[name] = Units(name, cell.units.count, axes_moved, moves=moves[powers])
+        elif found[host.name].moves & {"scale", "flip"} or not lying.issuperset(map(_place, axes_moved)):
+            found[name] = Units(name, 1, axes_moved, host.name, host.count, moves[powers])
+        else:
+            own = [axis for axis in axes if _place(axis) in lying]
+            own += [axis for axis in host.axes if _place(axis) not in given]
+            found[host.name] = replace(host, axes=_together(own), moves=host.moves | moves[powers])
+
+
+def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Axes that differ in their blocks alone as one each."""
+    alike: dict[tuple[Place, int], list[Axis]] = {}
+    for axis in axes:
+        alike.setdefault((_place(axis), axis.exponent), []).append(axis)
+    return tuple(replace(own[0], index=torch.cat([axis.index for axis in own])) for own in alike.values())

@@ -26,9 +26,8 @@ from torch.nn.parameter import is_lazy
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
-from pyro_symmetric.discovery.conservation_law import with_multipliers
+from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.flow import Array, Flow
-from pyro_symmetric.discovery.multiplied import grouped
 from pyro_symmetric.discovery.symmetry import AxisExplanation, Explanation, Names, Symmetry, copied, named
 from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.verify import repaired

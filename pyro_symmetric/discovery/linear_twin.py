@@ -44,6 +44,21 @@ def evaluation() -> Iterator[None]:
         raise NotDifferentiable(f"{type(error).__name__}: {error}") from error
 
 
+def gradients(
+    outputs: Sequence[Tensor], weights: Weights, losses: int, generator: torch.Generator | None = None
+) -> Iterator[Weights]:
+    """The gradients of random losses of some outputs; of weights that these don't depend on, there are none."""
+    outputs = [out for out in outputs if out.requires_grad]
+    for _ in range(losses):
+        if not outputs:
+            yield {}
+            continue
+        loss = torch.stack([(out * random_like(out, generator)).real.sum() for out in outputs]).sum()
+        with evaluation():
+            every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
+        yield {site: gradient for site, gradient in zip(weights, every, strict=True) if gradient is not None}
+
+
 class Pass:
     """A traced forward pass as a function of weights.
 
@@ -163,3 +178,10 @@ def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: boo
 def precise(value: Any, dtype: torch.dtype) -> Any:
     """A tensor in a precision; complex numbers stay so, and whatever else is left alone."""
     return value.to(in_precision(value.dtype, dtype)) if isinstance(value, Tensor) else value
+
+
+def random_like(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Normal numbers in place of real or complex ones; whatever else is left alone."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    return torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor
-from pyro_symmetric.discovery.invariance import (
+from pyro_symmetric.discovery.verify import (
     BrokenMove,
     Change,
     InconclusiveError,

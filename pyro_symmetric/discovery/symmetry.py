@@ -14,10 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import forked
-from pyro_symmetric.discovery.invariance import elements_to_try, parts_of
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.groups.units import table
+from pyro_symmetric.groups.units import MOVES, Move, table
 from pyro_symmetric.weights import Weights, require_sites
 
 CONSTANT = 1e-3  # standard deviation of what counts as constant
@@ -219,12 +217,11 @@ class Symmetry:
         require_sites(own, self.buffers, "net")
         kept = {site: own[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
         group = self.group
-        for move, name in parts_of(self.group):
-            own = {axis.site: kept[axis.site] for axis in self.group[name].axes if axis.buffer}
-            elements = elements_to_try(self.group, [(move, name)]) if own else ()
-            moved = (element.on_sites(own) for element in elements)
-            with forked(0):
-                if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for after in moved for site in own):
+        for move in MOVES:
+            for name in self.group.names(move):
+                own = {axis.site: kept[axis.site] for axis in self.group[name].axes if axis.buffer}
+                after = _moving_all(self.group, move, name).on_sites(own)
+                if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for site in own):
                     group = group.without([name], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
@@ -273,6 +270,16 @@ def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
             )
         found |= own
     return found
+
+
+def _moving_all(group: Group, move: Move, name: str) -> Element:
+    """An element that moves all units at once: what it leaves alone, each move of these units leaves alone."""
+    units = group[name]
+    if move == "permute":  # the cycle of all units of a copy
+        return group.element({name: torch.arange(units.size, device="cpu").roll(1).expand(units.shape)})
+    ones = torch.ones(units.shape, dtype=torch.float64, device="cpu")
+    argument = {"flip": "signs", "scale": "log_scales", "shift": "shifts"}[move]
+    return group.element(**{argument: {name: -ones if move == "flip" else ones}})
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:

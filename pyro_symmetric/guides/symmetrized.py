@@ -33,9 +33,9 @@ from torch.distributions import constraints
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import described
-from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.groups import Action, Group, group_of

@@ -8,8 +8,8 @@ from pyro.infer import config_enumerate
 from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.invariance import InconclusiveError
 from pyro_symmetric.discovery.model_check import JointDensity, verify_model
+from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.models import BayesianModel
 

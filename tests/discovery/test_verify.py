@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.invariance import Change, InconclusiveError, broken_moves
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.verify import BrokenSymmetry, UnverifiedSymmetry, repaired, verify
+from pyro_symmetric.discovery.verify import (
+    BrokenSymmetry,
+    Change,
+    InconclusiveError,
+    UnverifiedSymmetry,
+    broken_moves,
+    repaired,
+    verify,
+)
 from pyro_symmetric.groups import Axis, Element, Group, Units
 
 
