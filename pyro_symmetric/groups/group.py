@@ -554,7 +554,7 @@ def _alike(value: Tensor) -> bool:
 def group_of(symmetry: Any, name: str = "group") -> Group:
     """The group of a symmetry, or a group itself.
 
-    >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3))
     >>> ps.groups.group_of(symmetry) is symmetry.group
     True
 
