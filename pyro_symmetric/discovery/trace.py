@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,13 +165,19 @@ class Trace:
             return _number(node, args, flow)
         shapes = tuple(tuple(map(_closed, t.shape)) for t in tensors)
         call = Call(node.target, bound(node.target, args, kwargs), shapes, self._read(node))
-        if any(isinstance(n.meta.get("val"), torch.SymInt | torch.SymFloat) for n in node.all_input_nodes):
-            results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
-        else:
+        try:
             results = _results(call, flow)
             constants = _constants(call, args, kwargs, tensors)
-            results = [r if c is None else replace(r, constant=c) for r, c in zip(results, constants, strict=True)]
-        left = (replace(r, mask=t.dtype == torch.bool) for r, t in zip(results, tensors, strict=True))
+            results = [
+                replace(r, constant=r.constant if c is None else c) for r, c in zip(results, constants, strict=True)
+            ]
+        except GuardOnDataDependentSymNode:  # a number that the rule has read
+            results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
+        known = [all(isinstance(n, int) for n in t.shape) for t in tensors]
+        left = (
+            replace(r, constant=r.constant if k else None, mask=t.dtype == torch.bool)
+            for r, k, t in zip(results, known, tensors, strict=True)
+        )
         return tree_map(lambda own: next(left) if isinstance(own, Tensor) else own, node.meta["val"])
 
     def _read(self, node: Node) -> frozenset[int]:
@@ -235,12 +242,12 @@ def _index_map(constant: Any) -> Tensor | None:
 
 def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """The results themselves, if they are index maps and come from nothing but index maps."""
-    operands, real = call.operands, tensors[0].is_floating_point() or tensors[0].is_complex()
-    if real or not operands or any(value.constant is None for value in operands):
-        return [None] * len(tensors)
     own = tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
-    found = map(_index_map, tree_leaves(call.target(*own[0], **own[1])))
-    return [c if c is None or c.shape == shape else None for c, shape in zip(found, call.shapes, strict=True)]
+    real = tensors[0].is_floating_point() or tensors[0].is_complex()
+    numbers_of_data = any(isinstance(x, torch.SymInt | torch.SymFloat) for x in tree_leaves(own))
+    if real or numbers_of_data or not call.operands or any(value.constant is None for value in call.operands):
+        return [None] * len(tensors)
+    return [_index_map(t) for t in tree_leaves(call.target(*own[0], **own[1]))]
 
 
 def _number(node: Node, args: Any, flow: Flow) -> Any:

@@ -140,11 +140,6 @@ def group_norm(flow: Flow, call: Call) -> Value:
     return _affine(flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1)
 
 
-@register_rule("instance_norm")
-def instance_norm(flow: Flow, call: Call) -> Value:
-    return _affine(flow, call, flow.restrict(call["input"], [0, 1]), 1)
-
-
 @register_rule(
     "batch_norm", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
@@ -209,6 +204,27 @@ def bilinear(flow: Flow, call: Call) -> Value:
     terms = [(one, [*lead, batch]), (other, [*lead, batch + 1]), (weight, [batch + 2, batch, batch + 1])]
     result = flow.combine(terms, [*lead, batch + 2])
     return result if call["bias"] is None else flow.elementwise([result, call["bias"]])
+
+
+@register_rule("einsum")
+def einsum(flow: Flow, call: Call) -> Value:
+    """Axes of an ellipsis are counted from the last one, with numbers that are no letters."""
+    inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
+    operands = [
+        (value, _letters(text, value.dim)) for value, text in zip(call["tensors"], inputs.split(","), strict=True)
+    ]
+    if any(len(set(letters)) < len(letters) for _, letters in operands):
+        return flow.give_up(call["tensors"], call.shape, "a letter comes twice")
+    if arrow:
+        return flow.combine(operands, _letters(out, len(call.shape)))
+    used = [letter for _, letters in operands for letter in letters]
+    return flow.combine(operands, sorted({letter for letter in used if letter < 0 or used.count(letter) == 1}))
+
+
+def _letters(text: str, dim: int) -> list[int]:
+    before, _, after = text.partition("...")
+    hidden = dim - len(before) - len(after) if "." in text else 0
+    return [*map(ord, before), *range(-hidden, 0), *map(ord, after)]
 
 
 @register_rule("scaled_dot_product_attention")
@@ -430,16 +446,17 @@ def slice_rule(flow: Flow, call: Call) -> Value:
 def _places(call: Call) -> Array:
     """The places along its axis that a slice takes, or a selection of one."""
     every = np.arange(call.value.shape[call.axis])
-    return every[[call["index"]]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
+    return (
+        every[[int(call["index"])]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
+    )
 
 
 @register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
 def split(flow: Flow, call: Call) -> list[Value]:
-    ends = np.cumsum([shape[call.axis] for shape in call.shapes])
-    return [
-        flow.take(call.value, call.axis, np.arange(end - shape[call.axis], end))
-        for end, shape in zip(ends, call.shapes, strict=True)
-    ]
+    given = call.get("split_sizes", call.get("split_size"))
+    sizes = [*map(int, given)] if isinstance(given, list | tuple) else [shape[call.axis] for shape in call.shapes]
+    pieces = zip(np.cumsum(sizes), sizes, strict=True)
+    return [flow.take(call.value, call.axis, np.arange(end - size, end)) for end, size in pieces]
 
 
 @register_rule("unbind")
@@ -474,8 +491,7 @@ def pad(flow: Flow, call: Call) -> Value:
     value, widths = call.value, call["pad"]
     for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         axis = value.dim - 1 - step
-        length = value.shape[axis]
-        value = flow.take(value, axis, np.arange(max(0, -before), length + min(0, after)))
+        value = flow.take(value, axis, np.arange(max(0, -before), value.shape[axis] + min(0, after)))
         around = [Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :])) for width in (before, after)]
         value = flow.cat([piece for piece in (around[0], value, around[1]) if piece.shape[axis]], axis)
     return value
