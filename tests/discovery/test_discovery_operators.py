@@ -180,6 +180,12 @@ CASES = {
     "entries by a mask of units": Case(lambda s, h: F.relu(h)[h > 0.5].sum().expand(1, 1), 1, 0, 0, 1),
     "rows by nonzero": Case(lambda s, h: F.relu(h)[s.x[:, 0].nonzero()[:, 0]].sum(0, keepdim=True), ALL, 6, 0),
     "rows by unique": Case(lambda s, h: F.relu(h)[torch.unique(s.places)].sum(0, keepdim=True), ALL, 6, 0),
+    "places that data count": Case(
+        lambda s, h: F.relu(h)[:, torch.arange((s.x[0] < 9.0).nonzero().shape[0])].sum(1, keepdim=True), 1, 0, 0, 1
+    ),
+    "places that data shift": Case(
+        lambda s, h: F.relu(h)[:, (torch.arange(6) + (s.x[0] < 9.0).nonzero().shape[0]) % 6], 1, 0, 0
+    ),
     "LSTM cell": Case(lambda s, h: s.n(h, s.n(h))[0], ALL * 120, 6, 11, 5, {"n": nn.LSTMCell(6, 5)}),
     "GRU cell": Case(lambda s, h: s.n(h, s.n(h)), ALL * 120, 6, 11, 5, {"n": nn.GRUCell(6, 5)}),
     "RNN cell with relu": Case(

@@ -170,11 +170,9 @@ def test_transposed_convolutions_have_rows_for_inputs_and_columns_for_outputs(in
     assert (2 in spanning) == (outputs > 1)
 
 
-def test_one_and_three_dimensional_kernels_have_groups_too() -> None:
+def test_one_dimensional_kernels_have_groups_too() -> None:
     net = chain(nn.Conv1d(3, 4, 1), nn.Conv1d(4, 6, 3, groups=2), nn.Conv1d(6, 2, 1))
     checked(net, torch.randn(2, 3, 5), 2 * 2**2 * 6**2, scales=10)
-    net = chain(nn.Conv3d(3, 4, 1), nn.Conv3d(4, 6, 2, groups=2), nn.Conv3d(6, 2, 1))
-    checked(net, torch.randn(2, 3, 2, 2, 2), 2 * 2**2 * 6**2, scales=10)
 
 
 def test_groups_at_the_ends_of_a_network_stay_but_what_lies_inside_them_moves() -> None:
@@ -360,10 +358,6 @@ def test_symmetries_survive_json_with_their_spans(block) -> None:
     assert again.group == symmetry.group
     p = symmetry.permutations.sample()
     assert torch.equal(again.permutations.element(p.permutations)(weights)["2.weight"], p(weights)["2.weight"])
-    assert "2.weight[0, 1]" in repr(symmetry)
-    explained = str(symmetry.explanation).splitlines()
-    assert any(line.startswith("2.weight[0]: 6 of 6 move with 0.groups") for line in explained)
-    assert any(line.startswith("2.weight[1]: 4 of 4 move with") for line in explained)
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
