@@ -245,20 +245,23 @@ def doubts_of(
     """
     most, count = min(0.7, 1 - 1 / math.log10(max(found.num_draws, 11))), found.effective_draws
     far = max(0.0, found.log_evidence - elbo) if math.isfinite(elbo) and math.isfinite(found.log_evidence) else 0.0
-    known = k <= most and slow <= HEAVY and count >= FEWEST and found.error <= 0.5
-    told = (
-        f"the largest weights may be missing: Pareto-k is {k:.2f} (good up to {most:.2f}), by more of the draws "
-        f"{slow:.2f} ({HEAVY}), effective draws are {count:.0f} ({FEWEST} or more), {far:.1f} nats lie above the ELBO"
-    )
+    reasons = {
+        f"Pareto-k is {k:.2f}, good up to {most:.2f}": not k <= most,
+        f"more of the weights fall off like {slow:.2f}, good up to {HEAVY}": slow > HEAVY,
+        f"effective draws are {count:.0f}, good from {FEWEST} on": not count >= FEWEST,
+        f"the error is {found.error:.2g} nats": not found.error <= 0.5,
+        f"it lies {far:.1f} nats above the ELBO": found.num_draws * math.exp(-2 * far) < 50,
+    }
+    told = "the largest weights may be missing: " + ", ".join(reason for reason, wrong in reasons.items() if wrong)
     checks = [
-        (not known or found.num_draws * math.exp(-2 * far) < 50, f"importance sampling: {told}"),
+        (any(reasons.values()), f"importance sampling: {told}"),
         (open_nats, "density: its estimates, or log_joint, leave nats open; take a larger K, and give all data"),
     ]
     if connected:
         apart, error = found.log_evidence - connected.log_evidence, math.hypot(found.error, connected.error)
         apart = apart if checks[0][0] or open_nats else abs(apart)
         told = f"R-hat is {r_hat:.2f}, of {connected.effective_draws:.0f} effective draws"
-        unknown = not r_hat <= 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5
+        unknown = r_hat > 1.05 or connected.effective_draws < FEWEST or connected.error > 0.5
         checks += [
             (unknown, f"bridge sampling: {told}, with an error of {connected.error:.2g} nats"),
             (apart > 3 * error, f"bridge sampling: it differs from importance sampling by {abs(apart):.2f} nats"),
