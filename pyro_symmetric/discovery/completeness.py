@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
-from pyro_symmetric.discovery.linear_twin import Pass, precise
+from pyro_symmetric.discovery.linear_twin import Pass, gradients, precise
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group
@@ -99,13 +99,11 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     for draw in range(10 + needed):
         inputs = [_like(value, SIZES[draw % len(SIZES)]) for value in run.trace.tensors]
         with without_fast_attention(), without_warnings():
-            outputs = [out for out in run.outputs(leaves, inputs, False, torch.float64) if out.requires_grad]
-        for _ in range(min(LOSSES, sum(out.numel() for out in outputs))):
-            loss = torch.stack([(out * torch.randn_like(out)).real.sum() for out in outputs]).sum()
-            every = torch.autograd.grad(
-                loss, [*leaves.values()], retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            row = torch.cat([grad.flatten() for grad in every]).cpu()
+            outputs = run.outputs(leaves, inputs, False, torch.float64)
+        losses = min(LOSSES, sum(out.numel() for out in outputs if out.requires_grad))
+        for own in gradients(outputs, leaves, losses):
+            every = [own[site] if site in own else torch.zeros_like(value) for site, value in weights.items()]
+            row = torch.cat([gradient.flatten() for gradient in every]).cpu()
             rows += [row / row.norm()] if 0 < row.norm() < float("inf") else []
         if len(rows) >= needed:
             return torch.stack(rows)
