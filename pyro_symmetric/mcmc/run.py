@@ -40,6 +40,7 @@ OPEN = {"num_warmup": "auto", "seed": None}  # what stands for a number
 SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}  # beside the progress bar
 INITIALISATIONS = ("prior", "uniform")
 MOST_TRIES = 100  # of a chain that starts where nothing is finite
+FAR, FEW_TRIES = 1e6, 10  # nats above the best start, from where only tiny steps lead back, so that others are tried
 RADIUS = 2.0  # of the box that "uniform" draws from, on the unconstrained scale, as Pyro's MCMC has it
 ROUNDING = 1e-3  # of initial weights that go to unconstrained coordinates and back, relative
 Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Callable[[int], Mapping[str, Tensor]] | None
@@ -343,7 +344,8 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
 def starting_points(
     density: Density, num_chains: int, initial: Any = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, unless by weights.
+    """Points ``(C, D)`` of finite energy and gradient. Chains that start at others are drawn anew, unless by weights;
+    so are, a few times, those that start so far out in the box that others are better by :data:`FAR`.
 
     :param initial: what :func:`resolve` returned. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
         far out, and ``"uniform"`` for any other model.
@@ -356,16 +358,22 @@ def starting_points(
         initial = "prior" if density.is_network else "uniform"
     if isinstance(initial, str):
         arguments.one_of("initial", initial, INITIALISATIONS, "a dict of weights")
-    z, tries = _drawn(density, num_chains, initial, generator), 1
     most = 1 if isinstance(initial, Mapping) else MOST_TRIES
-    while bool((bad := _broken(density, z, generator)).any()):
+    z = _drawn(density, num_chains, initial, generator)
+    for tries in range(1, most + 1):
+        energy, gradient = evaluated_once(density, z, mini_batches(density.row_counts, len(z), generator))
+        bad = ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))
+        if initial == "uniform" and tries < FEW_TRIES and not bool(bad.all()):
+            bad |= energy > energy[~bad].min() + FAR
+        if not bool(bad.any()):
+            break
         if tries == most:
             raise ValueError(
                 f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy "
                 f"and gradient among {tries} draws. Are all data finite, those under a mask, too, and in the supports "
                 "of their distributions? If so, give initial= weights where the density is finite"
             )
-        z[bad], tries = _drawn(density, int(bad.sum()), initial, generator), tries + 1
+        z[bad] = _drawn(density, int(bad.sum()), initial, generator)
     _tell_of_flat_sites(density, z)
     return z
 
@@ -420,9 +428,3 @@ def _tell_of_flat_sites(density: Density, z: Tensor) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _broken(density: Density, z: Tensor, generator: torch.Generator) -> Tensor:
-    """True for chains whose energy or gradient isn't finite, ``(C,)``."""
-    energy, gradient = evaluated_once(density, z, mini_batches(density.row_counts, len(z), generator))
-    return ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))

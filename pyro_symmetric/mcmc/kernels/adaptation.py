@@ -18,8 +18,9 @@ where :math:`c` is Newton's gain for the acceptance curve of many coordinates, :
 Stan's dual averaging (Hoffman & Gelman 2014, eq. 6) swings widely at first: after 50 iterations of 4 chains with a
 target of 0.65, its acceptance is off by 0.06, this one's by 0.003.
 
-Until the mass matrix is first known each chain has a step of its own: far out, each is at a scale of its own. From then
-on all have one, by their mean acceptance, which so many chains tell after few iterations.
+Until the mass matrix is first known each chain has a step of its own: far out, each is at a scale of its own. As it
+arrives far longer ones may do, so that the first step is found anew after 1, 2, 4, 8, ... iterations. From then on all
+chains have one, by their mean acceptance, which so many chains tell after few iterations.
 
 **The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962): chains of a network usually sit
 in different modes, and the distance between modes says nothing about how far one trajectory may go.
@@ -60,7 +61,7 @@ DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less t
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
 FURTHEST = 1.0  # that one iteration moves a log step size: near such a target a bad one would take it to nothing
 FOLLOWING = 4  # the count at which a search stops that is to follow its root rather than to settle
-BLIND_STEPS = 32  # while the mass matrix is unknown, longer trajectories cost more than they teach
+BLIND_STEPS = 8  # while the mass matrix is unknown, longer trajectories cost more than they teach
 MOST_TRIES = 60  # of a first step size
 MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
 MANY_DRAWS = 2  # for each coordinate, from which on correlations are learnt
@@ -147,6 +148,8 @@ class TunedKernel(Kernel):
             found = self.accepted(state)
             search = tuning.search.update(found if tuning.blind else found.mean().expand_as(found))
             state = tuned(state, search=search, step_size=search.log_step.exp().to(found.dtype))
+            if tuning.blind and done & iteration == 0:  # after 1, 2, 4, 8, ...: where they arrive steps may be longer
+                state = self._with_step(density, state, state.tuning.step_size)
         if done in ends:
             state = tuned(state, mass=state.tuning.estimate.mass(), estimate=None, blind=False)
             if self.adapt_step_size:
