@@ -67,6 +67,16 @@ def test_a_function_draws_again_for_chains_that_start_nowhere():
     assert torch.isfinite(z).all()
 
 
+def test_a_start_in_the_box_that_is_far_worse_than_others_is_drawn_anew_and_given_weights_are_not():
+    def walled():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", -1e10 * (a - 1).clamp(min=0))
+
+    density = Density(walled)
+    assert (starting_points(density, 50) < 1.001).all()  # of which a quarter would start beyond
+    assert starting_points(density, 1, {"a": torch.tensor(1.5)}) == 1.5
+
+
 def test_names_and_weights_are_passed_on():
     weights = {"a": torch.ones(2), "b": torch.tensor(3.0)}
     assert torch.allclose(start(weights)["b"], torch.tensor(3.0))

@@ -135,7 +135,7 @@ def whole_steps(steps: Tensor, max_steps: int, tuning: HamiltonianTuning) -> int
     """A number of steps ``()``, rounded up, of at least 1 and at most what is allowed. The one place where an iteration
     waits for the device: a loop needs its length."""
     most = min(max_steps, BLIND_STEPS) if tuning.blind else max_steps
-    return max(1, min(math.ceil(float(steps) - 1e-9), most))
+    return max(1, math.ceil(min(float(steps), most) - 1e-9))  # infinite for steps of 0
 
 
 # trajectories whose length is learnt ----------------------------------------------------------------------------------
