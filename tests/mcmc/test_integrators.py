@@ -1,6 +1,7 @@
 """The leapfrog method and microcanonical dynamics: their own laws, a differential equation, and first step sizes."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -110,6 +111,15 @@ def test_a_step_size_is_found_from_either_side(gaussian, generator):
         found = kernel._with_step(density, state, torch.full_like(z[:, 0], first)).tuning.step_size
         assert torch.equal(found, found[:1].expand(2000))
         assert ((found > 0.1) & (found < 2)).all()  # the smallest deviation is 0.5: steps are stable below 1
+
+
+@pytest.mark.parametrize("offset", [1.0, 1e6])
+def test_a_step_size_is_found_though_another_engine_rounded_the_energies_in_a_state(gaussian, generator, offset):
+    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+    state = HMC(None).init(density, density.sample(50), 100, generator)
+    state = replace(state, energy=state.energy - offset)
+    found = HMC(None)._with_step(density, state, torch.ones(50, dtype=torch.float64)).tuning.step_size
+    assert (found > 0.01).all()
 
 
 def test_each_chain_finds_the_step_that_it_would_find_alone(toy, generator):

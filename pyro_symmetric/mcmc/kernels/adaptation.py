@@ -61,7 +61,7 @@ DECAY = 0.6  # of the search's gain; averaging asks for more than 1/2 and less t
 LARGEST_GAIN = 8.0  # near a target of 1 the curve is flat and Newton's step knows no bounds
 FURTHEST = 1.0  # that one iteration moves a log step size: near such a target a bad one would take it to nothing
 FOLLOWING = 4  # the count at which a search stops that is to follow its root rather than to settle
-BLIND_STEPS = 8  # while the mass matrix is unknown, longer trajectories cost more than they teach
+BLIND_STEPS = 16  # while the mass matrix is unknown, longer trajectories cost more than they teach
 MOST_TRIES = 60  # of a first step size
 MAX_DENSE = 10_000  # coordinates; a dense matrix of more fills the memory
 MANY_DRAWS = 2  # for each coordinate, from which on correlations are learnt
@@ -147,7 +147,8 @@ class TunedKernel(Kernel):
         if self.adapt_step_size:
             found = self.accepted(state)
             search = tuning.search.update(found if tuning.blind else found.mean().expand_as(found))
-            state = tuned(state, search=search, step_size=search.log_step.exp().to(found.dtype))
+            least = torch.finfo(found.dtype).tiny
+            state = tuned(state, search=search, step_size=search.log_step.exp().to(found.dtype).clamp(min=least))
             if tuning.blind and done & iteration == 0:  # after 1, 2, 4, 8, ...: where they arrive steps may be longer
                 state = self._with_step(density, state, state.tuning.step_size)
         if done in ends:
@@ -164,15 +165,18 @@ class TunedKernel(Kernel):
         """Step sizes, found by doubling or halving these ``(C,)`` until the acceptance of one step crosses the target,
         as Stan does, and the search from there. While the mass matrix is unknown each chain finds its own."""
         alone = state.tuning.blind
+        energy, gradient = evaluated_once(density, state.z)  # as what follows: programs round otherwise
+        here = replace(state, energy=energy, gradient=gradient)
         target, grow, crossed = self.search(step, alone).target, None, torch.zeros_like(step, dtype=torch.bool)
         for _ in range(MOST_TRIES):
-            found = self.accepts(density, state, step)
+            found = self.accepts(density, here, step)
             high: Tensor = (found if alone else found.mean().expand_as(found)) > target
             grow = high if grow is None else grow
             crossed = crossed | (high != grow)
             if bool(crossed.all()):
                 break
             step = torch.where(crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step)
+            step = step.clamp(min=torch.finfo(step.dtype).tiny)
         return tuned(state, step_size=step, search=self.search(step, alone))
 
 
