@@ -135,7 +135,7 @@ def wrong_multipliers(group: Group) -> Iterator[tuple[str, list[Units]]]:
                 yield f"{one.name} with {axis.site} inverse", [replace(one, axes=(*rest, inverse))]
 
 
-def test_right_groups_pass() -> None:
+def test_right_groups_pass_and_the_network_is_untouched() -> None:
     for net, x, symmetry in examples():
         before = {name: value.clone() for name, value in net.state_dict().items()}
         result = verify(symmetry, net, x, trials=3)
@@ -143,6 +143,7 @@ def test_right_groups_pass() -> None:
         assert result.error < 1e-12
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
         assert next(net.parameters()).dtype == torch.float32
+        assert all(module.training for module in net.modules())
 
 
 @pytest.mark.stochastic
@@ -190,14 +191,6 @@ def test_guilty_units_inside_others_leave_those_outside() -> None:
         left = repaired(with_units(replace(symmetry, group=group), replace(inner, axes=inner.axes[:1])), net, [x])
     assert verify(left, net, x)
     assert left.group == group.without([inner.name])
-
-
-def test_the_network_is_untouched() -> None:
-    net, x, symmetry = examples()[0]
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    verify(symmetry, net, x)
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert all(module.training for module in net.modules())
 
 
 def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> None:
