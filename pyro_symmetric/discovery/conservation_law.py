@@ -85,7 +85,7 @@ def with_multipliers(
             if law.small and one.count == 1 and not one.moves:  # all that others do together may be what one unit does
                 made_of = {cell.units.name for cell in cells}
             places = _places(one, inside, law, slices, held)
-            if places and len(places) + 4 <= MOST[law.small] * one.count:
+            if places:
                 cells.append(_Cell(one, places, frozenset(made_of)))
         moves = law.moves(cells)
     except NotDifferentiable:  # then permutations alone are told
@@ -208,8 +208,10 @@ class _Law:
 
     def moves(self, cells: Sequence[_Cell]) -> list[Moves]:
         """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
-        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in cells]
-        losses = max(len(self.draws), min(MOST[self.small], max(asked, default=1)))
+        most = MOST[self.small]
+        told = [cell for cell in cells if len(cell.places) + 4 <= most * cell.units.count]
+        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in told]
+        losses = max(len(self.draws), min(most, max(asked, default=1)))
         plain = self._sums(cells, losses, False)
         scales = self._right(cells, [self._scales(cell, plain) for cell in cells], (4.0, 0.25))
         scales = _besides(cells, scales, self.shapes, False)
