@@ -22,7 +22,6 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -156,6 +155,8 @@ class Trace:
 
     def _applied(self, node: Node, values: Mapping[Node, Any], flow: Flow) -> Any:
         """Apply the rule of an operator to what is known of its operands."""
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads SymPy, which takes long
+
         args: Any = torch.fx.map_arg(node.args, values.__getitem__)
         kwargs: Any = torch.fx.map_arg(node.kwargs, values.__getitem__)
         if node.target is operator.getitem:
