@@ -142,6 +142,13 @@ CASES = {
     "einsum without an arrow": Case(
         lambda s, h: torch.einsum("ji,bi", s.w, F.relu(h)), ALL * 120, 11, 5, 5, {"w": parameter(5, 6)}
     ),
+    "gather rows": Case(lambda s, h: F.relu(h).gather(0, torch.tensor([[2], [0]]).expand(2, 6)), ALL, 6, 0),
+    "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
+    "labels of a categorical": Case(
+        lambda s, h: torch.distributions.Categorical(logits=F.relu(h)[..., None] * s.w).log_prob(s.places[:, None]),
+        ALL, 0, 0, parts={"w": parameter(4)},
+    ),
+    "complex numbers": Case(lambda s, h: torch.view_as_complex(h.view(4, 3, 2)).abs(), 6, 3, 3, 3),
     "places written by a parameter": Case(overwritten, 48, 4, 0, parts={"w": parameter(2)}),
     "tied units of two groups": Case(halves_with_own_softmax, ALL, 0, 0, parts={"c": nn.Linear(3, 6)}),
     "largest unit": Case(lambda s, h: h.amax(-1, keepdim=True), ALL, 0, 0, 1),

@@ -434,6 +434,13 @@ def view_as_real(flow: Flow, call: Call) -> Value:
     return flow.value(call.shape, value.parts, value.fixed | {value.dim - 1})
 
 
+@register_rule("view_as_complex")
+def view_as_complex(flow: Flow, call: Call) -> Value:
+    """The last axis goes; a unit along it is the real or the imaginary part of a larger one."""
+    last = call.value.dim - 1
+    return flow.squeeze(flow.off(call.value, [last]), [last])
+
+
 # places that are known ------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +569,15 @@ def _width(entry: Value | None) -> int:
 def _indexed(indices: dict[int, Value]) -> list[int]:
     """The axes that indices stand for."""
     return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
+
+
+@register_rule("gather")
+def gather(flow: Flow, call: Call) -> Value:
+    """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
+    value, chosen = flow.off(call.value, [call.axis]), call["index"]
+    for other in set(range(value.dim)) - {call.axis}:
+        value = flow.take(value, other, np.arange(chosen.shape[other]))
+    return flow.elementwise([value, chosen])
 
 
 @register_rule("scatter", "scatter_add", "scatter_reduce")
