@@ -313,10 +313,13 @@ def is_deterministic(site: Any) -> bool:
 
 
 def check_observed(observed: Iterable[Any]) -> None:
-    """:raises ValueError: naming the observed sites that hold complex numbers, or arrays of NumPy and lists."""
-    values = {site["name"]: site["value"] for site in observed}
-    if others := [name for name, value in values.items() if not isinstance(value, Tensor | Number)]:
-        found = ", ".join(described(values[name]) for name in others)
+    """:raises ValueError: naming the observed sites that hold complex numbers, or arrays of NumPy and lists, which
+    only a distribution of one's own may score."""
+    sites = {site["name"]: site for site in observed}
+    values = {name: site["value"] for name, site in sites.items() if isinstance(site["value"], Tensor | Number)}
+    packages = {name: type(site["fn"]).__module__.partition(".")[0] for name, site in sites.items()}
+    if others := [name for name in sites if name not in values and packages[name] in ("pyro", "torch")]:
+        found = ", ".join(described(sites[name]["value"]) for name in others)
         raise ValueError(f"the observed sites {others} hold {found}; pass tensors, as torch.as_tensor gives them")
     if several := [name for name, value in values.items() if as_tensor(value).is_complex()]:
         raise ValueError(

@@ -224,3 +224,25 @@ def test_angles_stay_on_their_circle():
         (angles.sin(), length * math.sin(2.5)),
     ):
         assert float(torch.trapezoid(values * mass, z[:, 0])) == pytest.approx(expected, abs=1e-5)
+
+
+class Recordings(dist.TorchDistribution):
+    """Any number of values for each subject: what a list can hold and a tensor can't."""
+
+    arg_constraints = {}
+
+    def __init__(self, centre: Tensor) -> None:
+        self.centre = centre
+        super().__init__(validate_args=False)
+
+    def log_prob(self, value: list[Tensor]) -> Tensor:
+        return torch.stack([dist.Normal(self.centre, 1.0).log_prob(own).sum() for own in value]).sum()
+
+
+def test_a_distribution_of_ones_own_scores_lists():
+    def model(y: list[Tensor]) -> None:
+        pyro.sample("y", Recordings(pyro.sample("mean", dist.Normal(0.0, 1.0))), obs=y)
+
+    z = torch.tensor([[0.3], [-1.0]])
+    expected = -dist.Normal(z, 1.0).log_prob(torch.cat([X[:, 0], Y])).sum(-1) - dist.Normal(0.0, 1.0).log_prob(z[:, 0])
+    torch.testing.assert_close(Density(model, ([X[:, 0], Y],)).energy(z), expected)
