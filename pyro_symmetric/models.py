@@ -422,8 +422,14 @@ def with_weights(
     net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
-    with without_fast_attention():
-        return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
+    before = [(module, module._parameters.copy(), module._buffers.copy()) for module in net.modules()]
+    try:
+        with without_fast_attention():
+            return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
+    finally:  # PyTorch leaves weights in a module that has two names
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
 
 
 def unmappable(net: nn.Module) -> str:

@@ -192,6 +192,20 @@ def test_weights_shared_by_two_modules_begin_once_in_each_member():
     assert not torch.equal(members["embed.weight"][0], members["embed.weight"][1])
 
 
+def test_a_module_with_two_names_keeps_its_own_weights():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    twice = nn.Sequential(net[0], net[1], net[0], net[2])
+    model, x, y = ps.BayesianModel(twice, likelihood="gaussian"), torch.randn(5, 3), torch.randn(5)
+    own, density = model.initial_weights(), Density(model, (x, y))
+    z = starting_points(density, 3)
+    found = density.energy(z)
+    for chain, weights in enumerate(z):
+        by_site = density.layout.constrain(weights[None])
+        torch.testing.assert_close(found[chain], density.energy(weights[None])[0])
+        assert torch.equal(model.outputs(by_site, x)[0], model.call({name: by_site[name][0] for name in own}, x))
+    assert all(torch.equal(value, own[name]) for name, value in model.initial_weights().items())
+
+
 def test_the_posterior_of_a_last_layer_goes_through_samplers_guides_ensembles_and_predictions():
     net, x, y = last_layer(), torch.randn(20, 3), torch.randn(20, 1)
     model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
