@@ -122,7 +122,12 @@ def shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
     return dist.Normal(0.3 * like, 0.5 * like).to_event(parameter.dim())
 
 
+def of_plain_numbers(name: str, parameter: Tensor) -> dist.TorchDistribution:
+    return dist.Normal(0.25, 1.0).expand(parameter.shape).to_event(parameter.dim())  # in single precision
+
+
 PRIORS = {
+    "plain": of_plain_numbers,
     "fan_in": GaussianPrior(2.0, fan_in=True),
     "patterns": GaussianPrior(1.0, scales={"0.*": 0.5, "*.bias": 2.0}),
     "shifted": shifted,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import pyro
 import pyro.contrib.gp as gp
@@ -229,7 +230,7 @@ def test_angles_stay_on_their_circle():
 class Recordings(dist.TorchDistribution):
     """Any number of values for each subject: what a list can hold and a tensor can't."""
 
-    arg_constraints = {}
+    arg_constraints: ClassVar = {}
 
     def __init__(self, centre: Tensor) -> None:
         self.centre = centre

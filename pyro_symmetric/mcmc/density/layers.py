@@ -65,7 +65,9 @@ class Layers:
             raise Unavailable("it serves a BayesianModel only")
         problem, likelihood = problem_of(target), target.model.likelihood
         bases = [_normal(target.sites[name]) for name, _ in target.model.net.named_parameters()]
-        loc, scale = (torch.cat([getattr(base, name).reshape(-1) for base in bases]) for name in ("loc", "scale"))
+        loc, scale = (
+            torch.cat([getattr(base, name).reshape(-1) for base in bases]).to(problem.x) for name in ("loc", "scale")
+        )
         self._loc, self._precision, self._dim = loc, scale**-2, len(loc)
         self._temperature, self._rows = likelihood.temperature, len(problem.x)
         self._count = 0 if problem.labels else problem.y.numel() / likelihood.temperature  # of normal densities
