@@ -422,7 +422,8 @@ def with_weights(
     net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
-    before = [(module, module._parameters.copy(), module._buffers.copy()) for module in net.modules()]
+    modules = [module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    before = [(module, module._parameters.copy(), module._buffers.copy()) for module in modules]
     try:
         with without_fast_attention():
             return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))

@@ -206,6 +206,14 @@ def test_a_module_with_two_names_keeps_its_own_weights():
     assert all(torch.equal(value, own[name]) for name, value in model.initial_weights().items())
 
 
+def test_a_network_may_hold_a_scripted_part():
+    plain, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(5, 3)
+    scripted = nn.Sequential(torch.jit.script(copy.deepcopy(plain[0])), plain[1], plain[2])
+    weights = {name: torch.stack([value.detach(), value.detach() + 1]) for name, value in plain.named_parameters()}
+    found, expected = (ps.predict(weights, net, x, kind="outputs") for net in (scripted, plain))
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_posterior_of_a_last_layer_goes_through_samplers_guides_ensembles_and_predictions():
     net, x, y = last_layer(), torch.randn(20, 3), torch.randn(20, 1)
     model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
