@@ -8,11 +8,11 @@ import itertools
 import json
 import os
 import platform
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from torch import Tensor
@@ -99,11 +99,16 @@ class Results:
                 self.add({**key, **run(**key)})
 
     def table(
-        self, title: str, by: Sequence[str], columns: Mapping[str, tuple[str | Callable[[Row], float], int]], **key: Any
+        self,
+        title: str,
+        by: Sequence[str],
+        columns: Mapping[str, tuple[str | Callable[[Row], float | None], int]],
+        **key: Any,
     ) -> None:
         """Print mean and deviation over seeds, a line for each combination of the entries ``by``.
 
-        :param columns: heading -> an entry, or a function of a row, and digits.
+        :param columns: heading -> an entry, or a function of a row, and digits. Seeds of which it is ``None`` are left
+            out.
         """
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.find(**key):
@@ -112,7 +117,8 @@ class Results:
         for group, rows in groups.items():
             lines.append([" ".join(map(str, group))])
             for what, digits in columns.values():
-                lines[-1].append(spread([what(row) if callable(what) else row[what] for row in rows], digits))
+                values = (what(row) if callable(what) else row[what] for row in rows)
+                lines[-1].append(spread((value for value in values if value is not None), digits))
         print_table(f"{title}; mean ± sd over seeds", [", ".join(by), *columns], lines)
 
 
@@ -121,8 +127,8 @@ def spread(values: Iterable[float], digits: int = 3) -> str:
     values = list(values)
     if not values:
         return "-"
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+    mean = f"{np.mean(values):.{digits}f}"
+    return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

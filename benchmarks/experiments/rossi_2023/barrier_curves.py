@@ -264,9 +264,9 @@ def report(results: Results, options: Any) -> None:
             def barrier(row: Row, path: str, measure: str = measure) -> float:
                 return row["curves"][path]["barriers"][measure]
 
-            def left(row: Row, barrier: Any = barrier) -> float:
+            def left(row: Row, barrier: Any = barrier) -> float | None:
                 before = barrier(row, "unaligned")
-                return 100 * barrier(row, "aligned") / before if before > 0 else math.nan
+                return 100 * barrier(row, "aligned") / before if before > 0 else None
 
             def end(row: Row, measure: str = measure) -> float:
                 curve = row["curves"]["aligned"]
