@@ -149,6 +149,14 @@ def test_priors_noise_temperature_and_mini_batches(prior, batch_size, way):
         check(model, *data(classes=classes), prior != "positive", **options)  # which the model itself serves
 
 
+def test_data_and_priors_may_require_gradients(way):
+    def prior(name: str, parameter: Tensor) -> dist.TorchDistribution:
+        return dist.Normal(0.0, torch.ones_like(parameter).requires_grad_()).to_event(parameter.dim())
+
+    x, y = data()
+    check(BayesianModel(nn.Linear(5, 1).double(), prior, "gaussian"), x.requires_grad_(), y.requires_grad_())
+
+
 class Written(nn.Module):
     """A network written by hand, with inputs to flatten and outputs without a second axis."""
 

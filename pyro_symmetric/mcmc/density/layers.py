@@ -66,7 +66,8 @@ class Layers:
         problem, likelihood = problem_of(target), target.model.likelihood
         bases = [_normal(target.sites[name]) for name, _ in target.model.net.named_parameters()]
         loc, scale = (
-            torch.cat([getattr(base, name).reshape(-1) for base in bases]).to(problem.x) for name in ("loc", "scale")
+            torch.cat([getattr(base, name).detach().reshape(-1) for base in bases]).to(problem.x)
+            for name in ("loc", "scale")
         )
         self._loc, self._precision, self._dim = loc, scale**-2, len(loc)
         self._temperature, self._rows = likelihood.temperature, len(problem.x)
@@ -139,7 +140,7 @@ class Problem(NamedTuple):
 
 def problem_of(target: NetworkTarget) -> Problem:
     """:raises Unavailable: saying what about the model doesn't fit."""
-    likelihood, x, y, net = target.model.likelihood, target.x, target.y, target.model.net
+    likelihood, x, y, net = target.model.likelihood, target.x.detach(), target.y.detach(), target.model.net
     names, like = [name for name, _ in net.named_parameters()], next(iter(net.parameters()))
     if list(target.sites)[: len(names)] != names:
         raise Unavailable("its sites come in another order than the network's parameters")
