@@ -491,7 +491,7 @@ def _lying_along(group: Group, members: Members, length: int) -> list[_Lying]:
     """All that does something along an axis; what does the same in other blocks is taken together."""
     found: list[_Lying] = []
     for name, axis in members:
-        one, index = group[name], axis.index.cpu()
+        one, index = group[name], axis.index
         if axis.touched(one.moves):
             power = axis.exponent if "scale" in one.moves else axis.exponent % 2 if "flip" in one.moves else 0
             for k, own in enumerate(found):

@@ -28,7 +28,8 @@ class Axis:
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``; others stay.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``; others stay. It is
+        kept on the CPU.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
         unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for what no multiplier touches.
     :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
@@ -50,9 +51,9 @@ class Axis:
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
             raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor (blocks, count)")
-        if index.is_inference():  # groups outlive the mode that they are made in
+        if index.is_inference() or index.device.type != "cpu":  # groups outlive the mode that they are made in
             with torch.inference_mode(False):
-                object.__setattr__(self, "index", index.clone())
+                object.__setattr__(self, "index", index.cpu().clone())
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))

@@ -57,3 +57,10 @@ def test_independent_kernels_reach_the_enumerated_optimum():
         assert found >= best * (1 - 1e-12)
         reached += found <= best * (1 + 1e-12)
     assert reached >= 16
+
+
+def test_units_that_are_made_on_any_device_are_aligned(device: torch.device):
+    with device:
+        group = kernel()
+    weights = weights_of(group)
+    assert align(group.sample()(weights), weights, group).cost < 1e-9
