@@ -168,8 +168,8 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
                 )
         if len(kinds := {site in weights.supports: name for name, weights in given.items()}) > 1:
             raise ValueError(
-                f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but {kinds[False]}[{site!r}] isn't: map "
-                "it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+                f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but {kinds[False]}[{site!r}] isn't: "
+                "give draws, or map it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
             )
     return sites
 

@@ -34,8 +34,9 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.discovery.model_check import check_function
+from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
-from pyro_symmetric.groups import Group
+from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
@@ -134,7 +135,7 @@ def evidence(
     num_samples: int = 512,
     chunk: int = 64,
     log_joint: Joint | Any = None,
-    group: Group | Any = None,
+    group: Group | Symmetry | Any = None,
     **kwargs: Any,
 ) -> Evidence:
     """Return bounds and estimates of the log-evidence of a guide's model, by the guide and by chains.
@@ -166,11 +167,11 @@ def evidence(
     """
     if log_joint is not None and not callable(log_joint):
         log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
-    if log_joint is None and group is not None and not isinstance(group, Group):
+    if log_joint is None and group is not None and not isinstance(group, Group | Symmetry):
         group, kwargs = None, {**kwargs, "group": group}
     alone = AutoSymmetrized if group is None or log_joint is None else AutoGuide
     arguments.instance("guide", guide, alone, "an AutoSymmetrized, or another AutoGuide with log_joint= and group=")
-    group = group or guide.group
+    group = group_of(group or guide.group).finite
     if log_joint is None:
         if guide._given is None:
             raise ValueError(

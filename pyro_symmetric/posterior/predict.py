@@ -80,7 +80,9 @@ def predict(
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
-    arguments.weights("posterior", weights, "a Posterior, a guide of this library, or draws of another")
+    arguments.weights(
+        "posterior", weights, "a Posterior, a guide of this library, or guides.sample_posterior of another"
+    )
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
         isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoNormal
 from pyro.infer.autoguide.initialization import init_to_sample
+from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.groups import Group
@@ -42,6 +43,20 @@ def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     assert worth.elbo == pytest.approx(ours.elbo, abs=tolerance)
     assert worth.symmetrized_elbo == pytest.approx(ours.symmetrized_elbo, abs=tolerance)
     assert worth.symmetrized_elbo > worth.elbo
+
+
+def test_the_symmetry_of_a_network_is_taken_as_it_was_found() -> None:
+    """Its scales change the prior; permutations don't."""
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), torch.randn(8, 2)
+    network, symmetry = ps.BayesianModel(net, likelihood="gaussian", num_data=8), ps.find_symmetry(net, x)
+    stock, joint = AutoDiagonalNormal(network), ps.log_joint(network, x, x[:, :1])
+    stock(x, x[:, :1])
+    found = []
+    for group in (symmetry, symmetry.group, symmetry.finite):
+        pyro.set_rng_seed(1)
+        found.append(evidence(stock, log_joint=joint, group=group, num_samples=16))
+    assert repr(found[0]) == repr(found[1]) == repr(found[2])
+    assert found[0].log_order == pytest.approx(math.log(6))
 
 
 def test_a_model_may_have_arguments_named_group_and_log_joint() -> None:
