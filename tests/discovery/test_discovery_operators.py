@@ -142,6 +142,7 @@ CASES = {
     "einsum without an arrow": Case(
         lambda s, h: torch.einsum("ji,bi", s.w, F.relu(h)), ALL * 120, 11, 5, 5, {"w": parameter(5, 6)}
     ),
+    "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 0, 0, 5, {"w": parameter(5, 6)}),
     "gather rows": Case(lambda s, h: F.relu(h).gather(0, torch.tensor([[2], [0]]).expand(2, 6)), ALL, 6, 0),
     "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
     "labels of a categorical": Case(

@@ -206,6 +206,13 @@ def bilinear(flow: Flow, call: Call) -> Value:
     return result if call["bias"] is None else flow.elementwise([result, call["bias"]])
 
 
+@register_rule("_cdist_forward", "cdist")
+def distances(flow: Flow, call: Call) -> Value:
+    """Norms of all differences between rows of two matrices."""
+    one, other = call["x1"], call["x2"]
+    return flow.reduce(flow.elementwise([flow.unsqueeze(one, one.dim - 1), flow.unsqueeze(other, other.dim - 2)]), [-1])
+
+
 @register_rule("einsum")
 def einsum(flow: Flow, call: Call) -> Value:
     """Axes of an ellipsis are counted from the last one, with numbers that are no letters."""
