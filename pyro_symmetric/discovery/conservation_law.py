@@ -41,7 +41,7 @@ from pyro_symmetric.weights import Weights
 PRECISE = 2_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
 SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
-FURTHER = 6 * (1.2,)  # of sets at which nothing is proposed, but proposals are tried
+FURTHER = 12 * (1.2,)  # of sets at which nothing is proposed, but proposals are tried
 # Random losses at most, of large and of small networks; units with more places than these tell have no multipliers.
 MOST = (6, 48)
 # Relative size of what counts as zero in a precision: of singular values, and of gradients.
