@@ -175,7 +175,7 @@ class Density:
         """Energy ``(C,)`` and gradient ``(C, D)``.
 
         :param z: unconstrained vectors of the chains, ``(C, D)``.
-        :param rows: mini-batches, for each name in :attr:`row_counts` a LongTensor ``(C, B)``: each chain its own rows.
+        :param rows: mini-batches, for each name in ``row_counts`` a LongTensor ``(C, B)``: each chain its own rows.
             The energy is then the unbiased estimate that counts each row ``N / B`` times.
         """
         return in_chunks(self._evaluated, z, rows, self.chain_chunk)
