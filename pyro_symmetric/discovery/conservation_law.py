@@ -291,7 +291,7 @@ class _Law:
     def _wrong(
         self, chosen: Sequence[tuple[int, Powers]], cells: Sequence[_Cell], draw: _Draw, factor: float
     ) -> list[tuple[int, Powers]]:
-        """Of proposals, by the numbers of their cells, those that change outputs if random units are multiplied."""
+        """Return the proposals that change outputs if random units are multiplied, by the numbers of their cells."""
         units = {
             one: torch.rand(cells[one[0]].units.count, generator=self.generator, device="cpu") < 0.5 for one in chosen
         }
