@@ -48,9 +48,8 @@ INSIDE = {
         ["find"],
     ],
     "alignment": [
-        ["gaussian"],
-        ["barrier", "features"],
-        ["descent"],
+        ["moments"],
+        ["barrier", "descent"],
         ["matching"],
         ["many"],
         ["relabel"],

@@ -1,13 +1,13 @@
 """Bring posteriors together across a symmetry, and measure what lies between them.
 
-What a user calls (``matching``, ``many``, ``relabel``) rests on ``features`` (what is compared, and what a cost is),
-``descent`` (the search over permutations and signs) and ``gaussian`` (what was given).
+What a user calls (``matching``, ``many``, ``barrier``, ``relabel``) rests on ``moments`` (what is compared, and what a
+cost is) and ``descent`` (the search over permutations and signs).
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier
-from pyro_symmetric.alignment.gaussian import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.alignment.matching import Alignment, align, nearest_copy
+from pyro_symmetric.alignment.moments import GaussianWeights, to_gaussian
 from pyro_symmetric.alignment.relabel import relabel
 
 __all__ = [

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, draw, require_ends, to_gaussian
+from pyro_symmetric.alignment.moments import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.arguments import described
 from pyro_symmetric.models import BayesianModel, require_targets
 from pyro_symmetric.weights import Weights, require_finite
@@ -173,6 +173,17 @@ def loss_barrier(
 
 
 # what is measured -----------------------------------------------------------------------------------------------------
+
+
+def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> Weights:
+    """Constrained weights of batch shape ``(count,)``; generators in one state give the same standard normals."""
+    weights = {}
+    for site, loc in gaussian.loc.items():
+        noise = torch.randn(count, *loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
+        value = loc + gaussian.scale[site] * noise
+        bijection = gaussian.bijection(site)
+        weights[site] = value if bijection is None else bijection(value)
+    return weights
 
 
 def _of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:

@@ -5,8 +5,9 @@ the reference and :math:`B` of the source, as it has been moved so far,
 
 .. math:: S_{ij} = \max_\sigma \sum_{\text{axes}} \sigma \langle A_i, B_j \rangle
 
-over every axis on which the units lie, and the best step solves a linear assignment problem. Of units with others
-inside them every pair is compared with its inside at its best, which is a small alignment of its own.
+over every axis on which the units lie, and the best step solves a linear assignment problem. Features are tensors
+``(channels, batch, *site_shape)``, of which a sign flips the first channel only. Of units with others inside them every
+pair is compared with its inside at its best, which is a small alignment of its own.
 
 Two habits make this fast and good, where the textbook (Ainsworth et al. 2023, arXiv 2209.04836, Algorithm 1) starts at
 the identity and visits all units in every sweep: the *forward start* matches each set of units by that alone whose
@@ -19,7 +20,10 @@ are shortened, by a bonus for units that stay, until they improve.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +31,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from pyro_symmetric.alignment.features import Cost, Moments, Place, family_of, inside_of, is_simple, places_of
-from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.alignment.moments import Cost, Moments
+from pyro_symmetric.groups import Axis, Element, Group, Units
 from pyro_symmetric.groups.units import rows
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2 and 0.3 ended lowest among
@@ -332,6 +336,101 @@ class Descent:
         others = sorted(self._neighbours[root] - {root})
         order = torch.randperm(len(others), device="cpu").tolist()
         return self._after(state, root, step), [*(others[k] for k in order), root]
+
+
+# where units lie ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Some blocks of an axis of a set of units: the same places in every unit, all multiplied alike.
+
+    :param axis: in the group's view.
+    :param shape: copies and size of the units.
+    :param flips: the units, these or those of size one inside them, whose signs enter.
+    :param others: the roots that have a part in these entries, but for the units along this axis.
+    :param size: the number of entries.
+    """
+
+    axis: Axis
+    shape: tuple[int, int]
+    flips: frozenset[str]
+    others: frozenset[str]
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def family_of(group: Group, root: str) -> Group:
+    """The group of some units and all that lies inside them, alone."""
+    return group.without([name for name in group.units if name not in group.family(root)])
+
+
+@lru_cache(maxsize=4096)
+def places_of(group: Group, root: str, sites: tuple[str, ...]) -> tuple[Place, ...]:
+    """The places of the units of a root, at some sites."""
+    found, family, units = [], group.family(root), group[root]
+    signed = [name for name in (family if is_simple(group, root) else (root,)) if "flip" in group[name].moves]
+    for axis in group.axes(root):
+        if axis.site not in sites:
+            continue
+        others = {
+            [name, *group.ancestors(name)][-1]
+            for dim, members in group.members(axis.site).items()
+            for name, other in members
+            if dim != axis.dim or (name not in family and bool(torch.isin(axis.index, other.index).any()))
+        }
+        alike: dict[frozenset[str], list[int]] = {}
+        for block, row in enumerate(axis.index):
+            entering = [
+                name
+                for name in signed
+                for own in group.axes(name)
+                if (own.site, own.dim) == (axis.site, axis.dim) and own.exponent % 2
+                if bool((own.index == row).all(-1).any())
+            ]
+            alike.setdefault(frozenset(entering), []).append(block)
+        shape = group.view_shapes[axis.site]
+        for flips, blocks in alike.items():
+            part = replace(axis, index=axis.index[blocks])
+            size = part.index.numel() * math.prod(shape) // shape[axis.dim]
+            found.append(Place(part, (units.copies, units.size), flips, frozenset(others), size))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def is_simple(group: Group, root: str) -> bool:
+    """True if nothing lies inside these units but sets of size one, which have signs of their own."""
+    return all(group[name].size == 1 and group[name].parent == root for name in group.family(root)[1:])
+
+
+@lru_cache(maxsize=256)
+def inside_of(group: Group, root: str, sites: tuple[str, ...]) -> tuple[Group, list[tuple[Place, str]]]:
+    """The group of what lies inside one unit, and its sites: for each axis of the unit, the positions that it holds."""
+    outer, named, shapes = group[root], [], {}
+    axes: dict[str, list[Axis]] = {name: [] for name in group.family(root)}
+    for number, place in enumerate(places_of(group, root, sites)):
+        axis, site = place.axis, f"{number}: {place.axis.site}"
+        named.append((place, site))
+        shape = group.view_shapes[axis.site]
+        shapes[site] = torch.Size((len(axis.index), math.prod(shape) // shape[axis.dim]))
+        block = torch.full((shape[axis.dim],), -1, device="cpu")
+        block[axis.index[:, 0]] = torch.arange(len(axis.index), device="cpu")
+        for name in axes:
+            for own in group.axes(name):
+                if (own.site, own.dim) == (axis.site, axis.dim):
+                    local = block[own.index[:, : group[name].count // outer.count]]
+                    if bool((local := local[(local >= 0).all(-1)]).numel()):
+                        axes[name].append(Axis(site, 0, local, own.exponent))
+    units = []
+    for name, own_axes in axes.items():
+        one = group[name]
+        if name == root:
+            units += [Units(name, 1, tuple(own_axes), moves=frozenset({"flip"}))] if "flip" in one.moves else []
+        else:
+            parent = None if one.parent == root else one.parent
+            copies = one.count // outer.count // one.size
+            units.append(Units(name, one.size, tuple(own_axes), parent, copies, one.moves))
+    return Group(units, shapes), named
 
 
 # one assignment, many assignments ----------------------------------------------------------------------------------

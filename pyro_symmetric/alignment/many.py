@@ -36,16 +36,18 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.descent import Descent, acted, put, recentred, reshaped
-from pyro_symmetric.alignment.features import (
+from pyro_symmetric.alignment.matching import BAR_DELAY, evening, scaled
+from pyro_symmetric.alignment.moments import (
     COSTS,
+    GaussianWeights,
     Moments,
     compared_sites,
     members_of,
     moments_of,
+    plain,
     require_fit,
+    to_gaussian,
 )
-from pyro_symmetric.alignment.gaussian import GaussianWeights, plain, to_gaussian
-from pyro_symmetric.alignment.matching import BAR_DELAY, evening, scaled
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.descent import Descent, acted, reshaped
-from pyro_symmetric.alignment.features import (
+from pyro_symmetric.alignment.moments import (
     CORRELATION,
     COSTS,
     Cost,
@@ -42,11 +42,11 @@ from pyro_symmetric.alignment.features import (
     batch_shape_of,
     compared_sites,
     moments_of,
+    on_host,
     require_fit,
     shown_by,
 )
-from pyro_symmetric.alignment.gaussian import on_host
-from pyro_symmetric.canonical.scales import Mass, by_units, conjugate_gradients, evened
+from pyro_symmetric.canonical.scales import Mass, conjugate_gradients, evened
 from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.groups.units import rows
 from pyro_symmetric.weights import Weights
@@ -231,8 +231,7 @@ def fitted(group: Group, reference: Mapping[str, Tensor], source: Mapping[str, T
     view = {s: [scalings.view(s, v.double()) for v in (reference[s], source[s])] for s in sites}
     squares = Mass(scalings, {site: second.square().sum(0) for site, (_, second) in view.items()})
     products = Mass(scalings, {site: (first * second).sum(0) for site, (first, second) in view.items()})
-    u = _least(squares, products)
-    return _element(group, u)
+    return _element(group, _least(squares, products))
 
 
 def _even(scalings: Group, moments: Moments) -> Tensor:
@@ -246,8 +245,7 @@ def _even(scalings: Group, moments: Moments) -> Tensor:
 
 
 def _element(group: Group, u: Tensor) -> Element:
-    scalings = group.scalings
-    return Element(group, log_scales=by_units(u, scalings, torch.Size([len(u)])), batch_shape=(len(u),))
+    return Element(group, log_scales=group.scalings.by_name(u, "scale"), batch_shape=(len(u),))
 
 
 def _least(squares: Mass, products: Mass) -> Tensor:

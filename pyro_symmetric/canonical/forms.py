@@ -35,7 +35,7 @@ from pyro_symmetric.canonical.removal import (
     sorting_permutation,
     weights_of,
 )
-from pyro_symmetric.canonical.scales import by_units, evened
+from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
@@ -133,8 +133,8 @@ def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
         return minimum.weights
     values = {site: minimum.weights[site] for site in parameters if scalings.members(site)}
     flat = {site: value.reshape(-1, *scalings.view_shapes[site]) for site, value in values.items()}
-    log_scales = by_units(evened(scalings, flat, pinned), scalings, shape)
-    return scalings.element(log_scales=log_scales)(minimum.weights)
+    u = evened(scalings, flat, pinned).reshape(*shape, scalings.size)
+    return scalings.element(log_scales=scalings.by_name(u, "scale"))(minimum.weights)
 
 
 def _centring(weights: Weights, group: Group) -> Element:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.removal import as_it_came, weights_of
-from pyro_symmetric.canonical.scales import Mass, by_units
+from pyro_symmetric.canonical.scales import Mass
 from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior.posterior import Posterior
@@ -102,7 +102,7 @@ def minimal_mass(
             "minimum, the scales of weakly connected units may be off",
             stacklevel=3,  # past no_grad
         )
-    log_scales, held = (by_units(value, group, shape) for value in (u, pinned))
+    log_scales, held = (group.by_name(value.reshape(*shape, group.size), "scale") for value in (u, pinned))
     scaled = group.element(log_scales=log_scales).expand(shape)(weights)
     mass, before, imbalance = (value.reshape(shape) for value in (mass, before, imbalance))
     return MinimalMass(mass, before, log_scales, as_it_came(given, scaled), held, imbalance)

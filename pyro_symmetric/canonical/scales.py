@@ -169,11 +169,6 @@ def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
     return Mass(group, squares).minimise(free, counts)[0]
 
 
-def by_units(values: Tensor, group: Group, shape: torch.Size) -> dict[str, Tensor]:
-    """Numbers of all units that scale, ``(samples, units)``, by name."""
-    return {name: values[:, at].reshape(*shape, *group[name].shape) for name, at in group.slots.items()}
-
-
 def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
     """Newton's step, the more exact the smaller the gradient: so iterations converge faster than linearly."""
     size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)

@@ -135,7 +135,7 @@ class Element:
         if move not in self.numbers:
             return {}
         numbers = self.steps - self.group.nesting[0].to(self.device) if move == "permute" else self.numbers[move]
-        return {n: numbers[..., self.group.slots[n]].unflatten(-1, self.group[n].shape) for n in self.group.names(move)}
+        return self.group.by_name(numbers, move)
 
     def __getitem__(self, name: str) -> Tensor:
         """The permutation of some units within each copy, ``batch_shape + units.shape``."""

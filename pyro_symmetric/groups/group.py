@@ -168,6 +168,10 @@ class Group:
         """The units that admit a move."""
         return self._by_move[move]
 
+    def by_name(self, numbers: Tensor, move: Move) -> dict[str, Tensor]:
+        """Numbers of all units, ``batch + (size,)``, as ``batch + units.shape`` of those that admit a move."""
+        return {name: numbers[..., self.slots[name]].unflatten(-1, self[name].shape) for name in self.names(move)}
+
     def ancestors(self, name: str) -> tuple[str, ...]:
         """The units that these lie inside of, the nearest first; none for most."""
         parent = self[name].parent

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.gaussian import to_gaussian
+from pyro_symmetric.alignment.moments import to_gaussian
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.distributions.matching import sets_of

@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.distributions import Independent
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.gaussian import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.alignment.many import align_many
+from pyro_symmetric.alignment.moments import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Action, Element, Group

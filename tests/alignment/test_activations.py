@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.alignment import align
-from pyro_symmetric.alignment.features import shown_by
+from pyro_symmetric.alignment.moments import shown_by
 from pyro_symmetric.discovery.find import find_symmetry
 
 from .cases import Convolutional, Recurrent, Transformer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from pyro_symmetric.alignment.features import COSTS
+from pyro_symmetric.alignment.moments import COSTS
 
 N = 7
 

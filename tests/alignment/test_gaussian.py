@@ -12,7 +12,7 @@ from pyro.infer.autoguide import (
 )
 from torch.distributions import biject_to
 
-from pyro_symmetric.alignment.gaussian import to_gaussian
+from pyro_symmetric.alignment.moments import to_gaussian
 from pyro_symmetric.posterior.posterior import Posterior
 
 
