@@ -8,18 +8,17 @@ Laurent, Aldea & Franchi 2024, arXiv 2310.08287, take such ensembles as their pi
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Transform, biject_to
+from torch.distributions import Transform, biject_to, identity_transform
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from tqdm import tqdm
@@ -28,9 +27,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.arguments import described
 from pyro_symmetric.mcmc.density.eager import require_data
-from pyro_symmetric.models import BayesianModel, over_weights, with_weights
+from pyro_symmetric.models import BayesianModel, hold_frozen, over_weights, with_weights
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.traced import unchecked
 from pyro_symmetric.weights import Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -133,27 +131,27 @@ def ensemble(
 class Objective:
     """The function that members minimise.
 
-    :param net: the network, in the mode in which it is trained.
+    :param net: the network.
+    :param training: whether it is trained in train mode.
     :param loss: of one network, as a function of its parameters, buffers, inputs and targets.
     :param x: all inputs, where members are trained; ``y`` likewise.
     :param shapes: site -> its shape in one member.
-    :param transforms: site with bounds -> the map from the free values that optimisers move.
-    :param frozen: sites that stay as they are, with their values.
+    :param transforms: site -> the map from the free values that optimisers move.
     :param fresh: initial values of so many members.
     """
 
     net: nn.Module
+    training: bool
     loss: MemberLoss
     x: Tensor
     y: Tensor
     shapes: Mapping[str, torch.Size]
     transforms: Mapping[str, Transform]
-    frozen: Weights
     fresh: Callable[[int], Weights]
 
     def constrain(self, free: Weights) -> Weights:
         """The weights at free values."""
-        return {site: self.transforms[site](v) if site in self.transforms else v for site, v in free.items()}
+        return {site: self.transforms[site](value) for site, value in free.items()}
 
     def losses(self, free: Weights, buffers: Weights, rows: Tensor | slice) -> Tensor:
         """The losses of all members ``(M,)``, on rows of their own ``(M, B)`` or on the same ones."""
@@ -179,9 +177,9 @@ def _train(
 ) -> tuple[Weights, Tensor, Tensor]:
     """Members' weights ``(M, *shape)`` and losses ``(M,)`` at the end, on the CPU; mean losses of epochs."""
     rows, count = len(objective.x), len(next(iter(free.values())))
-    free = {name: value.requires_grad_(name not in objective.frozen) for name, value in free.items()}
+    objective.net.train(objective.training)
     buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
-    optimizer = make([value for value in free.values() if value.requires_grad])
+    optimizer = make(list(free.values()))
     arguments.instance("what optimizer made", optimizer, Optimizer, "an optimiser of torch.optim")
     curve, before, steps = [], bar.n, rows // batch_size
     schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
@@ -204,7 +202,8 @@ def _train(
         curve.append(total[total.isfinite()].mean().cpu())
         bar.update(before + round(count * (epoch + 1) / epochs) - bar.n)
         bar.set_postfix(loss=f"{curve[-1]:.4g}", refresh=False)
-    with torch.no_grad(), evaluating(objective.net):
+    objective.net.eval()
+    with torch.no_grad():
         final = torch.zeros(count, device=objective.x.device)
         for start in range(0, rows, batch_size):
             part = slice(start, min(start + batch_size, rows))
@@ -218,14 +217,18 @@ def _train(
 # initial values -------------------------------------------------------------------------------------------------------
 
 
-def fresh_members(net: nn.Module, count: int) -> Weights:
+def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
     """Independent initial values of every parameter, ``(count,) + shape``, as the modules' own initialisation draws
-    them.
+    them; of a ``BayesianModel`` the likelihood's own sites, too, from their prior.
 
     Parameters that no module resets (by ``reset_parameters``) keep the values that they have, in every member, which is
     warned of unless these are all alike (ones, zeros). What a network does to its weights after their modules made them
     isn't repeated. For both there is :func:`initialised_by`.
     """
+    if isinstance(net, BayesianModel):
+        known = dict(net.net.named_parameters())
+        others = {site: prior.sample((count,)) for site, prior in net.priors().items() if site not in known}
+        return {**fresh_members(net.net, count), **others}
     net = copy.deepcopy(net)
     members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
     left = dict(members)
@@ -267,13 +270,6 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
     return initial
 
 
-def fresh_starts(model: BayesianModel, count: int) -> Weights:
-    """Independent initial values of every site, ``(count,) + shape``: of the network as :func:`fresh_members` draws
-    them, of the likelihood's own sites from their prior."""
-    others = {site: prior.sample((count,)) for site, prior in model.priors().items() if site not in _names(model.net)}
-    return {**fresh_members(model.net, count), **others}
-
-
 # losses ---------------------------------------------------------------------------------------------------------------
 
 
@@ -304,34 +300,12 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
 
 
 def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
-    r"""The objective that a mode of the posterior minimises, by row of the data:
-    :math:`-\frac1N \log p(w) - \frac1B \sum_{i \in \text{batch}} \frac1T \log p(y_i \mid x_i, w)`."""
-    in_net, priors = _names(model.net), {site: unchecked(prior) for site, prior in model.priors().items()}
+    """What a mode of the posterior minimises: minus the log-joint density, by row of the data."""
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        network = {site: value for site, value in weights.items() if site in in_net}
-        outputs = model.call({**network, **buffers}, x)
-        latents = {site: value for site, value in weights.items() if site not in in_net}
-        rows = unchecked(model.likelihood.distribution(outputs, latents)).log_prob(model.likelihood.targets(y))
-        log_prior = torch.stack([prior.log_prob(weights[site]).sum() for site, prior in priors.items()]).sum()
-        return -rows.sum() / (len(x) * model.likelihood.temperature) - log_prior / num_data
+        return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
 
     return evaluate
-
-
-def _names(net: nn.Module) -> set[str]:
-    return {name for name, _ in net.named_parameters()}
-
-
-@contextlib.contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """In eval mode for a while."""
-    training = net.training
-    net.eval()
-    try:
-        yield
-    finally:
-        net.train(training)
 
 
 # small steps --------------------------------------------------------------------------------------------------------
@@ -347,28 +321,26 @@ def _objective(
         found = f"{len(data[0])} inputs and {len(data[1])} targets"
         raise ValueError(f"data holds {found}; they must be equally many, at least one")
     own = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
-    parameters = dict(own.net.named_parameters() if isinstance(own, BayesianModel) else own.named_parameters())
-    frozen = {name: p.detach() for name, p in parameters.items() if not p.requires_grad}
-    if not isinstance(own, BayesianModel) and len(frozen) == len(parameters):
+    if not isinstance(own, BayesianModel) and not any(parameter.requires_grad for parameter in own.parameters()):
         raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
-    x, y = (part.to(next(iter(parameters.values())).device) for part in data)
+    x, y = (part.to(next(own.parameters()).device) for part in data)
+    start = functools.partial(fresh_members, own)
     if isinstance(own, BayesianModel):
         require_data(own, x, y)
-        own.net.eval().requires_grad_(False)
+        own.num_data = len(x)
         transforms = {site: biject_to(prior.support) for site, prior in own.priors().items()}
-        start = functools.partial(fresh_starts, own)
-        return Objective(own.net, map_loss(own, len(x)), x, y, dict(own.site_shapes), transforms, {}, start)
+        return Objective(own.net, False, map_loss(own, len(x)), x, y, own.site_shapes, transforms, start)
     function = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
-    _require_alike(own, loss, x, y)
-    own.train().requires_grad_(False)
-    shapes = {name: p.shape for name, p in parameters.items()}
-    start = functools.partial(fresh_members, own)
-    return Objective(own, network_loss(own, function), x, y, shapes, {}, frozen, start)
+    hold_frozen(own)
+    _require_alike(own.eval(), loss, x, y)
+    shapes = {name: parameter.shape for name, parameter in own.requires_grad_(False).named_parameters()}
+    same = dict.fromkeys(shapes, identity_transform)
+    return Objective(own, True, network_loss(own, function), x, y, shapes, same, start)
 
 
 def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> None:
     """Refuse targets that a loss of values would pair with outputs of another shape, and train on in silence."""
-    with evaluating(net), torch.no_grad():
+    with torch.no_grad():
         outputs = net(x[:2])
     if loss == "cross_entropy" and outputs.dim() == 2 and outputs.shape[1] == 1:
         raise ValueError(
@@ -387,12 +359,9 @@ def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> No
 def _started(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:
     """Free values of so many members at the start."""
     start = arguments.weights("what initial gave", (initial or objective.fresh)(count))
-    start = {**start, **{name: value.expand(count, *value.shape) for name, value in objective.frozen.items()}}
     for name, shape in objective.shapes.items():
         if name not in start or start[name].shape != (count, *shape):
             found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
             raise ValueError(f"initial: {name!r} {found}; it must be {(count, *shape)}")
-    free = {
-        n: objective.transforms[n].inv(start[n]) if n in objective.transforms else start[n] for n in objective.shapes
-    }
-    return {name: value.detach().to(objective.x.device).clone() for name, value in free.items()}
+    free = {name: objective.transforms[name].inv(start[name]) for name in objective.shapes}
+    return {name: v.detach().to(objective.x.device).clone().requires_grad_() for name, v in free.items()}

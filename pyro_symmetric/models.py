@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyro
 import pyro.distributions as dist
@@ -32,8 +32,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock, without_fast_attention
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
-
-PARTS = ("temperature", "latents", "distribution", "targets", "mean")  # what a likelihood object has
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
@@ -117,7 +115,7 @@ class BayesianModel(nn.Module):
             prior = GaussianPrior(arguments.positive("prior", prior))
         self._lock = OwnLock()
         self.net = copy.deepcopy(net).eval()
-        _hold_frozen(self.net)
+        hold_frozen(self.net)
         self.net.requires_grad_(False)
         self.prior: PriorFunction
         self.likelihood: Likelihood
@@ -135,17 +133,17 @@ class BayesianModel(nn.Module):
         return dict(self.net.named_parameters())
 
     def priors(self) -> dict[str, dist.TorchDistribution]:
-        """Latent site -> its prior, on the network's device and in its dtype."""
+        """Latent site -> its prior, on the network's device and in its dtype, without checks of values."""
         parameters = self._parameters_of_net()
         like = next(iter(parameters.values()))
         if self._prior_cache[0] != (like.device, like.dtype):
-            priors = {name: self.prior(name, parameter.detach()) for name, parameter in parameters.items()}
+            priors = {name: unchecked(self.prior(name, parameter.detach())) for name, parameter in parameters.items()}
             for name, prior in priors.items():
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
                     shapes = f"batch shape {tuple(prior.batch_shape)} and event shape {tuple(prior.event_shape)}"
                     wanted = f"it must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
                     raise ValueError(f"the prior of {name!r} has {shapes}; {wanted}")
-            latents = self.likelihood.latents(like)
+            latents = {name: unchecked(prior) for name, prior in self.likelihood.latents(like).items()}
             if clash := (set(latents) | {"y", "data"}) & set(priors):
                 raise ValueError(f"the network's parameters {sorted(clash)} bear names that the likelihood needs")
             self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
@@ -173,12 +171,17 @@ class BayesianModel(nn.Module):
             pyro.plate("data", size=size, subsample=torch.arange(len(x), device=x.device)),
             poutine.scale(scale=1 / self.likelihood.temperature),
         ):
-            distribution = self.likelihood.distribution(outputs, _latents(weights, self._parameters_of_net()))
+            distribution = self.likelihood.distribution(outputs, self._latents(weights))
             if targets is not None:
                 require_targets(self.likelihood, distribution, targets)
             per_row = len(distribution.batch_shape) - len(batch_shape(particles, self.site_shapes)) - 1
             pyro.sample("y", distribution.to_event(per_row), obs=targets)
         return outputs
+
+    def _latents(self, weights: Mapping[str, Tensor]) -> Weights:
+        """The values of the likelihood's own sites."""
+        parameters = self._parameters_of_net()
+        return {name: weights[name] for name in self.priors() if name not in parameters}
 
     def _size(self, x: Tensor) -> int:
         if self.num_data is not None and len(x) > self.num_data:
@@ -241,23 +244,24 @@ class BayesianModel(nn.Module):
         """
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x)
-        latents = {name: value.to(x.device) for name, value in _latents(weights, self._parameters_of_net()).items()}
+        latents = {name: value.to(x.device) for name, value in self._latents(weights).items()}
         distribution, targets = self.likelihood.distribution(outputs, latents), self._targets(x, y)
         if validate:
             require_targets(self.likelihood, distribution, targets)
-        log_prob = distribution.log_prob(targets)
+        log_prob = (distribution if validate else unchecked(distribution)).log_prob(targets)
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 
-    def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
-        scale = self._size(x) / (len(x) * self.likelihood.temperature)
-        return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y).sum(-1)
+        scale = self._size(x) / len(x) / self.likelihood.temperature
+        return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y, validate=validate).sum(-1)
 
 
 # likelihoods ---------------------------------------------------------------------------------------------------------
 
 
+@runtime_checkable
 class Likelihood(Protocol):
     """A law of targets given outputs of the network; write your own by providing these."""
 
@@ -371,9 +375,9 @@ def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
     :raises ValueError: if it is neither.
     """
     known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
-    if isinstance(likelihood, type) or not all(hasattr(likelihood, name) for name in PARTS):
-        return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
-    return likelihood  # type: ignore[return-value]
+    if isinstance(likelihood, Likelihood) and not isinstance(likelihood, type):
+        return likelihood
+    return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
 
 
 # many networks at once ------------------------------------------------------------------------------------------------
@@ -441,6 +445,15 @@ def unmappable(net: nn.Module) -> str:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
+def unchecked(fn: Any) -> Any:
+    """A copy of a distribution that checks no values, nor do those that it is made of: a chain that left all numbers
+    behind mustn't stop the others, and no map over weights can hold a check."""
+    own = copy.copy(fn)
+    parts = {name: unchecked(part) for name, part in vars(fn).items() if isinstance(part, Distribution)}
+    vars(own).update(parts, _validate_args=False)
+    return own
+
+
 def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) -> tuple[PriorFunction, Likelihood]:
     """Prior and likelihood of the joint density to the power ``1 / temperature``."""
     if arguments.positive("temperature", temperature) == 1:
@@ -457,7 +470,7 @@ def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) 
     return prior, replace(likelihood, temperature=temperature * likelihood.temperature)
 
 
-def _hold_frozen(net: nn.Module) -> None:
+def hold_frozen(net: nn.Module) -> None:
     """Make buffers of parameters that don't require a gradient, unless none does."""
     if not any(parameter.requires_grad for parameter in net.parameters()):
         return
@@ -466,10 +479,6 @@ def _hold_frozen(net: nn.Module) -> None:
             if not parameter.requires_grad:
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
-
-
-def _latents(weights: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Weights:
-    return {name: value for name, value in weights.items() if name not in parameters}
 
 
 def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> Weights:

@@ -14,7 +14,7 @@ GRAPH = grimp.build_graph("pyro_symmetric", cache_dir=None)
 FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks"],
-    ["datasets", "enumeration", "store", "weights"],
+    ["datasets", "store", "weights"],
     ["models"],
     ["traced"],
     ["posterior"],

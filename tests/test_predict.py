@@ -277,3 +277,15 @@ def test_masked_observations_have_no_density() -> None:
     found = predict({"mu": torch.tensor([0.0, 1.0])}, masked, y, kind="log_likelihood")["y"]
     torch.testing.assert_close(found[:, 0], dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y[0]))
     assert torch.equal(found[:, 1:], torch.zeros(2, 2))
+
+
+def test_a_model_with_an_improper_prior_predicts(x) -> None:
+    def flat(x: Tensor, y: Tensor | None = None) -> None:
+        w = pyro.sample("w", dist.ImproperUniform(dist.constraints.positive, (2,), ()).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+    w = torch.rand(6, 2)
+    torch.testing.assert_close(predict({"w": w}, flat, x, kind="mean", progress=False)["y"], w @ x.T)
+    found = predict({"w": w}, flat, x, x[:, 0], kind="log_likelihood", progress=False)["y"]
+    torch.testing.assert_close(found, dist.Normal(w @ x.T, 0.5).log_prob(x[:, 0]))

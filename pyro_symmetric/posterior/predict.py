@@ -22,12 +22,21 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import LOCK, running_pyro
+from pyro_symmetric._process import LOCK
 from pyro_symmetric.arguments import described_call
-from pyro_symmetric.enumeration import Enumeration, is_enumerated, masked_log_prob
 from pyro_symmetric.models import BayesianModel, over_weights, with_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.traced import Placement, Traced, check_observed, explaining, is_deterministic, placed, promoted
+from pyro_symmetric.traced import (
+    Drawn,
+    Traced,
+    check_observed,
+    explaining,
+    is_deterministic,
+    is_enumerated,
+    masked_log_prob,
+    placed,
+    promoted,
+)
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
@@ -199,7 +208,7 @@ class TracedPredictor(Traced):
         parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
         self.device: torch.device | None = torch.device(places[0]) if places else None
-        with LOCK, poutine.block(), explaining(self.model, args, kwargs), Placement(self.device, self.dtype):
+        with LOCK, poutine.block(), explaining(self.model, args, kwargs), Drawn(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
@@ -228,8 +237,7 @@ class TracedPredictor(Traced):
             if not latent or len(latent) == len(drawn):
                 raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
             one = {name: given[name].reshape(-1, *shape)[0].to(self.device) for name, shape in self.site_shapes.items()}
-            with running_pyro(self.dtype):
-                self.enumeration = Enumeration(self.model, self.run(one), one, self.args, self.kwargs)
+            self.sum_out(one)
 
     def __call__(self, weights: Weights) -> Any:
         try:
@@ -253,10 +261,9 @@ class TracedPredictor(Traced):
             nodes: Mapping[str, Any] = self.run(weights).nodes
             observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
             return {name: masked_log_prob(nodes[name]) for name in observed if _is_random(nodes[name])}
-        if self.enumeration is not None:
-            drawn, log_prob = self.enumeration.draw(self.run(weights))
-            given = poutine.condition(self.model, data={**weights, **drawn})
-            trace = poutine.trace(given).get_trace(*self.args, **self.kwargs)
+        if self.kind == "discrete":
+            drawn, log_prob = self.draw(self.run(weights))
+            trace = self.run({**weights, **drawn}, drawing=True)
             computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
             return {**drawn, **computed}, log_prob.isfinite()
         with _Targets(weights, self.kind, self._last) as targets:

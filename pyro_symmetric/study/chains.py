@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from pyro_symmetric.ensembles import fresh_starts
+from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, SGLD, pSGLD, sample
 from pyro_symmetric.study.methods import Fit, register
 from pyro_symmetric.study.problem import Problem
@@ -67,7 +67,7 @@ def _run(kind: Any, problem: Problem, budget: Any, progress: bool) -> Iterator[F
         num_warmup=budget.warmup,
         num_chains=budget.chains,
         thinning=budget.thinning,
-        initial=functools.partial(fresh_starts, problem.model),
+        initial=functools.partial(fresh_members, problem.model),
         store=problem.scratch,
         seed=problem.seed,
         device=problem.x.device,

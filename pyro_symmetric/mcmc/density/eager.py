@@ -7,6 +7,7 @@ A network with its data is a :class:`NetworkTarget`, any other Pyro model a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributions import Distribution
 from pyro_symmetric._process import running_pyro
 from pyro_symmetric.arguments import described, described_call
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, over_weights, unmappable
-from pyro_symmetric.traced import TracedTarget, explaining, unchecked
+from pyro_symmetric.traced import TracedTarget, explaining
 from pyro_symmetric.weights import Layout, Weights
 
 Evaluation = tuple[Tensor, Tensor]
@@ -113,10 +114,11 @@ class NetworkTarget:
             raise ValueError(f"batch_size is {batch_size}; it must lie between 1 and the {len(x)} rows of the data")
         if model.num_data not in (None, len(x)):
             raise ValueError(f"x has {len(x)} rows, but the model was told num_data={model.num_data}")
+        model.num_data = len(x)
         labels = type(model.likelihood) is CategoricalLikelihood
         self.args, self.kwargs = args, kwargs
         self.model, self.x, self.y = model, x, y.long() if labels else y
-        self.sites: Mapping[str, Distribution] = {name: unchecked(fn) for name, fn in model.priors().items()}
+        self.sites: Mapping[str, Distribution] = model.priors()
         self.row_counts = {ROWS: (len(x), batch_size)} if batch_size is not None and batch_size < len(x) else {}
 
     @property
@@ -125,22 +127,14 @@ class NetworkTarget:
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
         """Log-density ``(C,)`` of constrained weights of batch shape ``(C,)``, on mini-batches ``(C, B)`` if given."""
-        log_prior: Any = 0
-        for name, prior in self.sites.items():
-            log_prior = log_prior + prior.log_prob(weights[name])
-        if rows is None:
-            total, scale = self._log_likelihood(weights, self.x, self.y), 1.0
-        else:
-            index = rows[ROWS]
-            total = over_weights(self.model.net, self._log_likelihood, weights, self.x[index], self.y[index])
-            scale = len(self.x) / index.shape[-1]
-        return log_prior + scale / self.model.likelihood.temperature * total
-
-    def _log_likelihood(self, weights: Weights, x: Tensor, y: Tensor) -> Tensor:
-        """Log-likelihood summed over rows, for weights of batch shape ``(C,)`` or ``()``."""
         own = type(self.model.likelihood) in (CategoricalLikelihood, GaussianLikelihood)
+        evaluate = functools.partial(self.model.log_joint, validate=False)  # see require_data
         with contextlib.nullcontext() if own else running_pyro():  # another's distributions may check values
-            return self.model.log_likelihood(weights, x, y, validate=False).sum(-1)  # see require_data
+            if rows is None:
+                return evaluate(weights, self.x, self.y)
+            index = rows[ROWS]
+            result: Tensor = over_weights(self.model.net, evaluate, weights, self.x[index], self.y[index])
+            return result
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed`."""
