@@ -300,7 +300,7 @@ def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
 
 
 def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
-    """What a mode of the posterior minimises: minus the log-joint density, by row of the data."""
+    """The objective that a mode of the posterior minimises: minus the log-joint density, by row of the data."""
 
     def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
