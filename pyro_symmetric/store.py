@@ -29,9 +29,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import safetensors.torch
@@ -43,6 +43,8 @@ from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
 Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # samples and statistics of all chains, (chains, ...)
+# A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and metadata, whatever JSON can hold.
+Contents = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
 KIND, VERSION = "draw store", 3
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
 GROUPS = ("posterior", "sample_stats")
@@ -61,19 +63,6 @@ class StoreError(Error, ValueError):
     """Damaged files on the disk, or others than expected: another run's, another version's."""
 
 
-class Contents(NamedTuple):
-    """The tensors and metadata of a posterior.
-
-    :param samples: site -> ``(chains, draws, *site_shape)``.
-    :param statistics: name -> ``(chains, draws)``.
-    :param metadata: anything that JSON can hold.
-    """
-
-    samples: dict[str, Tensor]
-    statistics: dict[str, Tensor]
-    metadata: dict[str, Any]
-
-
 def read_store(path: PathLike, *, verify: bool = True) -> Contents:
     """The draws of a store that count, mapped from its files, as :meth:`.Posterior.load` says."""
     folder = Path(path)
@@ -87,16 +76,17 @@ def read_store(path: PathLike, *, verify: bool = True) -> Contents:
 
 def save_store(path: PathLike, contents: Contents) -> None:
     """Write a posterior to a folder, which appears whole or not at all, as :meth:`.Posterior.save` says."""
-    path, draws = Path(path), next(iter(contents.samples.values())).shape[1]
+    *parts, metadata = contents
+    path, draws = Path(path), next(iter(parts[0].values())).shape[1]
     if path.is_symlink() or (path.exists() and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)):
         raise FileExistsError(f"{path} is something else than a saved posterior; it was left as it is")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside:
         new = Path(beside) / "new"
-        with FolderRecorder(new, draws) as recorder:
+        with Recorder(new, draws) as recorder:
             for begin in range(0, max(draws, 1), AT_ONCE):
                 rows = slice(begin, begin + AT_ONCE)
-                recorder.write([{n: v[:, rows].transpose(0, 1) for n, v in kept.items()} for kept in contents[:2]])
-            recorder.commit(draws, lambda: contents.metadata, bytes)
+                recorder.write([{n: v[:, rows].transpose(0, 1) for n, v in kept.items()} for kept in parts])
+            recorder.commit(draws, lambda: metadata, bytes)
         (new / LOCK).unlink()
         old = path.rename(Path(beside) / "old") if path.exists() else None
         try:
@@ -112,27 +102,42 @@ def save_store(path: PathLike, contents: Contents) -> None:
 
 
 class Recorder:
-    """Draws, held back until there are many, and then kept in the CPU's memory.
+    """Draws, held back until there are many, and then kept in memory, or in a folder, which one process writes.
 
+    >>> with Recorder(path, num_samples=100) as recorder:
+    ...     recorder.append(0, {"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
+    ...     recorder.commit(1, lambda: {"kernel": "HMC"}, lambda: b"")
+
+    :param folder: made if there is none; ``None``: memory.
     :param num_samples: draws of each chain that there will be.
+    :ivar fingerprint: what every checkpoint says of the run.
+    :ivar last: what there was when the folder was opened.
+    :ivar failed: once writing has failed, no more is tried.
+    :ivar next_commit: when it is due, by ``time.perf_counter``.
+    :ivar diverged: the number of draws kept so far whose statistic ``diverging`` is true.
+    :raises OSError: if it can't be written, is written by another process, or holds other things than a run.
+    :raises StoreError: if it is damaged, or of a newer version. Nothing is changed then.
     """
 
-    last: Checkpoint | None = None  # what there was when it was opened
-    failed = False  # once writing has failed, no more is tried
-    next_commit = math.inf  # when it is due, by ``time.perf_counter``
-
-    def __init__(self, num_samples: int):
-        self.num_samples = num_samples
-        self.fingerprint: dict[str, Any] = {}  # what every checkpoint says of the run
-        self.diverged = 0  # the number of draws kept so far whose statistic ``diverging`` is true
+    def __init__(self, folder: PathLike | None, num_samples: int):
+        self.folder, self.num_samples = None if folder is None else Path(folder), num_samples
+        self.fingerprint = dict[str, Any]()
+        self.last: Checkpoint | None = None
+        self.failed, self.next_commit, self.diverged = False, math.inf, 0
         # How many are written, to which arrays, and those that wait: one value, so that no interruption parts them.
         self._at: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
-        self._kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # in memory
+        self._files, self._open = list[int](), contextlib.ExitStack()
+        if self.folder:
+            with contextlib.ExitStack() as stack:
+                self._begin(self.folder, stack)
+                self._open = stack.pop_all()
 
-    @property
-    def is_due(self) -> bool:
-        """True if it is time for a commit."""
-        return time.perf_counter() >= self.next_commit
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._open.close()
 
     def append(self, number: int, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
         """Keep a draw of every chain, ``(chains, *site_shape)`` and ``(chains,)``, which must stay as they are.
@@ -148,21 +153,63 @@ class Recorder:
     def commit(
         self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
     ) -> None:
-        """Make the first draws safe, and with them the state that a broken run resumes from.
+        """Make the first draws safe, and with them the state that a broken run resumes from; nothing in memory.
 
         :param metadata: of the posterior; called, as ``state`` is, only if something is kept beyond the process.
+        :raises OSError: if it can't be written; what was committed before is safe.
         """
+        if not self.folder:
+            return
+        began = time.perf_counter()
+        content = state()
+        self._hand_over(draws)
+        with self._reporting(self.folder):
+            for file in self._files:
+                os.fsync(file)
+            found = Checkpoint(draws, self._at[1], self.fingerprint, metadata(), content)
+            if self._files:  # there is something new
+                self._tell_zarr(self.folder, found)
+            found.write(self.folder)
+        now = time.perf_counter()
+        self.next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
 
     def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
         """The first draws."""
         self._hand_over(count)
+        if self.folder:
+            return Checkpoint(count, self._at[1], {}, metadata).contents(self.folder)
         samples, statistics = ({name: v[:, :count] for name, v in kept.items()} for kept in self._kept)
-        return Contents(samples, statistics, metadata)
+        return samples, statistics, metadata
 
     def write(self, parts: list[dict[str, Tensor]]) -> None:
         """Keep many draws at once, samples and statistics ``(draws, chains, ...)``, behind those that there are."""
         begin = self._at[0]
         self._at = (begin + len(next(iter(parts[0].values()))), self._written(parts, begin), [])
+
+    # small steps ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        """Open the folder, and lock it; the system frees it when this process ends, however it ends."""
+        import fcntl  # of POSIX
+
+        make_folder(folder)
+        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))]
+        if others and CHECKPOINT not in others:
+            raise FileExistsError(f"{folder} is no draw store but holds {', '.join(sorted(others)[:5])}; name another")
+        lock = os.open(folder / LOCK, NEW, 0o666)
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(f"{folder} is being written by another run; nothing was done") from error
+        stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # also where a process was forked meanwhile
+        for stale in folder.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
+            stale.unlink()
+        if (folder / CHECKPOINT).exists():
+            self.last = Checkpoint.read(folder)
+            self.last.contents(folder, verify=True)
+            self._at = (self.last.draws, self.last.arrays, [])
+        self.next_commit = time.perf_counter() + COMMIT_SECONDS
 
     def _hand_over(self, until: int) -> None:
         """Write what is held of the draws before ``until``; an interruption leaves it to be written again."""
@@ -175,99 +222,26 @@ class Recorder:
             self._at = (done + len(ready), arrays, rest)
 
     def _written(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
-        """Put samples and statistics ``(draws, chains, ...)`` into their place; the arrays afterwards."""
-        for kept, values in zip(self._kept, parts, strict=True):
-            for name, value in values.items():
+        """Put samples and statistics ``(draws, chains, ...)`` into their place; the arrays afterwards, of files.
+
+        :raises OSError: if there is no room; what was committed is safe.
+        """
+        named = [(group, *item) for group, values in zip(GROUPS, parts, strict=True) for item in values.items()]
+        if not self.folder:
+            for group, name, value in named:
+                kept, shape = self._kept[GROUPS.index(group)], (value.shape[1], self.num_samples, *value.shape[2:])
                 if name not in kept:
-                    shape = value.shape[1], self.num_samples, *value.shape[2:]
                     kept[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 kept[name][:, begin : begin + len(value)] = value.transpose(0, 1)
-        return ()
-
-
-class FolderRecorder(Recorder):
-    """Draws in a folder; the one process that writes it.
-
-    >>> with FolderRecorder(path, num_samples=100) as recorder:
-    ...     recorder.append(0, {"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
-    ...     recorder.commit(1, lambda: {"kernel": "HMC"}, lambda: b"")
-
-    :param path: the folder; made if there is none.
-    :param num_samples: draws of each chain that there will be.
-    :raises OSError: if it can't be written, is written by another process, or holds other things than a run.
-    :raises StoreError: if it is damaged, or of a newer version. Nothing is changed then.
-    """
-
-    def __init__(self, path: PathLike, num_samples: int):
-        super().__init__(num_samples)
-        self.path, self._files, self.next_commit = Path(path), list[int](), time.perf_counter() + COMMIT_SECONDS
-        make_folder(self.path)
-        others = [entry.name for entry in self.path.iterdir() if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))]
-        if others and CHECKPOINT not in others:
-            raise FileExistsError(f"{path} is no draw store but holds {', '.join(sorted(others)[:5])}; name another")
-        with contextlib.ExitStack() as stack:
-            self._lock(stack)
-            for stale in self.path.glob(f".{CHECKPOINT}.*.tmp"):  # left by a process that was killed in a commit
-                stale.unlink()
-            if (self.path / CHECKPOINT).exists():
-                self.last = Checkpoint.read(self.path)
-                self.last.contents(self.path, verify=True)
-                self._at = (self.last.draws, self.last.arrays, [])
-            self._open = stack.pop_all()
-
-    def __enter__(self) -> FolderRecorder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
-
-    def commit(
-        self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
-    ) -> None:
-        """:raises OSError: if it can't be written; what was committed before is safe."""
-        began = time.perf_counter()
-        content = state()
-        self._hand_over(draws)
-        with self._reporting():
-            for file in self._files:
-                os.fsync(file)
-            found = Checkpoint(draws, self._at[1], self.fingerprint, metadata(), content)
-            if self._files:  # there is something new
-                self._tell_zarr(found)
-            found.write(self.path)
-        now = time.perf_counter()
-        self.next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
-
-    def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
-        return Checkpoint(count, self._at[1], {}, metadata).contents(self.path)
-
-    def _lock(self, stack: contextlib.ExitStack) -> None:
-        """Hold a file that one process at a time can; the system frees it when that process ends, however it ends."""
-        import fcntl  # of POSIX
-
-        descriptor = os.open(self.path / LOCK, NEW, 0o666)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(f"{self.path} is being written by another run; nothing was done") from error
-        stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)  # also where a process was forked meanwhile
-
-    def _written(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
-        """:raises OSError: if there is no room; what was committed is safe."""
-        arrays = tuple(
-            Array(group, name, str(value.dtype).removeprefix("torch."), tuple(value.shape[1:]))
-            for group, values in zip(GROUPS, parts, strict=True)
-            for name, value in values.items()
-        )
-        known = self._at[1] or arrays
-        if (there := tuple(replace(array, crc=0) for array in known)) != arrays:
-            differing = sorted({array.name for array in {*there} ^ {*arrays}})
-            raise StoreError(f"the draw store {self.path} holds other sites or statistics; what differs: {differing}")
-        found, values = [], [value for kept in parts for value in kept.values()]
-        with self._reporting():
-            self._files = self._files or [self._opened(array) for array in arrays]
-            for array, file, value in zip(known, self._files, values, strict=True):
+            return ()
+        arrays = tuple(Array(g, n, str(v.dtype).removeprefix("torch."), tuple(v.shape[1:])) for g, n, v in named)
+        known, found = self._at[1] or arrays, []
+        if known != arrays:
+            differing = sorted({array.name for array in {*known} ^ {*arrays}})
+            raise StoreError(f"the draw store {self.folder} holds other sites or statistics; what differs: {differing}")
+        with self._reporting(self.folder):
+            self._files = self._files or [self._file(self.folder, array) for array in arrays]
+            for array, file, (_, _, value) in zip(known, self._files, named, strict=True):
                 data, at = raw_bytes(value).numpy().data, begin * array.size
                 found.append(replace(array, crc=zlib.crc32(data, array.crc)))
                 while len(data):  # the system may take less than it is given, and on a full disk does so at first
@@ -275,9 +249,9 @@ class FolderRecorder(Recorder):
                     data, at = data[written:], at + written
         return tuple(found)
 
-    def _opened(self, array: Array) -> int:
+    def _file(self, folder: Path, array: Array) -> int:
         """Open an array's file, with room for all draws, so that a full disk is told now."""
-        path, size = array.file(self.path), self.num_samples * array.size
+        path, size = array.file(folder), self.num_samples * array.size
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, NEW, 0o666)
         self._open.callback(os.close, file)
@@ -285,7 +259,7 @@ class FolderRecorder(Recorder):
             getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(file, 0, size)
         return file
 
-    def _tell_zarr(self, found: Checkpoint) -> None:
+    def _tell_zarr(self, folder: Path, found: Checkpoint) -> None:
         """Tell other readers what there is: a file ``zarr.json`` for each group and array."""
         group = {"zarr_format": 3, "node_type": "group"}
         nodes: dict[str, dict[str, Any]] = {name: {**group, "attributes": {}} for name in GROUPS}
@@ -294,7 +268,7 @@ class FolderRecorder(Recorder):
         about = {"inference_library": "pyro_symmetric", "metadata": json.dumps(found.metadata)}
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
         for place, node in {**nodes, ".": {**group, "attributes": about, "consolidated_metadata": inline}}.items():
-            path, beside = (self.path / place / name for name in ("zarr.json", ".zarr.json.tmp"))
+            path, beside = (folder / place / name for name in ("zarr.json", ".zarr.json.tmp"))
             path.parent.mkdir(exist_ok=True)
             beside.unlink(missing_ok=True)
             with open(beside, "x") as text:
@@ -302,14 +276,14 @@ class FolderRecorder(Recorder):
             os.replace(beside, path)
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _reporting(self, folder: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            self.failed, safe = True, Checkpoint.read(self.path).draws if (self.path / CHECKPOINT).exists() else 0
+            self.failed, safe = True, Checkpoint.read(folder).draws if (folder / CHECKPOINT).exists() else 0
             raise OSError(
                 error.errno,
-                f"the draw store {self.path} couldn't be written: {error}. {safe} draws of each chain are safe there; "
+                f"the draw store {folder} couldn't be written: {error}. {safe} draws of each chain are safe there; "
                 "when the cause is mended (is the disk full?), the same call resumes from them",
             ) from error
 
@@ -366,7 +340,7 @@ class Checkpoint:
         found: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         for array in self.arrays:
             found[array.group][array.name] = array.map(folder, self.draws, verify)
-        return Contents(found["posterior"], found["sample_stats"], self.metadata)
+        return found["posterior"], found["sample_stats"], self.metadata
 
 
 @dataclass(frozen=True)
@@ -381,11 +355,12 @@ class Array:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    crc: int = 0
+    crc: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         lengths = all(type(length) is int and length >= 0 for length in self.shape)
-        if self.group not in GROUPS or self.dtype not in DTYPES or not (self.shape and lengths):
+        named = self.group in GROUPS and self.name not in ("", ".", "..")  # which Zarr has for other folders
+        if not named or self.dtype not in DTYPES or not (self.shape and lengths):
             raise ValueError(f"a store can't keep {self}")
 
     @property

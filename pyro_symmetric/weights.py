@@ -224,8 +224,12 @@ def transform_of(site: str, fn: Distribution) -> Transform:
             support = constraints.independent(constraints.interval(-math.pi, math.pi), len(fn.event_shape))
         if not support.is_discrete:
             # A mixture's support is that of its components, wrapped in a constraint without a transform.
-            mixed = isinstance(support, constraints.MixtureSameFamilyConstraint)
-            return _without_shifts(biject_to(_half_line(support.base_constraint if mixed else support)))
+            if isinstance(support, constraints.MixtureSameFamilyConstraint):
+                support = support.base_constraint
+            upper = getattr(support, "upper_bound", None)
+            if upper is not None and bool((as_tensor(upper) == torch.inf).all()):  # an interval in name only
+                support = constraints.greater_than_eq(support.lower_bound)
+            return biject_to(support)
     except NotImplementedError as error:
         raise ValueError(
             f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
@@ -235,21 +239,3 @@ def transform_of(site: str, fn: Distribution) -> Transform:
         f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is no data, "
         "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
     )
-
-
-def _half_line(support: Any) -> Any:
-    """An interval without an upper end as what it is, which has another map."""
-    upper = getattr(support, "upper_bound", None)
-    endless = upper is not None and bool((as_tensor(upper) == torch.inf).all())
-    return constraints.greater_than_eq(support.lower_bound) if endless else support
-
-
-def _without_shifts(transform: Transform) -> Transform:
-    """A transform without the parts that shift by 0, as that to a half-line has."""
-    if isinstance(transform, IndependentTransform):
-        return IndependentTransform(_without_shifts(transform.base_transform), transform.reinterpreted_batch_ndims)
-    if not isinstance(transform, ComposeTransform):
-        return transform
-    numbers = [(getattr(part, "loc", None), getattr(part, "scale", None)) for part in transform.parts]
-    idle = [not any(isinstance(n, Tensor) for n in pair) and pair == (0, 1) for pair in numbers]
-    return ComposeTransform([part for part, is_idle in zip(transform.parts, idle, strict=True) if not is_idle])

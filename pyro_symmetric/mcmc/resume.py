@@ -26,7 +26,7 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from pyro_symmetric._process import LOCK
 from pyro_symmetric._version import __version__
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.adaptation import Agreement
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
+from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import StoreError, raw_bytes
 
@@ -112,7 +111,7 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
         )
 
 
-def require_same_model(settings: Settings, density: Density, z: Tensor, before: Tensor) -> None:
+def require_same_energies(settings: Settings, density: Density, z: Tensor, before: Tensor) -> None:
     """Check the energies ``before`` of chains at ``z`` against those of the call's density, but for rounding; if one
     isn't finite, the other mustn't be either.
 
@@ -143,61 +142,39 @@ def _other_run(settings: Settings, differing: list[str], hint: str = "") -> Stor
 # the state that it resumes from -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class RunState:
-    """A run between two iterations.
-
-    :param iteration: how many are done.
-    :param generator: where the state's random generator stands.
-    :param draws: how many are kept of each chain.
-    :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
-    :param agreement: of chains that are to end warm-up, while it lasts.
-    :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
-    """
-
-    iteration: int
-    state: State
-    generator: Tensor
-    draws: int
-    num_warmup: int
-    agreement: Agreement | None = None
-    r_hat: float | None = None
-
-
-def packed(at: RunState, more: dict[str, Any]) -> memoryview:
-    """A boundary, and what else a run resumes from, as bytes that can be written without another copy.
-
-    :raises TypeError: if the kernel's state holds what can't be stored.
-    """
-    state = replace(at.state, generator=None)  # type: ignore[arg-type]
-    buffer = io.BytesIO()
-    try:
-        torch.save({**more, "at": {**vars(at), "state": state}}, buffer)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise TypeError(f"the kernel's state holds what a store can't keep: {error}; see State") from error
+def packed(at: Mapping[str, Any], where: Tensor) -> memoryview:
+    """The parts of a run's state, and the energies where its chains stand, as bytes that can be written without another
+    copy."""
+    state, buffer = replace(at["state"], generator=None), io.BytesIO()
+    torch.save({"at": {**at, "state": state}, "energies": where}, buffer)
     return buffer.getbuffer()
 
 
-def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[RunState, dict[str, Any]]:
-    """The boundary that :func:`packed` was given: of tensors, plain values and dataclasses of the library's kernels and
-    of the modules that this kernel's classes come from.
+def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[dict[str, Any], Tensor]:
+    """What :func:`packed` was given: of tensors, plain values and dataclasses of the library's kernels and of the
+    modules that this kernel's classes come from.
 
-    :raises TypeError: if there is anything else.
+    :raises pickle.UnpicklingError: if there is anything else.
     """
     names = {kind.__module__ for kind in type(kernel).__mro__}
     names |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
     kinds = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
     parts: list[Any] = [k for k in kinds if is_dataclass(k) and k.__module__ in names and not issubclass(k, Kernel)]
+    with LOCK, torch.serialization.safe_globals(parts):  # a list of the whole process
+        found = torch.load(io.BytesIO(content), weights_only=True)
+    at = found["at"]
+    generator = torch.Generator(at["state"].z.device)
+    generator.set_state(at["generator"])
+    return {**at, "state": replace(at["state"], generator=generator)}, found["energies"]
+
+
+def require_storable(at: Mapping[str, Any], kernel: Kernel) -> None:
+    """:raises TypeError: if the kernel's state holds what a store can't keep."""
     try:
-        with LOCK, torch.serialization.safe_globals(parts):  # a list of the whole process
-            more = torch.load(io.BytesIO(content), weights_only=True)
-    except pickle.UnpicklingError as error:
+        unpacked(packed(at, at["state"].energy), kernel)
+    except (AttributeError, TypeError, pickle.PickleError) as error:
         said = str(error).splitlines()[0]
         raise TypeError(f"the kernel's state holds what a store can't keep: {said}; see State") from error
-    at = RunState(**more.pop("at"))
-    generator = torch.Generator(at.state.z.device)
-    generator.set_state(at.generator)
-    return replace(at, state=replace(at.state, generator=generator)), more
 
 
 # data and code by a hash ----------------------------------------------------------------------------------------------

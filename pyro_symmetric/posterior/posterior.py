@@ -28,7 +28,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import summary_tables, to_arviz
-from pyro_symmetric.store import Contents, PathLike, StoreError, read_store, save_store
+from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
 from pyro_symmetric.weights import Shapes, Weights
 
 Kind = Literal["chains", "independent"]
@@ -268,7 +268,7 @@ class Posterior:
         :raises OSError: if it can't be written (full disk, missing or read-only folder), or if there is something else.
         :raises ValueError: if the metadata can't be written as JSON.
         """
-        save_store(path, Contents(self.samples, self.statistics, {**self.metadata, "kind": self.kind}))
+        save_store(path, (self.samples, self.statistics, {**self.metadata, "kind": self.kind}))
 
     @classmethod
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:

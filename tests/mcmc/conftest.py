@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_symmetric.mcmc import run
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
-from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.posterior.posterior import Posterior
 
 Energy = Callable[[Tensor], Tensor]
@@ -117,16 +117,16 @@ class Killed(BaseException):
 @pytest.fixture
 def break_after(monkeypatch):
     """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
-    advance, left = Run._advance, [0]
+    advance, left = run.advance, [0]
 
-    def breaking(self):
+    def breaking(settings, density, recorder, at):
         left[0] -= 1
         if left[0] == 0:
-            self.settings.kernel.step(self.density, self.at.state)
+            settings.kernel.step(density, at.state)
             raise kind[0]
-        advance(self)
+        return advance(settings, density, recorder, at)
 
-    monkeypatch.setattr(Run, "_advance", breaking)
+    monkeypatch.setattr(run, "advance", breaking)
     kind: list[type[BaseException]] = [Killed]
 
     def start(steps: int, error: type[BaseException] = Killed) -> None:

@@ -10,8 +10,7 @@ from torch import nn
 
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
-from pyro_symmetric.mcmc.run import Settings
-from pyro_symmetric.mcmc.sampling import DENSE, chosen
+from pyro_symmetric.mcmc.run import DENSE, Settings, chosen
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.mcmc.sampling import default_size
+from pyro_symmetric.mcmc.tasks import default_size
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 

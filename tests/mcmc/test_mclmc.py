@@ -11,7 +11,7 @@ from torch import nn
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import MCLMC
 from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
-from pyro_symmetric.mcmc.sampling import sampler_failures
+from pyro_symmetric.mcmc.run import sampler_failures
 from pyro_symmetric.posterior.diagnostics import energy_error
 
 from .conftest import drive

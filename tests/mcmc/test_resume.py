@@ -25,10 +25,9 @@ import pyro_symmetric.mcmc as mcmc
 import pyro_symmetric.store as recorders
 from pyro_symmetric.mcmc import HMC, SGHMC, sample
 from pyro_symmetric.mcmc.resume import VERSIONS
-from pyro_symmetric.mcmc.run import Run
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.store import LOCK, Checkpoint, StoreError, read_store
+from pyro_symmetric.store import LOCK, Checkpoint, Recorder, StoreError, read_store
 
 from .conftest import Killed, assert_same_draws
 
@@ -140,20 +139,20 @@ def test_draws_added_later_are_those_of_a_longer_run(name, tmp_path):
 @pytest.mark.parametrize("name", ["NUTS", "pSGLD"])
 def test_a_process_that_is_killed_leaves_a_run_that_resumes(name, tmp_path, monkeypatch):
     """``kill -9`` in warm-up, at its end and in sampling; ``kill_and_resume`` of the benchmarks does it at any time."""
-    whole, commit = unbroken(name, 7), Run._commit
+    whole, commit = unbroken(name, 7), Recorder.commit
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
     for commits in (3, 18, 12):
         child = os.fork()
         if child == 0:
 
-            def dying(self, left=[commits]):  # noqa: B006 (one list for all calls)
+            def dying(*call, left=[commits]):  # noqa: B006 (one list for all calls)
                 left[0] -= 1
                 if left[0] == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                commit(self)
+                commit(*call)
 
-            Run._commit = dying
+            Recorder.commit = dying
             torch.set_num_threads(1)
             try:
                 run(name, seed=7, store=tmp_path / "s")
@@ -195,26 +194,26 @@ def test_a_disk_that_is_full_is_told_and_the_run_goes_on_when_there_is_room(tmp_
     assert error.value.errno == errno.EFBIG
     if room == 200_000:
         assert "2 draws of each chain are safe" in str(error.value)
-        assert torch.equal(read_store(tmp_path / "s", verify=True).samples["w"], whole.samples["w"][:, :2])
+        assert torch.equal(read_store(tmp_path / "s", verify=True)[0]["w"], whole.samples["w"][:, :2])
     assert_same_draws(sample(kernel, num_samples=40, **options), whole)
     assert not list((tmp_path / "s").glob(".*.tmp"))  # nothing half-written is left behind
 
 
 def test_a_store_can_be_read_while_it_is_written(tmp_path, monkeypatch):
     whole = unbroken("HMC", 1)
-    seen, commit = [], Run._commit
+    seen, commit = [], Recorder.commit
     monkeypatch.setattr(recorders, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(recorders, "COMMIT_SHARE", 1e9)
 
-    def reading(self):
-        commit(self)
-        if self.at.draws:
+    def reading(self, draws, *call):
+        commit(self, draws, *call)
+        if draws:
             found = Posterior.load(tmp_path / "s")
             assert torch.equal(found.samples["a"], whole.samples["a"][:, : found.num_samples])
             assert found.metadata["interrupted"] == (found.num_samples < 8)
             seen.append(found.num_samples)
 
-    monkeypatch.setattr(Run, "_commit", reading)
+    monkeypatch.setattr(Recorder, "commit", reading)
     run("HMC", seed=1, store=tmp_path / "s")
     assert sorted(set(seen)) == list(range(1, 9))
 

@@ -16,7 +16,7 @@ from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, log_joint, sample
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.store import FolderRecorder
+from pyro_symmetric.store import Recorder
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
 NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
@@ -83,7 +83,7 @@ def test_ensembles_of_several_threads_are_those_of_one_thread_after_another():
 
 def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
     before = torch.get_rng_state()
-    with FolderRecorder(tmp_path / "s", 1), pytest.raises(BlockingIOError):
+    with Recorder(tmp_path / "s", 1), pytest.raises(BlockingIOError):
         RUNS[0](store=tmp_path / "s", seed=None)
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -23,7 +23,7 @@ links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
 
 
 def fill(path: Path, shift: float = 0.0) -> Path:
-    with store.FolderRecorder(path, 4) as recorder:
+    with store.Recorder(path, 4) as recorder:
         recorder.fingerprint = {"seed": shift}
         for k in range(4):
             recorder.append(k, {"w": torch.full((2, 3), k + shift)}, {"lp": torch.ones(2)})
@@ -44,7 +44,7 @@ def secret(tmp_path, path):
 
 
 def add(path: Path) -> None:
-    with store.FolderRecorder(path, 5) as recorder:
+    with store.Recorder(path, 5) as recorder:
         recorder.append(4, {"w": torch.zeros(2, 3)}, {"lp": torch.ones(2)})
         recorder.commit(5, dict, bytes)
 
@@ -114,7 +114,7 @@ def test_a_run_that_claims_another_iteration_or_has_no_fingerprint_is_refused(tm
     sampled(tmp_path / "run")
     whole = store.Checkpoint.read(tmp_path / "run")
     at, more = unpacked(whole.state, HMC(None))
-    others = [replace(whole, state=packed(replace(at, iteration=other), more)) for other in (-5, 3, 10**6)]
+    others = [replace(whole, state=packed({**at, "iteration": other}, more)) for other in (-5, 3, 10**6)]
     for changed in (*others, replace(whole, fingerprint={})):
         changed.write(tmp_path / "run")
         with pytest.raises(store.StoreError, match=r"iteration|call"):
