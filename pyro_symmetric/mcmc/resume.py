@@ -151,7 +151,7 @@ def packed(at: Mapping[str, Any], where: Tensor) -> memoryview:
 
 
 def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[dict[str, Any], Tensor]:
-    """What :func:`packed` was given: of tensors, plain values and dataclasses of the library's kernels and of the
+    """The parts that :func:`packed` was given: tensors, plain values and dataclasses of the kernels here and of the
     modules that this kernel's classes come from.
 
     :raises pickle.UnpicklingError: if there is anything else.
