@@ -203,7 +203,9 @@ def _size(group: Group, weights: Weights, step: Step, measure: Measure) -> Tenso
 
 def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> dict[str, Tensor]:
     """The scales of units that can only be measured by one another, ``(samples, count)``."""
-    values = {a.site: weights[a.site] for name in names for side in sides(group, name, "scale") for a in side}
+    # Running statistics may be all that tells two of them apart: multipliers of a batch norm behind another one.
+    axes = [axis for name in names for axis in group.axes(name) if axis.exponent and axis.site in weights]
+    values = {axis.site: weights[axis.site] for axis in axes}
     first = next(iter(values.values()))
     free = torch.zeros(len(first), group.size, dtype=torch.bool, device=first.device)
     for name in names:
