@@ -99,7 +99,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     for draw in range(10 + needed):
         inputs = [_like(value, SIZES[draw % len(SIZES)]) for value in run.trace.tensors]
         with without_fast_attention(), without_warnings():
-            outputs = run.outputs(leaves, inputs, False, torch.float64)
+            outputs = run.outputs(leaves, inputs, torch.float64)
         losses = min(LOSSES, sum(out.numel() for out in outputs if out.requires_grad))
         for own in gradients(outputs, leaves, losses):
             every = [own[site] if site in own else torch.zeros_like(value) for site, value in weights.items()]

@@ -6,8 +6,9 @@ If all weights :math:`W_a` that a unit lies in may be multiplied by :math:`\lamb
 numbers in the null space of a small matrix, to which each random loss adds a row for each unit. A shift of a bias is a
 direction along which its gradient adds up to zero.
 
-Signs obey the same law, modulo two, in a linear twin of the network (:mod:`~pyro_symmetric.discovery.linear_twin`).
-What follows for small steps, or for the twin, is then tried on the network itself.
+Gradients are those of a twin of the network through which no scale passes that isn't one for all inputs. Signs obey the
+same law, modulo two, in a linear twin (:mod:`~pyro_symmetric.discovery.linear_twin`). What follows for small steps, or
+for twins, is then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
 2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).
@@ -212,11 +213,11 @@ class _Law:
         told = [cell for cell in cells if len(cell.places) + 4 <= most * cell.units.count]
         asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in told]
         losses = max(len(self.draws), min(most, max(asked, default=1)))
-        plain = self._sums(cells, losses, False)
+        plain = self._sums(cells, losses, "scale")
         scales = self._right(cells, [self._scales(cell, plain) for cell in cells], (4.0, 0.25))
         scales = _besides(cells, scales, self.shapes, False)
         try:
-            twin = self._sums(cells, losses, True)
+            twin = self._sums(cells, losses, "flip")
             signs = [self._signs(cell, own, plain, twin) for cell, own in zip(cells, scales, strict=True)]
         except NotDifferentiable:
             signs = [[] for _ in cells]
@@ -316,7 +317,7 @@ class _Law:
 
         return guilty(chosen, fails) if chosen and fails(chosen) else []
 
-    def _sums(self, cells: Sequence[_Cell], losses: int, twin: bool) -> dict[Place, Tensor]:
+    def _sums(self, cells: Sequence[_Cell], losses: int, twin: Move) -> dict[Place, Tensor]:
         """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
         axes = {_place(axis): axis for cell in cells for axis in cell.places}
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
@@ -337,7 +338,7 @@ class _Law:
                 found[place].append(both.double().cpu())
         return {place: torch.stack(own, 1) for place, own in found.items()}
 
-    def _gradients(self, losses: int, twin: bool) -> Iterator[tuple[Weights, Weights]]:
+    def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Weights, and the gradients of random losses there."""
         for k, draw in enumerate(self.draws):
             weights = {site: value.clone().requires_grad_() for site, value in draw.weights.items()}
@@ -345,19 +346,26 @@ class _Law:
             for own in gradients(outputs, weights, len(range(k, losses, len(self.draws))), self.generator):
                 yield draw.weights, own
 
-    def _outputs(self, weights: Weights, inputs: Sequence[Sequence[Tensor]], twin: bool = False) -> list[Tensor]:
+    def _outputs(
+        self,
+        weights: Weights,
+        inputs: Sequence[Sequence[Tensor]],
+        twin: Move | None = None,
+        unsettled: set[int] | None = None,
+    ) -> list[Tensor]:
         passes = zip(self.passes, inputs, strict=True)
         torch.default_generator.manual_seed(0)
         with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
-            return [out for one, own in passes for out in one.outputs(weights, own, twin, self.dtype)]
+            return [out for one, own in passes for out in one.outputs(weights, own, self.dtype, twin, unsettled)]
 
     def _draw(self, own: Weights, far: float) -> _Draw:
         """Inputs are random numbers, or the example's if the network doesn't take others."""
         weights = {site: near(value, site in self.buffers, far, self.generator) for site, value in own.items()}
+        unsettled = {id(weights[site]) for site in self.epsilons if site in weights}
         given = [[precise(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
         inputs = [[random_like(x, self.generator) for x in own] for own in given]
         try:
-            outputs = self._outputs(weights, inputs)
+            outputs = self._outputs(weights, inputs, None, unsettled)
             if all(bool(out.isfinite().all()) for out in outputs):
                 return _Draw(weights, inputs, outputs)
         except NotDifferentiable:

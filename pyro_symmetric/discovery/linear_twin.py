@@ -1,8 +1,12 @@
-"""A network as a function of its weights, and its linear twin, which shows where signs go.
+"""A network as a function of its weights, and its twins, which show where scales and signs go.
 
-A sign passes through odd functions of one number, which are the identity in the twin; even functions let none pass and
-are constants there; and others have no sign to pass on: one is added, so that no law holds. Norms and deviations are
-even; the division by them is left out. What is linear, or a product, stays as it is.
+A scale passes through homogeneous functions of one number. Others may be homogeneous as far as some inputs tell, a
+clamp that none of them reaches, say: in the twin that shows scales, these are multiplied by a wave of the input's
+logarithm, so that no law holds anywhere. So is what a comparison with a constant decides.
+
+A sign passes through odd functions, which are the identity in the linear twin that shows signs; even functions let none
+pass and are constants there; and others have no sign to pass on: one is added, so that no law holds. Norms and
+deviations are even; the division by them is left out. What is linear, or a product, stays as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pyro_symmetric.discovery.rules.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Deterministic, Trace, site_names
+from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
 EVEN = ("linalg_vector_norm", "norm", "var", "std")
@@ -29,6 +34,7 @@ UNSIGNED = (
     *("max", "min", "amax", "amin", "prelu", "_prelu_kernel", "rrelu_with_noise", "sort", "topk", "median", "cummax"),
     *("max_pool", "adaptive_max_pool", "fractional_max_pool", "maximum", "minimum", "fmax", "fmin"),
 )
+WIDE = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")  # where functions of one number are tried
 
 
 class NotDifferentiable(Exception):
@@ -78,8 +84,20 @@ class Pass:
             if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
                 self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
 
-    def outputs(self, weights: Weights, inputs: Sequence[Any], twin: bool, dtype: torch.dtype) -> list[Tensor]:
-        """Results of the network, or of its twin, that have derivatives."""
+    def outputs(
+        self,
+        weights: Weights,
+        inputs: Sequence[Any],
+        dtype: torch.dtype,
+        twin: Move | None = None,
+        unsettled: set[int] | None = None,
+    ) -> list[Tensor]:
+        """Results of the network, or of a twin, that have derivatives.
+
+        :param twin: the move that it shows, ``"scale"`` or ``"flip"``; the network itself by default.
+        :param unsettled: ids of running variances that are yet to fit what is normalised, as are their means; they
+            change in place.
+        """
         users, args = iter(inputs), []
         for spec in self.trace.specs:
             if spec.kind == InputKind.USER_INPUT:
@@ -88,7 +106,7 @@ class Pass:
                 value = weights.get(self.sites.get(spec.target, spec.target))
                 args.append(precise(self.trace.constant(spec.target), dtype) if value is None else value)
         with evaluation(), Deterministic(dtype) if self.casts else contextlib.nullcontext():
-            every = _Run(self.trace.program.graph_module, twin).run(*args)
+            every = _Run(self.trace.program.graph_module, twin, set() if unsettled is None else unsettled).run(*args)
         found = [every[i] for i in self.returned if isinstance(every[i], Tensor)]
         found = [out for out in found if out.is_floating_point() or out.is_complex()]
         return [out.log_softmax(-1) if self.logits and out.dim() else out for out in found]
@@ -97,12 +115,49 @@ class Pass:
 class _Run(fx.Interpreter):
     """A pass in which batch normalisation has derivatives in its running statistics.
 
-    :param twin: whether functions are replaced by what signs see of them.
+    :param twin: the move of which functions are replaced by what it sees of them.
+    :param unsettled: see :meth:`Pass.outputs`.
     """
 
-    def __init__(self, graph: fx.GraphModule, twin: bool):
+    def __init__(self, graph: fx.GraphModule, twin: Move | None, unsettled: set[int]):
         super().__init__(graph)
-        self.twin = twin
+        self.twin, self.unsettled = twin, unsettled
+        self.decided = dict[fx.Node, Tensor]()  # results without derivatives, and the number that decides on them
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if self.twin is None or n.op != "call_function" or not isinstance(result, Tensor):
+            return result
+        numbers = [self.decided[one] for one in n.all_input_nodes if one in self.decided]
+        numbers += self._without_law(n.target, *self.fetch_args_kwargs_from_env(n), result)
+        if not result.requires_grad:
+            self.decided |= {n: x for x in numbers}
+            return result
+        for x in numbers:
+            if self.twin == "flip":
+                result = result + 1.0
+            else:
+                wave = 1.0 + 0.3 * (3.0 * (x.abs() + 1e-6).log()).sin()
+                result = result * (wave if wave.shape == result.shape else wave.mean())
+        return result
+
+    def _without_law(self, target: Any, args: Any, kwargs: Any, result: Tensor) -> list[Tensor]:
+        """The number that a function is applied to, if no law passes through it as far as inputs tell.
+
+        For scales, multiples of some inputs give powers of these multiples, as do those of a clamp that isn't reached,
+        or of a sigmoid that is saturated, and other inputs don't; exponentials, or what adds an epsilon, never do.
+        """
+        x = _only_number(target, args, kwargs)
+        if x is None or not x.requires_grad or (self.twin == "flip" and result.requires_grad):  # seen already
+            return []
+        wide = torch.cat([WIDE, -WIDE]).to(x.device)
+        before, after = (target(c * wide, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
+        if self.twin == "flip":
+            return [] if torch.equal(before, after) else [x]
+        ratio = after / before
+        ratio = ratio[~ratio.isnan()]  # zeros stay so
+        same = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
+        return [x] if bool(same.any()) and not bool(same.all()) else []
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name, given = operator_name(target), bound(target, args, kwargs)
@@ -114,7 +169,9 @@ class _Run(fx.Interpreter):
         if normalised is not None:
             returns = len(target._schema.returns)
             return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
-        return self._seen(target, name, args, kwargs) if self.twin else super().call_function(target, args, kwargs)
+        if self.twin == "flip":
+            return self._signed(target, name, args, kwargs)
+        return super().call_function(target, args, kwargs)
 
     def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
         """Normalisation by running statistics, in train mode, too; in the twin any, by constants."""
@@ -124,9 +181,12 @@ class _Run(fx.Interpreter):
         if shape is None and x is not None:
             shape = (1, -1, *(1 for _ in x.shape[2:]))
         if variance is not None:
-            variance = variance.detach() if self.twin else variance
+            if id(variance) in self.unsettled:
+                self.unsettled.discard(id(variance))
+                _settle(x, given["running_mean"], variance)
+            variance = variance.detach() if self.twin == "flip" else variance
             y = (x - given["running_mean"].reshape(shape)) / (variance + given["eps"]).sqrt().reshape(shape)
-        elif not self.twin or "_norm" not in name or "weight" not in given:
+        elif self.twin != "flip" or "_norm" not in name or "weight" not in given:
             return None
         elif "group" in name:
             groups = given.get("num_groups") or given["group"]
@@ -138,7 +198,7 @@ class _Run(fx.Interpreter):
         y = y if given["weight"] is None else y * given["weight"].reshape(shape)
         return y if given.get("bias") is None else y + given["bias"].reshape(shape)
 
-    def _seen(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _signed(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
         """The result as signs see it."""
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
             with _WithoutTanh():
@@ -153,13 +213,26 @@ class _Run(fx.Interpreter):
             return result.detach()
         if name.removesuffix("_with_indices").rstrip("123d") in UNSIGNED:
             return first + 1.0 if first is result else type(result)([first + 1.0, *result[1:]])
-        if len(tensors) != 1 or torch.Tag.pointwise not in getattr(target, "tags", ()):
+        if (x := _only_number(target, args, kwargs)) is None:
             return result
-        x = torch.linspace(0.1, 3.0, 30, dtype=first.dtype, device=first.device)
-        one, other = (target(sign * x, *args[1:], **kwargs) for sign in (1.0, -1.0))
+        one, other = (target(sign * WIDE.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0))
         if torch.allclose(one, -other):
-            return tensors[0]
+            return x
         return result.detach() if torch.allclose(one, other) else result + 1.0
+
+
+def _only_number(target: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The one tensor that a function of one number is applied to; None if it is another function."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return tensors[0] if len(tensors) == 1 and torch.Tag.pointwise in getattr(target, "tags", ()) else None
+
+
+def _settle(x: Tensor, mean: Tensor, variance: Tensor) -> None:
+    """Move running statistics near those of what they normalise, unless this is always the same."""
+    spread, centre = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
+    told = spread > 1e-6 * spread.max()
+    mean.copy_(torch.where(told, centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(), mean))
+    variance.copy_(torch.where(told, spread * variance / variance.mean(), variance))
 
 
 class _WithoutTanh(TorchFunctionMode):

@@ -363,6 +363,27 @@ def test_units_of_one_are_rescaled_though_not_permuted() -> None:
     assert symmetry.scalings.factors == {"0": 1}
 
 
+@pytest.mark.parametrize("width", [8, 300])
+@pytest.mark.parametrize(
+    ("function", "signs"),
+    [
+        (F.relu6, False),
+        (lambda x: F.hardtanh(x, -50, 60), False),
+        (lambda x: F.hardtanh(x, -50, 50), True),
+        (lambda x: torch.where(x > 9, 9, x), False),
+        (lambda x: x * (x < 9).logical_not().logical_not(), False),
+        (torch.tanh, True),
+    ],
+)
+def test_functions_that_are_linear_as_far_as_inputs_reach_pass_no_scale(
+    function: Callable[[Tensor], Tensor], signs: bool, width: int
+) -> None:
+    net = Net(lambda s, x: s.o(function(0.01 * s.h(x))), h=nn.Linear(80, width), o=nn.Linear(width, 3))
+    symmetry = find_symmetry(net, torch.randn(4, 80), verify=False)
+    assert not symmetry.group.names("scale")
+    assert bool(symmetry.group.names("flip")) == signs
+
+
 def test_symmetric_functions_of_the_outputs_free_the_last_layer() -> None:
     net = Net(lambda s, x: s.o(F.relu(s.h(x))).max(-1)[0], h=nn.Linear(3, 4), o=nn.Linear(4, 5))
     symmetry = checked(net, columns())
