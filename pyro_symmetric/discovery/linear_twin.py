@@ -130,8 +130,8 @@ class _Run(fx.Interpreter):
             return result
         numbers = [self.decided[one] for one in n.all_input_nodes if one in self.decided]
         numbers += self._without_law(n.target, *self.fetch_args_kwargs_from_env(n), result)
-        if not result.requires_grad:
-            self.decided |= {n: x for x in numbers}
+        if numbers and not result.requires_grad:
+            self.decided[n] = numbers[0]
             return result
         for x in numbers:
             if self.twin == "flip":
