@@ -117,14 +117,10 @@ def shape(name: str, value: Any) -> torch.Size:
     return torch.Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
 
 
-def dtype(name: str, value: Any, choices: Iterable[torch.dtype] = ()) -> Any:
-    """A floating-point dtype, or ``None``.
-
-    :param choices: those allowed; by default all.
-    """
-    if value is not None and not (value in choices if choices else value.is_floating_point):
-        wanted = " or ".join(map(str, choices)) or "a floating-point dtype such as torch.float64"
-        raise ValueError(f"{name} is {value}; it must be {wanted}")
+def dtype(name: str, value: Any) -> Any:
+    """A floating-point dtype, or ``None``."""
+    if value is not None and not value.is_floating_point:
+        raise ValueError(f"{name} is {value}; it must be a floating-point dtype such as torch.float64")
     return value
 
 

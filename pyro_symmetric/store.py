@@ -153,13 +153,12 @@ class Recorder:
     def commit(
         self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
     ) -> None:
-        """Make the first draws safe, and with them the state that a broken run resumes from; nothing in memory.
+        """Make the first draws of a folder safe, and with them the state that a broken run resumes from.
 
-        :param metadata: of the posterior; called, as ``state`` is, only if something is kept beyond the process.
+        :param metadata: of the posterior; called, as ``state`` is, within the time that commits are measured by.
         :raises OSError: if it can't be written; what was committed before is safe.
         """
-        if not self.folder:
-            return
+        assert self.folder
         began = time.perf_counter()
         content = state()
         self._hand_over(draws)

@@ -173,7 +173,7 @@ class Layout:
 
     def constrain(self, z: Tensor) -> Weights:
         """Vectors -> weights."""
-        pieces = self.unflatten(z)
+        pieces = unflatten(z, self.unconstrained_shapes)
         for site in self._curved:
             pieces[site] = self.transforms[site](pieces[site])
         return pieces
@@ -183,7 +183,7 @@ class Layout:
 
         :param sites: which are mapped and count, by default all that aren't mapped by the identity.
         """
-        weights = self.unflatten(z)
+        weights = unflatten(z, self.unconstrained_shapes)
         log_det = z.new_zeros(z.shape[:-1])
         for site in self._curved if sites is None else sites:
             free, transform = weights[site], self.transforms[site]

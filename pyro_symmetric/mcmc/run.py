@@ -243,7 +243,7 @@ def run(
     :raises OSError: if a store exists that mustn't, or the other way round.
     :raises KeyboardInterrupt: in warm-up, when there is nothing to return.
     """
-    store, clock, count = settings.store, time.perf_counter(), settings.num_samples
+    store, count = settings.store, settings.num_samples
     settings = replace(settings, initial=resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs))
     exists = store is not None and (store / CHECKPOINT).exists()
     if exists and settings.resume is False:
@@ -252,11 +252,13 @@ def run(
         raise FileNotFoundError(f"resume is True, but there is no run to resume at {store}")
 
     def commit() -> None:
-        recorder.commit(
-            at.draws, lambda: metadata(settings, chains, at), lambda: packed(vars(at), energies(chains, at.state.z))
-        )
+        if store is not None and not recorder.failed:
+            recorder.commit(
+                at.draws, lambda: metadata(settings, chains, at), lambda: packed(vars(at), energies(chains, at.state.z))
+            )
 
     with Recorder(store, count) as recorder:  # its lock comes first: who is refused has touched no generator
+        clock = time.perf_counter()
         if recorder.last is None:
             chains = settings.density() if density is None else density
             at = started(settings, chains, recorder)
@@ -281,8 +283,7 @@ def run(
                 kept = f"; they are kept in {store}, and the same call resumes there" if store else ""
                 raise KeyboardInterrupt(f"{begun}{kept}") from None
         finally:
-            if not recorder.failed:
-                commit()
+            commit()
         return recorder.draws(min(count, at.draws), metadata(settings, chains, at))
 
 
@@ -368,7 +369,9 @@ def resumed(settings: Settings, last: Checkpoint, recorder: Recorder) -> tuple[D
     except StoreError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, UnpicklingError) as error:
-        raise StoreError(f"the run in the store {settings.store} is damaged, or can't go on here: {error!r}") from error
+        said = str(error).partition("\n")[0]
+        named = f"the run in the store {settings.store} is damaged, or can't go on here"
+        raise StoreError(f"{named}: {type(error).__name__}: {said}") from error
     return density, at
 
 

@@ -114,7 +114,7 @@ class Density:
         require_model(model)
         arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
         self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
-        arguments.dtype("dtype", dtype, CHAIN_DTYPES)
+        arguments.one_of("dtype", dtype, (None, *CHAIN_DTYPES))
         arguments.one_of("engine", engine, ENGINES)
         if batch_size is not None and not isinstance(model, BayesianModel):
             raise ValueError(
