@@ -58,10 +58,23 @@ class GaussianPotential(ToyPotential):
         return (z @ self.basis) / self.eigenvalues.sqrt()
 
 
-def banana_energy(z: Tensor) -> Tensor:
+class Banana(ToyPotential):
     """x ~ N(0, 1), y ~ N(x², 0.5²)."""
-    x, y = z.unbind(-1)
-    return 0.5 * x.square() + 0.5 * ((y - x.square()) / 0.5).square()
+
+    def __init__(self) -> None:
+        def energy(z: Tensor) -> Tensor:
+            x, y = z.unbind(-1)
+            return 0.5 * x.square() + 0.5 * ((y - x.square()) / 0.5).square()
+
+        super().__init__(energy)
+
+    def sample(self, count: int) -> Tensor:
+        x, noise = torch.randn(2, count, dtype=torch.float64)
+        return torch.stack([x, x.square() + 0.5 * noise], -1)
+
+    def standardise(self, z: Tensor) -> Tensor:
+        x, y = z.unbind(-1)
+        return torch.stack([x, (y - x.square()) / 0.5], -1)
 
 
 def drive(
@@ -83,8 +96,8 @@ def drive(
 
 
 @pytest.fixture
-def banana() -> ToyPotential:
-    return ToyPotential(banana_energy)
+def banana() -> Banana:
+    return Banana()
 
 
 @pytest.fixture

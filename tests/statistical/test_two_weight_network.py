@@ -19,7 +19,6 @@ from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE
 from pyro_symmetric.guides import AutoSymmetrized
 from pyro_symmetric.guides.evidence import evidence
-from pyro_symmetric.mcmc import HMC, sample
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 NOISE = 0.5
@@ -43,21 +42,16 @@ def problem(distance: float) -> tuple[BayesianModel, Tensor, Tensor]:
     return BayesianModel(TwoWeights(), 1.0, GaussianLikelihood(NOISE)), x, y
 
 
-def quadrature(model: BayesianModel, x: Tensor, y: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Log-evidence, mean and covariance on a grid that holds all mass, by the trapezoid rule in float64."""
+def log_evidence_of(model: BayesianModel, x: Tensor, y: Tensor) -> float:
+    """On a grid that holds all mass, by the trapezoid rule in float64."""
     model = model.double()
     axis = torch.linspace(-7, 7, 561, dtype=torch.float64)
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
     log_joint = torch.cat(
         [model.log_joint({"hidden.weight": w[..., None]}, x.double(), y.double()) for w in grid.split(50_000)]
     )
-    cell = float(axis[1] - axis[0]) ** 2
-    log_evidence = float(log_joint.logsumexp(0)) + math.log(cell)
-    mass = (log_joint - log_joint.logsumexp(0)).exp()
-    mean = mass @ grid
-    covariance = (grid - mean).T @ (mass[:, None] * (grid - mean))
     model.float()
-    return log_evidence, mean, covariance
+    return float(log_joint.logsumexp(0)) + 2 * math.log(float(axis[1] - axis[0]))
 
 
 @pytest.mark.stochastic
@@ -68,7 +62,7 @@ def test_symmetrised_elbos_lie_between_the_mean_field_one_and_the_evidence(dista
     """Each comparison at 5 standard errors of estimates from 4,000 draws: false alarm below 1 in 10^5 in all."""
     pyro.set_rng_seed(int(10 * distance))
     model, x, y = problem(distance)
-    log_evidence, _, _ = quadrature(model, x, y)
+    log_evidence = log_evidence_of(model, x, y)
     found = {}
     for name, estimator in {"mean-field": InfoNCE(0), "exact": ExactOrbit(), "infonce": InfoNCE(3)}.items():
         guide = AutoSymmetrized(model, GROUP, base=AutoDiagonalNormal, estimator=estimator, init_scale=0.2)
@@ -107,20 +101,3 @@ def test_a_fixed_guide_gains_what_enumeration_says() -> None:
     both = torch.stack([base.log_prob(latent), base.log_prob(latent.flip(-1))]).logsumexp(0) - math.log(2)
     assert worth.elbo == pytest.approx(float((log_joint - base.log_prob(latent)).mean().detach()), rel=1e-5)
     assert worth.symmetrized_elbo == pytest.approx(float((log_joint - both).mean().detach()), rel=1e-5)
-
-
-@pytest.mark.stochastic
-def test_hmc_has_the_mean_and_covariance_of_quadrature() -> None:
-    """Chains cross between copies at this distance. Means at 6 standard errors by the worst effective sample size."""
-    model, x, y = problem(1.0)
-    _, mean, covariance = quadrature(model, x, y)
-    posterior = sample(HMC(model), x, y, num_samples=100, num_warmup=100, num_chains=256, progress=False)
-    draws = posterior.get_samples()["hidden.weight"].squeeze(-1).double()
-    independent = float(posterior.diagnostics()["hidden.weight"]["n_eff"].min())
-    assert independent > 1000
-    error = 6 * covariance.diagonal().sqrt() / math.sqrt(independent)
-    assert bool(((draws.mean(0) - mean).abs() < error).all())
-    # Relative error of a variance from n independent draws of kurtosis at most 5 is sqrt(4/n); 6 of those.
-    torch.testing.assert_close(
-        draws.T.cov(), covariance, rtol=0, atol=6 * math.sqrt(4 / independent) * float(covariance.max())
-    )
