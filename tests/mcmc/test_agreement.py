@@ -12,11 +12,8 @@ import torch
 from scipy import stats
 
 from pyro_symmetric.compare import diagnose
-from pyro_symmetric.groups import Group
-from pyro_symmetric.mcmc import HMC, NUTS, SGHMC, AdaptiveHMC, Kernel, sample
+from pyro_symmetric.mcmc import HMC, NUTS, AdaptiveHMC, sample
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement, HamiltonianKernel, window_ends
-from pyro_symmetric.mcmc.run import Settings
-from pyro_symmetric.models import BayesianModel
 
 from .conftest import Killed, assert_same_draws
 
@@ -153,25 +150,6 @@ def test_chains_whose_energies_differ_end_at_the_cap_and_say_so():
         assert sample(kernel, initial=start, seed=0, chains_per_task=2, **RUN).num_chains == 4
 
 
-def mirrored():
-    """A site whose sign nothing tells: two modes, each the other's copy."""
-    modes = dist.Normal(torch.tensor([-30.0, 30.0]), 1.0)
-    with pyro.plate("units", 1):
-        pyro.sample("w", dist.MixtureSameFamily(dist.Categorical(torch.ones(1, 2)), modes))
-
-
-def test_chains_in_copies_of_one_mode_end_their_warm_up_when_each_has_settled():
-    group = Group.declare({"w": ("units",)}, {"w": torch.zeros(1)}, moves="flip")
-    start = {"w": torch.tensor([[-30.0], [30.0], [30.0], [-30.0]])}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = sample(HMC(mirrored), initial=start, seed=0, **RUN | {"num_samples": 400})
-    assert found.metadata["num_warmup"] <= 300
-    assert not any("warm-up ended" in str(warning.message) for warning in told)
-    assert diagnose(found)["weights"].status == "fail"
-    assert diagnose(found, group)["modulo symmetry"].status == "pass"
-
-
 @pytest.mark.parametrize(("count", "most"), [(2, 300), pytest.param(5, 300, marks=pytest.mark.slow)])
 def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(count, most):
     torch.manual_seed(0)
@@ -188,12 +166,6 @@ def test_the_warm_up_of_a_label_switched_mixture_ends_when_chains_have_settled(c
         warnings.simplefilter("ignore")  # positions differ
         found = sample(mixture, y, num_samples=1, seed=0, engine="eager", progress=False)
     assert found.metadata["num_warmup"] <= most
-
-
-def test_networks_and_kernels_that_cannot_tell_take_a_fixed_count():
-    network, data = BayesianModel(torch.nn.Linear(2, 1), likelihood="gaussian"), (torch.randn(5, 2), torch.randn(5))
-    for settings in (Settings(HMC(network), data, engine="eager"), Settings(SGHMC(normal), engine="eager")):
-        assert settings.warmups(settings.density()) == Kernel.warmups == (500,)
 
 
 @pytest.mark.parametrize("ends", [24, 32, 40])

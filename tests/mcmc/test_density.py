@@ -1,4 +1,10 @@
-"""Density: the batched energy of every kind of model equals a loop over Pyro's own log-densities."""
+"""Density: by each engine the batched energy of every kind of model equals a loop over Pyro's own log-densities.
+
+Engine "layers" has ``test_layers``, distributions have ``test_distributions``, users' models ``test_pyro_models``.
+"""
+
+import shutil
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -9,11 +15,14 @@ from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
-from pyro_symmetric.mcmc import Density
+from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, AdaptiveHMC, Density, sample
 from pyro_symmetric.mcmc.run import starting_points
-from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.models import BayesianModel, GaussianPrior
+from pyro_symmetric.networks import resnet20
 
 X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 
 
 def hierarchical(x: Tensor, y: Tensor) -> None:
@@ -43,7 +52,7 @@ class PyroNet(PyroModule):
     def forward(self, x: Tensor, y: Tensor) -> None:
         sigma = pyro.sample("sigma", dist.Gamma(2.0, 2.0))
         mean = self.second(self.norm(self.first(x)).tanh()).squeeze(-1)
-        with pyro.plate("data", len(x)):
+        with pyro.plate("data", len(x), subsample=torch.arange(len(x))):
             pyro.sample("y", dist.Normal(mean, sigma), obs=y)
 
 
@@ -57,64 +66,51 @@ def simplex_mixture(y: Tensor) -> None:
         pyro.sample("y", mixture, obs=y)
 
 
-def bayesian_model(likelihood: str = "gaussian", **kwargs) -> BayesianModel:
+def network(likelihood: str = "gaussian", **kwargs) -> BayesianModel:
     torch.manual_seed(0)
     out = 1 if likelihood == "gaussian" else 3
     return BayesianModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, out)), likelihood=likelihood, **kwargs)
 
 
+def convolutional() -> BayesianModel:
+    net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.GELU(), nn.Flatten(), nn.Linear(4, 1))
+    return BayesianModel(net.double(), likelihood="gaussian")
+
+
 MODELS = {
     "hierarchical": (hierarchical, (X, Y)),
-    "pyro_module": (PyroNet(torch.float64).eval(), (X, Y)),
+    "pyro_module": (PyroNet(torch.float64).double().eval(), (X, Y)),
     "mixture": (simplex_mixture, (Y,)),
-    "bayesian_gaussian": (bayesian_model(), (X, Y)),
-    "bayesian_categorical": (bayesian_model("categorical"), (X, torch.arange(8) % 3)),
+    "convolutional": (convolutional(), (X[:, None], Y)),
 }
 
 
+@pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=[pytest.mark.slow, needs_compiler])])
 @pytest.mark.parametrize("name", MODELS)
-def test_batched_energy_and_gradient_equal_a_loop_over_pyros_potential(name):
+def test_batched_energies_and_gradients_equal_a_loop_over_pyros_potential(name, engine):
     model, args = MODELS[name]
-    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    args = tuple(a.double() for a in args)
     torch.set_default_dtype(torch.float64)
-    double = model.double() if isinstance(model, nn.Module) else model
-    density = Density(double, args=args, dtype=torch.float64)
-    z = starting_points(density, 5, "uniform")
-    energy, gradient = density.energy_and_gradient(z)
-    _, pyro_potential, _, _ = initialize_model(double, args)
-    assert gradient.shape == z.shape
-    for chain in range(5):
-        leaf = z[chain].clone().requires_grad_()
-        expected = pyro_potential(density.layout.unflatten(leaf))
-        assert energy[chain].item() == pytest.approx(expected.item(), rel=1e-9)
-        assert torch.allclose(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-6, atol=1e-8)
-    chunked = Density(double, args=args, dtype=torch.float64, chain_chunk=3)
-    assert torch.allclose(chunked.energy(z), energy)
-    if isinstance(model, nn.Module):
-        model.float()
+    density = Density(model, args=args, dtype=torch.float64, engine=engine, chain_chunk=8)
+    assert density.engine == engine
+    z = starting_points(density, 11, "uniform")
+    _, pyro_potential, _, _ = initialize_model(model, args)
+    expected = []
+    for chain in z:
+        leaf = chain.clone().requires_grad_()
+        energy = pyro_potential(density.layout.unflatten(leaf))
+        expected.append((energy.detach(), *torch.autograd.grad(energy, leaf)))
+    energies, gradients = (torch.stack(values) for values in zip(*expected, strict=True))
+    for count in (1, 2, 3, 8, 11):  # whole programs, a padded one, more than one
+        energy, gradient = density.energy_and_gradient(z[:count])
+        assert torch.allclose(energy, energies[:count], rtol=1e-9, atol=0)
+        assert torch.allclose(gradient, gradients[:count], rtol=1e-6, atol=1e-8)
+    if engine == "compiled":
+        assert len(density.fast._programs) == 4
+        assert density.engine == "compiled"
 
 
-def test_log_determinants_make_the_prior_integrate_to_one():
-    # U(z) of a prior alone is -log of a density over z: its integral over the line is 1, by the trapezoidal rule.
-    def prior() -> None:
-        pyro.sample("s", dist.HalfNormal(2.0))
-
-    z = torch.linspace(-12, 4, 4001, dtype=torch.float64)[:, None]
-    density = (-Density(prior, dtype=torch.float64).energy(z)).exp()
-    assert torch.trapezoid(density, z[:, 0]).item() == pytest.approx(1.0, abs=1e-4)
-
-
-def test_mini_batches_that_cover_the_data_average_to_the_full_energy():
-    for model, y in ((bayesian_model(num_data=8), Y), (bayesian_model("categorical"), torch.arange(8) % 3)):
-        full = Density(model, args=(X, y))
-        cut = Density(model, args=(X, y), batch_size=2, subsampled=True)
-        assert cut.row_counts == {"rows": (8, 2)}
-        z = starting_points(full, 4)
-        order = torch.stack([torch.randperm(8) for _ in range(4)])  # each chain its own partition
-        parts = [cut.energy_and_gradient(z, {"rows": order[:, 2 * k : 2 * k + 2]}) for k in range(4)]
-        expected = full.energy_and_gradient(z)
-        for i in range(2):
-            assert torch.allclose(torch.stack([p[i] for p in parts]).mean(0), expected[i], rtol=1e-4, atol=1e-3)
+# mini-batches -------------------------------------------------------------------------------------------------------
 
 
 def in_plate(x: Tensor, y: Tensor) -> None:
@@ -129,64 +125,46 @@ def subsampling(x: Tensor, y: Tensor) -> None:
         pyro.sample("y", dist.Normal(x[rows] @ w, 1.0), obs=y[rows])
 
 
-def test_a_plate_that_subsamples_gets_each_chains_own_rows_and_no_bias():
-    density = Density(subsampling, args=(X, Y), subsampled=True)
-    assert density.row_counts == {"data": (8, 2)}
-    z = starting_points(density, 3)
-    order = torch.stack([torch.randperm(8) for _ in range(3)])
-    batches = [{"data": order[:, 2 * k : 2 * k + 2]} for k in range(4)]
-    parts = zip(*(density.energy_and_gradient(z, batch) for batch in batches), strict=True)
-    energies, gradients = (torch.stack(values) for values in parts)
-    energy, gradient = Density(in_plate, args=(X, Y)).energy_and_gradient(z)
+@pytest.mark.parametrize(
+    ("model", "whole", "y", "plate"),
+    [
+        (network(num_data=8), None, Y, "rows"),
+        (network("categorical"), None, torch.arange(8) % 3, "rows"),
+        (subsampling, in_plate, Y, "data"),
+    ],
+)
+def test_mini_batches_of_each_chains_own_that_cover_the_data_average_to_the_full_energy(model, whole, y, plate):
+    options = {"args": (X, y), "dtype": torch.float64}
+    full = Density(whole or model, **options)
+    cut = Density(model, **options, subsampled=True, batch_size=None if whole else 2)
+    assert cut.row_counts == {plate: (8, 2)}
+    z = starting_points(full, 4)
+    order = torch.stack([torch.randperm(8) for _ in range(4)])
+    parts = [cut.energy_and_gradient(z, {plate: order[:, 2 * k : 2 * k + 2]}) for k in range(4)]
+    energies, gradients = (torch.stack(values) for values in zip(*parts, strict=True))
+    energy, gradient = full.energy_and_gradient(z)
     torch.testing.assert_close(energies.mean(0), energy)
-    torch.testing.assert_close(gradients.mean(0), gradient, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients.mean(0), gradient)
     assert (energies.std(0) > 1e-3).all()
 
 
-def test_chains_that_start_without_finite_energy_are_drawn_anew():
-    def half_plane() -> None:
-        x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("wall", torch.where(x > 1.0, torch.tensor(0.0), torch.tensor(-torch.inf)))
-
-    z = starting_points(Density(half_plane), 50, "uniform")
-    assert (z > 1).all()
-    assert z.unique().numel() == 50
-
-
-def test_singular_matrices_cost_one_chain_only():
-    def model() -> None:
-        s = pyro.sample("s", dist.Normal(0.0, 0.1))
-        matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])  # positive definite for |s| < 1
-        pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum())
-
-    density = Density(model)
-    energy, gradient = density.energy_and_gradient(torch.tensor([[0.5], [2.0], [-0.5], [0.1]]))
-    assert torch.isinf(energy).tolist() == [False, True, False, False]
-    expected = 0.5 * 25 + 0.9189 + torch.log(torch.tensor(0.1)) - 0.5 * torch.log(torch.tensor(0.75))
-    assert energy[0].item() == pytest.approx(expected.item(), abs=1e-3)
-    assert torch.isfinite(gradient).all()
-
-
-def test_a_module_with_single_precision_priors_runs_in_double():
-    single, double = PyroNet().eval(), PyroNet(torch.float64).eval()
-    density = Density(single, args=(X, Y), dtype=torch.float64)
-    z = starting_points(density, 3, "prior")
-    reference = Density(double.double(), args=(X.double(), Y.double()), dtype=torch.float64)
-    assert z.dtype == torch.float64
-    assert torch.allclose(density.energy(z), reference.energy(z), rtol=1e-6)
-
-
-# what is refused ----------------------------------------------------------------------------------------------------
-
-
-def moving_support() -> None:
-    a = pyro.sample("a", dist.HalfNormal(1.0))
-    pyro.sample("b", dist.Uniform(0.0, a))
-
-
-def varying_sites() -> None:
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.sample(f"b{torch.randint(10**6, ()).item()}", dist.Normal(a, 1.0))
+def test_chains_of_a_resnet20_have_the_gradients_of_their_own_batches_and_part():
+    x, y = torch.randn(16, 3, 8, 8), torch.arange(16) % 10
+    net = resnet20(width=2)
+    model = BayesianModel(net, GaussianPrior(1.0, fan_in=True))
+    density = Density(model, args=(x, y), batch_size=4, subsampled=True)
+    z = starting_points(density, 2, model.initial_weights())
+    rows = torch.stack([torch.arange(4), torch.arange(10, 14)])
+    _, gradient = density.energy_and_gradient(z, {"rows": rows})
+    for chain in range(2):  # by plain backpropagation
+        loss = nn.functional.cross_entropy(net(x[rows[chain]]), y[rows[chain]], reduction="sum") * 16 / 4
+        loss = loss - sum(model.priors()[name].log_prob(p) for name, p in net.named_parameters())
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+        assert (gradient[chain] - expected).norm() < 1e-4 * expected.norm()
+    kernel = SGHMC(model, batch_size=4, step_size=0.003, friction=10.0, num_steps=1)
+    options = {"num_chains": 2, "num_samples": 1, "num_warmup": 1, "initial": model.initial_weights()}
+    weights = sample(kernel, x, y, progress=False, **options).samples["0.weight"]
+    assert weights.flatten(1).unique(dim=0).shape[0] == 2  # one start, two ways
 
 
 def fixed_subsample(x: Tensor) -> None:
@@ -201,16 +179,8 @@ def fixed_locals(x: Tensor) -> None:
         pyro.sample("y", dist.Normal(z, 1.0), obs=x[:, 0])
 
 
-def local_latent(x: Tensor) -> None:
-    with pyro.plate("data", 8, subsample_size=2) as rows:
-        z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        pyro.sample("y", dist.Normal(z, 1.0), obs=x[rows, 0])
-
-
 def test_a_subsample_that_never_changes_counts_as_often_as_in_pyro():
-    with pytest.warns(
-        UserWarning, match="'data' holds 8 of 100 rows, always the same ones, and each counts 12.5 times"
-    ):
+    with pytest.warns(UserWarning, match="8 of 100 rows, always the same ones, and each counts 12.5 times"):
         density = Density(fixed_subsample, (X,))
     w = torch.tensor([[0.3], [-0.2]])
     expected = -dist.Normal(0.0, 1.0).log_prob(w[:, 0]) - 12.5 * dist.Normal(w, 1.0).log_prob(X[:, 0]).sum(1)
@@ -222,21 +192,140 @@ def test_a_subsample_that_never_changes_counts_as_often_as_in_pyro():
     torch.testing.assert_close(own.energy(z), expected)
 
 
+# where numbers end, and precision -----------------------------------------------------------------------------------
+
+
+def test_chains_that_start_without_finite_energy_are_drawn_anew():
+    def half_plane() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        pyro.factor("wall", torch.where(x > 1.0, torch.tensor(0.0), torch.tensor(-torch.inf)))
+
+    z = starting_points(Density(half_plane), 50, "uniform")
+    assert (z > 1).all()
+    assert z.unique().numel() == 50
+
+
+def singular() -> None:
+    """A matrix that has no root beyond |s| = 1."""
+    s = pyro.sample("s", dist.Normal(0.0, 0.1))  # from which the model is run
+    matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum() + 49.5 * s**2)  # normal but for the root
+
+
+def test_singular_matrices_cost_one_chain_only():
+    s = torch.tensor([[0.5], [2.0], [-0.5], [0.1]])
+    energy, gradient = Density(singular).energy_and_gradient(s)
+    assert torch.isinf(energy).tolist() == [False, True, False, False]
+    expected = 0.5 * s.square() + 0.9189 + torch.log(torch.tensor(0.1)) - 0.5 * torch.log1p(-s.square())
+    assert torch.allclose(energy[[0, 2, 3]], expected[[0, 2, 3], 0], atol=1e-3)
+    assert torch.isfinite(gradient).all()
+
+
+def test_a_module_with_single_precision_priors_runs_in_double():
+    single, double = PyroNet().eval(), PyroNet(torch.float64).eval()
+    density = Density(single, args=(X, Y), dtype=torch.float64)
+    z = starting_points(density, 3, "prior")
+    reference = Density(double.double(), args=(X.double(), Y.double()), dtype=torch.float64)
+    assert z.dtype == torch.float64
+    assert torch.allclose(density.energy(z), reference.energy(z), rtol=1e-6)
+
+
+def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
+    def model() -> None:
+        pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("b", dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)))
+
+    density = Density(model, dtype=torch.float32, engine="eager")
+    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator(torch.empty(0).device)))
+    assert energy.dtype == gradient.dtype == torch.float32
+
+
+# programs -----------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*of the draws diverged")
+@pytest.mark.parametrize("chains", [1, 4])
+def test_trajectories_cross_to_where_matrices_are_singular(chains):
+    """Step for step as without a compiler."""
+    settings = {"num_samples": 20, "num_warmup": 0, "num_chains": chains, "dtype": torch.float64, "seed": 0}
+    settings["initial"] = {"s": torch.linspace(-1.0, 1.0, chains + 2, dtype=torch.float64)[1:-1]}
+    kernel = HMC(singular, step_size=0.4, trajectory_length=3.0)
+    found, expected = (sample(kernel, engine=engine, progress=False, **settings) for engine in ("compiled", "eager"))
+    assert found.metadata["engine"] == "compiled"
+    assert expected.statistics["acceptance_rate"].eq(0).any()  # some trajectories ended outside
+    assert expected.statistics["acceptance_rate"].ne(0).any()
+    assert torch.allclose(found.samples["s"], expected.samples["s"])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC])
+@pytest.mark.parametrize("mass", ["diagonal", "dense"])
+def test_a_compiled_step_does_what_it_does_without(kernel, mass):
+    """From the same state with the same random numbers, step for step: over many, rounding would move chains apart.
+
+    Warm-up passes the places where a program's inputs change their layout: a step size for each chain, then one for
+    all, and a mass matrix.
+    """
+    model, chains = kernel(hierarchical, mass=mass), 3
+    arguments = {"args": (X.double(), Y.double()), "dtype": torch.float64}
+    plain, compiled = (Density(hierarchical, **arguments, engine=engine) for engine in ("eager", "compiled"))
+    generator, other = torch.Generator(torch.empty(0).device).manual_seed(1), torch.Generator()
+    z = 0.3 * torch.randn(chains, plain.dim, generator=generator, dtype=torch.float64)
+    state = model.init(plain, z, 25, generator)
+    for iteration in range(30):
+        other.set_state(generator.get_state())
+        found = model.step(compiled, replace(state, generator=other))
+        state = model.step(plain, state)
+        assert torch.equal(generator.get_state(), other.get_state())
+        assert torch.allclose(found.z, state.z, rtol=1e-9, atol=1e-9)
+        assert torch.allclose(found.gradient, state.gradient, rtol=1e-7, atol=1e-7)
+        for name, value in state.statistics.items():  # small differences of large energies among them
+            assert torch.allclose(found.statistics[name].double(), value.double(), 1e-5, 1e-5, equal_nan=True), name
+        state = model.adapt(plain, state, iteration, 25) if iteration < 25 else state
+    assert compiled.engine == "compiled"
+
+
+def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    density = Density(hierarchical, args=(X, Y), engine="compiled")
+    z = torch.rand(5, density.dim) - 0.5
+    with pytest.warns(RuntimeWarning, match=r"failed.*no compiler here"):
+        found = density.energy_and_gradient(z)
+    assert density.engine == "eager"
+    assert torch.equal(density.energy_and_gradient(z)[1], found[1])  # and no second warning
+
+
+@pytest.mark.cpu
+def test_auto_compiles_if_the_run_is_long_enough_and_there_is_a_compiler(monkeypatch):
+    long = {"args": (X, Y), "iterations": 20_000}
+    assert Density(hierarchical, args=(X, Y), iterations=300).engine == "eager"
+    monkeypatch.setenv("CXX", "g++")
+    assert Density(hierarchical, **long).engine == "compiled"
+    assert Density(hierarchical, **long, engine="eager").engine == "eager"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.warns(RuntimeWarning, match=r"'eager' serves, not 'compiled'"):
+        assert Density(hierarchical, **long).engine == "eager"
+
+
+# what is refused ----------------------------------------------------------------------------------------------------
+
+
 def branching() -> None:
     a = pyro.sample("a", dist.Normal(0.0, 1.0))
     pyro.factor("f", a if a > 0 else -a * a)
-
-
-def noisy() -> None:
-    a = pyro.sample("a", dist.Normal(0.0, 1.0))
-    pyro.factor("f", a + torch.randn(()))
 
 
 def test_a_model_that_branches_on_a_value_is_evaluated_chain_by_chain_and_says_so():
     with pytest.warns(RuntimeWarning, match="one after another.*data-dependent control flow"):
         density = Density(branching, dtype=torch.float64, engine="compiled")
     assert density.engine == "eager"
-    assert "data-dependent" in density.engine_reason
     a = torch.tensor([[1.5], [-2.0], [0.3]], dtype=torch.float64)
     energy, gradient = density.energy_and_gradient(a)
     factor, slope = torch.where(a > 0, a, -a * a), torch.where(a > 0, 1.0, -2 * a)
@@ -272,6 +361,24 @@ def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
         density.energy(torch.tensor([[3.9, 0.0], [4.1, 0.0]]))
 
 
+def moving_support() -> None:
+    pyro.sample("b", dist.Uniform(0.0, pyro.sample("a", dist.HalfNormal(1.0))))
+
+
+def varying_sites() -> None:
+    pyro.sample(f"b{torch.randint(10**6, ()).item()}", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0))
+
+
+def local_latent(x: Tensor) -> None:
+    with pyro.plate("data", 8, subsample_size=2) as rows:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z, 1.0), obs=x[rows, 0])
+
+
+def noisy() -> None:
+    pyro.factor("f", pyro.sample("a", dist.Normal(0.0, 1.0)) + torch.randn(()))
+
+
 @pytest.mark.parametrize(
     ("model", "args", "options", "message"),
     [
@@ -280,22 +387,12 @@ def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
         (subsampling, (X, Y), {}, "'data': 2 of 8 rows.*SGHMC"),
         (in_plate, (X, Y), {"batch_size": 4, "subsampled": True}, "subsample_size"),
         (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
-        (PyroNet().train(), (X, Y), {}, "'norm' is batch normalisation in train mode"),
+        (PyroNet().train(), (X, Y), {}, r"'norm' is batch normalisation in train mode.*\.eval\(\)"),
         (noisy, (), {}, "isn't a function of its sites"),
-        (bayesian_model(num_data=100), (X, Y), {}, "num_data=100"),
-        (bayesian_model(), (X, Y), {"batch_size": 9, "subsampled": True}, "batch_size is 9"),
+        (network(num_data=100), (X, Y), {}, "num_data=100"),
+        (network(), (X, Y), {"batch_size": 9, "subsampled": True}, "batch_size is 9"),
     ],
 )
 def test_what_cannot_be_sampled_is_named(model, args, options, message):
     with pytest.raises(ValueError, match=message):
         Density(model, args=args, **options)
-
-
-def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
-    def model() -> None:
-        pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        pyro.sample("b", dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)))
-
-    density = Density(model, dtype=torch.float32, engine="eager")
-    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator(torch.empty(0).device)))
-    assert energy.dtype == gradient.dtype == torch.float32

@@ -233,8 +233,8 @@ def noise() -> Problem:
 
 
 def schools() -> Problem:
-    """y_j ~ N(theta_j, s), theta_j ~ N(mu, tau), mu ~ N(0, 10). Given tau all else is Gaussian, so that the posterior of
-    tau is known on a line up to a constant: p(tau | y) ~ p(tau) N(y; 0, (s^2 + tau^2) I + 100 1 1')."""
+    """y_j ~ N(theta_j, s), theta_j ~ N(mu, tau), mu ~ N(0, 10). Given tau all else is Gaussian, so its posterior is
+    known on a line up to a constant: p(tau | y) ~ p(tau) N(y; 0, (s^2 + tau^2) I + 100 1 1')."""
     y, s = torch.tensor([2.8, 0.8, -0.3, 0.7, -0.1, 0.1, 1.8, 1.2], dtype=torch.float64), 0.5
 
     def model(y: Tensor) -> None:

@@ -8,7 +8,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -82,37 +81,6 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
 def test_starts_of_other_shapes_are_refused(initial, message):
     with pytest.raises(ValueError, match=message):
         sample(HMC(model), initial=initial, **QUICK)
-
-
-def in_parts(y: torch.Tensor) -> None:
-    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y), subsample_size=2) as rows:
-        pyro.sample("y", dist.Normal(mean, 1.0), obs=y[rows])
-
-
-class Normalised(PyroModule):
-    """Batch normalisation outside of a ``BayesianModel``, which would put it in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: torch.Tensor) -> None:
-        scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(self.norm(x).sum(-1), scale), obs=x[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("built", "data", "message"),
-    [
-        (lambda: in_parts, (torch.zeros(6),), "'data': 2 of 6 rows.*use a stochastic-gradient sampler"),
-        (Normalised, (torch.randn(5, 2),), r"'norm' is batch normalisation in train mode.*\.eval\(\)"),
-    ],
-)
-def test_models_that_it_cannot_sample_are_told_with_advice(built, data, message):
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        sample(HMC(built()), *data, **QUICK)
 
 
 @pytest.mark.cuda
