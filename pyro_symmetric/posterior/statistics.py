@@ -8,7 +8,7 @@ takes one weight at a time; here thousands are taken in parts that fit the cache
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,8 +25,10 @@ Array = NDArray[np.float64]
 TAILS = (0.05, 0.95)
 WATCHED_ENTRIES = 16  # of each site, which are enough to see whether chains move
 _BLOCK_ENTRIES = 2**26  # copied at once out of what may be a mapped file: every page of a narrow site is read each time
-_PART_ENTRIES = 2**16  # what a thread works on at a time: a few megabytes with its copies, which its cache holds
+_PART_ENTRIES = 2**19  # what a thread works on at a time: some megabytes with its copies
+_CHAINS_AT_ONCE = 256  # whose squares single precision adds up
 _KEPT_BYTES = 2**25 - 2**16  # nearly the most that counts
+_ROUNDING = 1e-11  # variances of normal scores, which are 1 together
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,9 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
         np.empty(_KEPT_BYTES, dtype=np.uint8)  # and freed: glibc keeps as much from now on, and page faults go
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
-                series = columns[..., block].permute(2, 0, 1).contiguous().cpu()
+                series = torch.stack(
+                    [chain[:, block].T for chain in columns], 1
+                ).cpu()  # several times faster than all at once
                 single = series.dtype in (torch.float32, torch.float16, torch.bfloat16)
                 numbers = series.to(torch.float32 if single else torch.float64).numpy()
                 parts = slices(len(numbers), _PART_ENTRIES // series_size)
@@ -83,19 +87,23 @@ def _part(series: NDArray[Any]) -> Array:
     """R-hat, bulk and tail effective sample size of each row of ``(quantities, chains, draws)``."""
     count, chains, length = series.shape
     halves = np.delete(series, length // 2, axis=2) if length % 2 else series  # without the middle
+    shape = (count, 2 * chains, length // 2)
     rows, halves = series.reshape(count, -1), halves.reshape(count, -1)
     places = _ascending(halves)
-    split = halves.reshape(count, 2 * chains, length // 2).astype(np.float64)
-    ordered = split.ravel()[places]
-    scores = _normal_scores(places, ordered).reshape(split.shape)
+    ordered = halves.ravel()[places].astype(np.float64)
     whole = np.sort(rows.astype(np.float64), axis=1) if length % 2 else ordered
-    tails = np.minimum(*(effective_size(split <= _quantile(whole, at)[:, None, None]) for at in TAILS))
+    low, high = _quantiles(whole, TAILS)
+    tail = np.concatenate([halves <= low[:, None], halves > high[:, None]]).reshape(-1, *shape[1:])
+    tails = np.minimum(*np.split(effective_size(tail), 2))
+    scores = _normal_scores(places, ordered).reshape(shape)
     n = places.shape[1]
     folded = np.abs(ordered - (ordered[:, (n - 1) // 2, None] + ordered[:, n // 2, None]) / 2)
-    turned = folded.argsort(1, kind="stable") + _starts(folded)  # which merges what falls with what rises
-    far = _normal_scores(places.ravel()[turned], folded.ravel()[turned]).reshape(split.shape)
-    found = [np.fmax(_r_hat(scores), _r_hat(far)), effective_size(scores), tails]
-    return np.where(np.isfinite(rows).all(1) & (ordered[:, 0] < ordered[:, -1]), found, np.nan)
+    # Bits of numbers that aren't negative ascend as they do. A stable sort merges what falls with what rises.
+    turned = folded.view(np.int64).argsort(1, kind="stable")
+    turned += _starts(folded)
+    far = _normal_scores(places.ravel()[turned], folded.ravel()[turned]).reshape(shape)
+    found = [np.fmax(_r_hat(scores), _r_hat(far)), effective_size(scores.astype(series.dtype, copy=False)), tails]
+    return np.where(np.isfinite(whole[:, [0, -1]]).all(1) & (ordered[:, 0] < ordered[:, -1]), found, np.nan)
 
 
 def _starts(rows: NDArray[Any]) -> NDArray[Any]:
@@ -121,14 +129,17 @@ def _normal_scores(places: NDArray[Any], ordered: Array) -> Array:
     :param places: those of the numbers from the least to the greatest, ``ordered``.
     """
     count, n = ordered.shape
-    equal = np.full((count, n + 1), False)
-    np.equal(ordered[:, 1:], ordered[:, :-1], out=equal[:, 1:-1])
-    before, after = equal[:, :-1], equal[:, 1:]
-    begins, ends = np.flatnonzero(after & ~before), np.flatnonzero(before & ~after)  # of equal ones
-    quantiles = _normal_quantiles(n)
+    quantiles, values = _normal_quantiles(n), ordered.ravel()
+    equal = np.zeros(values.size + 1, dtype=bool)  # to the one before
+    np.equal(values[1:], values[:-1], out=equal[1:-1])
+    equal[::n] = False
+    turns = np.flatnonzero(equal[1:] != equal[:-1])
+    first, last = turns[::2], turns[1::2]  # of equal ones
+    sizes = last - first + 1
     ascending = np.tile(quantiles[2::2], count)
-    ascending[(before | after).ravel()] = np.repeat(quantiles[(begins + ends) % (2 * n) + 2], ends - begins + 1)
-    scores = np.empty(ordered.size)
+    alike = np.repeat(last + 1 - sizes.cumsum(), sizes) + np.arange(sizes.sum())
+    ascending[alike] = np.repeat(quantiles[first % n + last % n + 2], sizes)
+    scores = np.empty_like(ascending)
     scores[places.ravel()] = ascending
     return scores
 
@@ -139,30 +150,36 @@ def _normal_quantiles(n: int) -> Array:
     return special.ndtri((np.arange(2 * n + 1) / 2 - 3 / 8) / (n + 1 / 4))
 
 
-def _quantile(ordered: Array, at: float) -> Array:
-    """The quantile of each row, between its numbers in proportion, rounded as :func:`numpy.quantile` rounds it."""
-    below = int(at * (ordered.shape[1] - 1))
-    share, (low, high) = at * (ordered.shape[1] - 1) - below, ordered[:, below : below + 2].T
-    return low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share)
+def _quantiles(ordered: Array, at: Sequence[float]) -> Array:
+    """Quantiles of each row, between its numbers in proportion, rounded as :func:`numpy.quantile` rounds them."""
+    below, share = np.divmod(np.array(at) * (ordered.shape[1] - 1), 1)
+    low, high = ordered.T[below.astype(int)], ordered.T[below.astype(int) + 1]
+    share = share[:, None]
+    return np.where(share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share))
 
 
-def _r_hat(split: Array) -> Array:
-    length = split.shape[-1]
-    within = split.var(-1, ddof=1).mean(1)
-    between = length * split.mean(-1).var(1, ddof=1)
-    result = np.sqrt((between / within + length - 1) / length)
-    # Of halves that stand still both variances are rounding errors.
-    still, alike = (split == split[..., :1]).all((1, 2)), (split == split[:, :1, :1]).all((1, 2))
-    return np.where(still, np.where(alike, np.nan, np.inf), result)
+def _r_hat(scores: Array) -> Array:
+    _, chains, length = scores.shape
+    means = scores.mean(-1)
+    squares = np.einsum("qcd,qcd->q", scores, scores) - length * np.square(means).sum(1)
+    within, between = squares / (chains * (length - 1)), means.var(1, ddof=1)
+    result = np.sqrt(between / within + (length - 1) / length)
+    # Of halves that stand still both variances are rounding errors. Where a draw moves its rank does, by many places.
+    return np.where(within > _ROUNDING, result, np.where(between > _ROUNDING, np.inf, np.nan))
 
 
 def effective_size(split: NDArray[Any]) -> Array:
     """Effective sample size of each row of split chains ``(quantities, 2 * chains, half)``, two draws or more."""
     _, chains, length = split.shape
-    means = split.mean(-1, dtype=np.float64)
-    centred, between = split - means[..., None], means.var(1, ddof=1)
+    series = split.astype(np.float32) if split.dtype == np.bool_ else split
+    means = series.sum(-1).astype(np.float64) / length
+    between = means.var(1, ddof=1)
     for lags in (min(length, 16 + length // 4), length):  # the first are mostly enough
-        covariance = _autocovariance(centred, lags)
+        if split.dtype == np.bool_:  # of which there are whole numbers of pairs, that single precision tells
+            products = np.rint(_products(series, lags)) - _products_of_means(series, means, lags)
+        else:
+            products = _products(split - means[..., None].astype(split.dtype), lags)
+        covariance = products / (chains * length)
         pooled = covariance[:, 0] + between
         rho = 1 - (covariance[:, :1] * length / (length - 1) - covariance) / pooled[:, None]
         rho[:, 0] = 1
@@ -173,13 +190,23 @@ def effective_size(split: NDArray[Any]) -> Array:
     return chains * length / np.where(constant, 1, np.maximum(tau, 1 / np.log10(chains * length)))
 
 
-def _autocovariance(centred: Array, lags: int) -> Array:
-    """The mean over the chains of each row, at the first lags."""
-    _, chains, length = centred.shape
-    padded = fft.next_fast_len(length + lags, real=True)
-    parts = fft.rfft(centred, n=padded).view(np.float64)
-    squares = np.einsum("qcf,qcf->qf", parts, parts) / chains  # over chains, before it is transformed back
-    return fft.irfft(squares[:, ::2] + squares[:, 1::2], n=padded)[:, :lags] / length
+def _products(series: NDArray[Any], lags: int) -> Array:
+    """The sums, over chains and draws, of products of numbers so many draws apart, at the first lags."""
+    padded = fft.next_fast_len(series.shape[-1] + lags - 1, real=True)
+    squares = np.zeros((len(series), 2 * (padded // 2 + 1)))  # of all chains, before they are transformed back
+    for chains in slices(series.shape[1], _CHAINS_AT_ONCE):
+        parts = fft.rfft(series[:, chains], n=padded).view(series.dtype)
+        squares += np.einsum("qcf,qcf->qf", parts, parts)
+    return fft.irfft(squares[:, ::2] + squares[:, 1::2], n=padded)[:, :lags]
+
+
+def _products_of_means(inside: NDArray[np.float32], means: Array, lags: int) -> Array:
+    """What :func:`_products` of numbers that are 0 or 1 exceed those of their distances to each chain's mean by."""
+    length, ahead = inside.shape[-1], np.arange(lags)
+    counts = np.rint(means * length).astype(np.float32)
+    until = np.pad((counts[:, None] @ inside)[:, 0].astype(np.float64).cumsum(1), ((0, 0), (1, 0)))
+    crossed = (until[:, length - ahead] + until[:, -1:] - until[:, ahead]) / length
+    return crossed - (length - ahead) * np.square(means).sum(1)[:, None]
 
 
 def _autocorrelation_time(rho: Array, most: int) -> tuple[Array, NDArray[np.bool_]]:

@@ -61,6 +61,14 @@ def test_they_are_arvizs_numbers(shape, kind):
         assert (known == (usable & ~np.isnan(expected))).all()
 
 
+def test_many_chains_in_single_precision_are_arvizs_numbers_too():
+    draws = torch.randn(600, 20, 2).cumsum(1)
+    found = chain_statistics(draws)
+    sides = zip((found.r_hat, found.ess_bulk, found.ess_tail), arviz(draws), (1e-10, 1e-5, 1e-10), strict=True)
+    for values, expected, rtol in sides:
+        np.testing.assert_allclose(values.numpy(), expected, rtol=rtol)
+
+
 def test_blocks_and_threads_change_nothing(monkeypatch):
     draws = torch.randn(3, 30, 4, 5)
     whole = chain_statistics(draws)
