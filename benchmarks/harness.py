@@ -162,7 +162,7 @@ def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
         dtype=torch.float32,
         device=options.device,
     )
-    pool = options.pool if data.is_image else 1
+    pool = options.pool if len(data.input_shape) == 3 else 1
     train_x, test_x = (torch.nn.functional.avg_pool2d(x, pool) if pool > 1 else x for x in (data.train_x, data.test_x))
     return dataclasses.replace(data, name=folder if part else data.name, train_x=train_x, test_x=test_x)
 

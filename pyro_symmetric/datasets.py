@@ -32,6 +32,7 @@ IMAGES = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
+TEST_SHARE = 0.2  # of the rows of a data set that has no test part
 MOST_CLASSES = 20  # different whole numbers in a target that are taken as classes
 KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 """The names that :func:`load` reads."""
@@ -80,11 +81,6 @@ class Dataset:
         """Outputs that a network for this task has: one a class, or 1 for regression."""
         return len(self.class_names) or 1
 
-    @property
-    def is_image(self) -> bool:
-        """True if rows are ``(channels, height, width)``."""
-        return len(self.input_shape) == 3
-
     def unstandardize_y(self, y: Tensor) -> Tensor:
         """Bring standardised targets or predicted means, of any shape, back to the data's units."""
         return y * self.y_scale + self.y_mean
@@ -100,7 +96,7 @@ class Dataset:
         size, classes = "x".join(map(str, self.input_shape)), self.class_names
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
-            f"{'images of' if self.is_image else 'features:'} {size}",
+            f"{'images of' if len(self.input_shape) == 3 else 'features:'} {size}",
             f"{len(classes)} classes ({shorten(classes)})" if classes else f"targets of deviation {self.y_scale:.4g}",
         ]
         if self.ood_x is not None:
@@ -118,7 +114,6 @@ def load(
     download: bool = False,
     target: str | None = None,
     task: Task | None = None,
-    test_fraction: float = 0.2,
     hold_out: Literal["auto"] | Sequence[str | int] | None = None,
     split: int = 0,
     image_size: int = 64,
@@ -137,11 +132,10 @@ def load(
     :param download: fetch an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
     :param task: for tables whose target allows both; guessed by default.
-    :param test_fraction: share of the rows that is split off for testing (stratified by class), where a data set has no
-        test part of its own.
     :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs;
         ``"auto"`` the last fifth where there are at least 5. Of a test part of its own, where there is one.
-    :param split: number of the split. UCI sets bring theirs; data sets without a test part are split anew for each.
+    :param split: number of the split. UCI sets bring theirs; a fifth of the rows of data sets without a test part is
+        split off anew for each (stratified by class).
     :param image_size: the side in pixels to which the pictures of ``images:FOLDER`` are scaled and cut.
     :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
     :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
@@ -150,7 +144,6 @@ def load(
     :raises FileNotFoundError: if the data are not where they were looked for.
     """
     arguments.one_of("task", task, (None, *get_args(Task)))
-    arguments.fraction("test_fraction", test_fraction)
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
     raw = _read(name, Path(root).expanduser(), download, target, split, task, image_size)
@@ -163,7 +156,7 @@ def load(
     train, test = raw.parts or (np.arange(len(raw.y)),) * 2
     train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
     if not raw.parts:
-        rows, num_test = _stratified(train, raw, rng), max(1, round(test_fraction * len(train)))
+        rows, num_test = _stratified(train, raw, rng), max(1, round(TEST_SHARE * len(train)))
         train, test = rows[num_test:], rows[:num_test]
     sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
     train, test, outside = (
