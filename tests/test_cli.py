@@ -42,16 +42,6 @@ def test_json_holds_the_whole_symmetry(nets: str, capsys: pytest.CaptureFixture[
     assert Symmetry.from_dict(data).permutations.factors == {"0": 5, "2": 4}
 
 
-def test_unknown_nets_end_in_one_sentence(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for net, words in (
-        ("resnet51", "did you mean 'resnet"),
-        (f"{nets}:absent", "'absent'"),
-        (f"{nets}:mlp", "--input"),
-    ):
-        assert cli.main(["symmetries", net]) == 2
-        assert words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "line",
     [

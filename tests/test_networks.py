@@ -1,9 +1,12 @@
-"""The named networks: their sizes, as the papers give them, and that they compute."""
+"""The named networks: their sizes, as the papers give them, and that they compute; torchvision's import."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from pyro_symmetric.networks import NETWORKS, optunet, resnet20
+from pyro_symmetric.networks import NETWORKS, import_torchvision, optunet, prepare_torchvision, resnet20
 
 
 def count(net: torch.nn.Module) -> int:
@@ -31,3 +34,30 @@ def test_every_network_takes_small_images(name: str, shape: tuple[int, ...]) -> 
     with torch.no_grad():
         x = torch.randn(2, *shape)
         assert NETWORKS[name](shape, 7).eval().to(x.device)(x).shape == (2, 7)
+
+
+# torchvision ----------------------------------------------------------------------------------------------------------
+
+
+def test_data_sets_models_and_torchmetrics_are_usable_in_a_fresh_process():
+    """A package that imports torchvision without our help, as torchmetrics does, finds it prepared."""
+    program = (
+        "import importlib.util, warnings\n"
+        "from pyro_symmetric.networks import import_torchvision, prepare_torchvision\n"
+        "prepare_torchvision()\n"
+        "import torchvision.datasets, torchvision.models\n"
+        "assert import_torchvision() is torchvision\n"
+        "torchvision.models.squeezenet1_0()\n"
+        "warnings.simplefilter('default')  # torchmetrics' own\n"
+        "if importlib.util.find_spec('torchmetrics'):\n"
+        "    import torchmetrics\n"
+    )
+    result = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_torchvision_the_sentence_says_what_to_install_and_what_needs_none_does_without(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ImportError, match="pip install"):
+        import_torchvision()
+    prepare_torchvision()
