@@ -201,7 +201,7 @@ def _products(series: NDArray[Any], lags: int) -> Array:
 
 
 def _products_of_means(inside: NDArray[np.float32], means: Array, lags: int) -> Array:
-    """What :func:`_products` of numbers that are 0 or 1 exceed those of their distances to each chain's mean by."""
+    """Tell by how much :func:`_products` of zeros and ones exceed those of their distances to each chain's mean."""
     length, ahead = inside.shape[-1], np.arange(lags)
     counts = np.rint(means * length).astype(np.float32)
     until = np.pad((counts[:, None] @ inside)[:, 0].astype(np.float64).cumsum(1), ((0, 0), (1, 0)))
