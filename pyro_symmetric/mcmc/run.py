@@ -292,35 +292,28 @@ def advance(settings: Settings, density: Density, recorder: Recorder, at: RunSta
 
     :raises ValueError: if a kernel of the user's lost chains or coordinates.
     """
-    kernel, draws, num_warmup, agreement, r_hat = settings.kernel, at.draws, at.num_warmup, at.agreement, at.r_hat
+    kernel, draws = settings.kernel, at.draws
     state = kernel.step(density, at.state)
     if state.z.shape != (settings.num_chains, density.dim):
         raise ValueError(f"{kernel!r} moved {settings.num_chains} chains of {density.dim} to z {tuple(state.z.shape)}")
-    if at.iteration < num_warmup:
-        if agreement is not None:
-            rate = state.statistics.get("acceptance_rate")
-            agreement = agreement.update(at.iteration, state.z, state.energy, rate)
-            if at.iteration + 1 in settings.warmups(density):
-                r_hat = agreement.r_hat()
-                num_warmup = at.iteration + 1 if r_hat < LIMIT else num_warmup
-            if at.iteration + 1 == num_warmup:
-                agreement = None
-        state = kernel.adapt(density, state, at.iteration, num_warmup)
-    elif (at.iteration + 1 - num_warmup) % settings.thinning == 0:
+    if at.iteration < at.num_warmup:
+        if at.agreement is not None:
+            at = asked(at, at.agreement, state, settings.warmups(density))
+        state = kernel.adapt(density, state, at.iteration, at.num_warmup)
+    elif (at.iteration + 1 - at.num_warmup) % settings.thinning == 0:
         recorder.append(draws, density.draws(state.z), state.statistics)
         draws += 1
-    return RunState(
-        at.iteration + 1,
-        state,
-        state.generator.get_state(),
-        draws,
-        num_warmup,
-        agreement,
-        r_hat,
-        seed=at.seed,
-        one_start=at.one_start,
-        seconds=at.seconds,
-    )
+    return replace(at, iteration=at.iteration + 1, state=state, generator=state.generator.get_state(), draws=draws)
+
+
+def asked(at: RunState, agreement: Agreement, state: State, lengths: tuple[int, ...]) -> RunState:
+    """The run whose chains, now in ``state``, are asked at some lengths of warm-up whether it may end there."""
+    length, num_warmup, r_hat = at.iteration + 1, at.num_warmup, at.r_hat
+    agreement = agreement.update(at.iteration, state.z, state.energy, state.statistics.get("acceptance_rate"))
+    if length in lengths:
+        r_hat = agreement.r_hat()
+        num_warmup = length if r_hat < LIMIT else num_warmup
+    return replace(at, num_warmup=num_warmup, agreement=None if length == num_warmup else agreement, r_hat=r_hat)
 
 
 def started(settings: Settings, density: Density, recorder: Recorder) -> RunState:
