@@ -538,21 +538,16 @@ def _fits(one: _Lying, other: _Lying, inside: bool) -> bool:
         return True
     exchanged = one.places.unflatten(-1, (units.copies, units.size))
     unit, block = other.unit[exchanged], other.block[exchanged]
-    if inside and not shifted:
-        ratio = other.units.count // units.count
-        first = ratio * torch.arange(units.count, device="cpu").view(units.copies, units.size)
-        return _alike(torch.where(unit < 0, -1, unit - first)) and (not permuted or _alike(block))
-    if not permuted:
-        return _alike(unit)
-    # A table, or units around them: rows are taken to rows, each with all that lies in it.
+    if inside and not shifted:  # counted from the first in each unit
+        first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
+        unit = torch.where(unit < 0, unit, unit - first * (other.units.count // units.count))
+    alike = bool((unit == unit[..., :1]).all())
+    if not permuted or not alike:
+        return alike
+    # What is permuted is taken along whole: a row of a table to a row, with all that lies in it.
     cells = (block * other.units.copies + unit // other.units.size).flatten(0, 1)
     number = len(cells.unique(dim=0))
-    return _alike(unit) and all(len(column.unique()) == number for column in cells.T)
-
-
-def _alike(value: Tensor) -> bool:
-    """True if all along the last axis are equal."""
-    return bool((value == value[..., :1]).all())
+    return all(len(column.unique()) == number for column in cells.T)
 
 
 def group_of(symmetry: Any, name: str = "group") -> Group:
