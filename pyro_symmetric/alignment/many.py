@@ -36,7 +36,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.descent import Descent, acted, put, recentred, reshaped
-from pyro_symmetric.alignment.matching import BAR_DELAY, evening, scaled
+from pyro_symmetric.alignment.matching import BAR_DELAY, evening
 from pyro_symmetric.alignment.moments import (
     COSTS,
     GaussianWeights,
@@ -178,7 +178,7 @@ def align_many(
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
     scales = evening(group, moments)
-    even = scaled(scales, moments)
+    even = {s: acted(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
     rounds = _Rounds(group, objective, even)
     with (
         contextlib.nullcontext() if seed is None else forked(seed),

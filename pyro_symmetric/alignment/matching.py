@@ -215,12 +215,6 @@ def evening(group: Group, source: Moments, reference: Moments | None = None) -> 
     return _element(group, found - common)
 
 
-def scaled(element: Element, moments: Moments) -> Moments:
-    """All sites as scales move them, all channels alike."""
-    own = element.within(element.group.scalings)
-    return {site: own.on_site(site, value) for site, value in moments.items()} if own.log_scales else moments
-
-
 def fitted(group: Group, reference: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Element:
     """The scales where the squared distance of what is in place is least, near none; no source ends farther away."""
     scalings = group.scalings

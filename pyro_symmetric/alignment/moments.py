@@ -52,7 +52,7 @@ from pyro_symmetric.arguments import described
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
-from pyro_symmetric.groups.element import require_buffers
+from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, batch_shape, require_finite
 

@@ -37,9 +37,8 @@ from pyro_symmetric.canonical.removal import (
 )
 from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.model_check import require_of_posterior
-from pyro_symmetric.groups.element import Element, acted_shape
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups.units import Element, Move, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 

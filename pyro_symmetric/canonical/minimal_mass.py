@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.removal import as_it_came, weights_of
 from pyro_symmetric.canonical.scales import Mass
-from pyro_symmetric.groups.element import acted_shape
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import require_finite, require_sites
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.scales import evened
 from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis, Move, along_axis, laid_out, rows
+from pyro_symmetric.groups.units import Axis, Element, Move, along_axis, laid_out, rows
 from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import Weights
 

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric.canonical.removal import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.symmetry import Symmetry, plain_weights
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Element
 from pyro_symmetric.weights import require_finite
 
 
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """Kendall's rank correlation between batches of permutations.
 
-    Two orders of the same units, as :class:`~pyro_symmetric.groups.element.Element` holds them: entry ``i`` is the unit
+    Two orders of the same units, as :class:`~pyro_symmetric.groups.units.Element` holds them: entry ``i`` is the unit
     in place ``i``. Time and memory are ``n²`` for each pair.
 
     >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))

@@ -30,9 +30,8 @@ from pyro_symmetric.discovery.verify import (
     Verification,
     broken_moves,
 )
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis
+from pyro_symmetric.groups.units import Axis, Element
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced

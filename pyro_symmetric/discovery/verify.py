@@ -28,9 +28,8 @@ from pyro_symmetric.arguments import described
 from pyro_symmetric.discovery.symmetry import CONSTANT, Symmetry, copied, in_precision, near, refreshed
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import MOVES, Move
+from pyro_symmetric.groups.units import MOVES, Element, Move
 
 # The largest relative change that passes; or as many times the rounding errors, if that is more.
 TOLERANCE, ROUNDINGS = 1e-6, 30.0

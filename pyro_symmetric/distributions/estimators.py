@@ -41,8 +41,8 @@ from pyro_symmetric.distributions.matching import (
     unit_blocks,
 )
 from pyro_symmetric.groups.action import Action
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
+from pyro_symmetric.groups.units import Element
 
 CHUNK_NUMBERS = 2**25  # that are held at once; beyond, the work is done chunk by chunk
 # Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.

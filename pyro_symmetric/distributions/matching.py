@@ -36,9 +36,8 @@ from torch.nn.functional import logsigmoid
 
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, rows
+from pyro_symmetric.groups.units import Axis, Element, rows
 from pyro_symmetric.weights import Weights
 
 SKETCH = 256  # weights of a unit by which it is matched: of those to another set, and of all while it is sure

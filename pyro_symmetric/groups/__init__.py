@@ -1,8 +1,7 @@
 """Groups of symmetries: units, what they may do, and how it acts on weights."""
 
 from pyro_symmetric.groups.action import Action, is_real
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Axis, Units
+from pyro_symmetric.groups.units import Axis, Element, Units
 
 __all__ = ["Action", "Axis", "Element", "Group", "Units", "group_of", "is_real"]

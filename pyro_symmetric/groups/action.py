@@ -22,8 +22,8 @@ from torch.distributions.constraints import Constraint, independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
-from pyro_symmetric.groups.element import Element
 from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.units import Element
 from pyro_symmetric.weights import Layout
 
 
@@ -98,10 +98,11 @@ class Action:
             )
             total = total + (before - after).to(total)
         for site in self.sites if "scale" in element.numbers else ():
-            for dim in self.group.members(site):
-                logs = element.axis_multiplier(site, dim, torch.float64).abs().log().sum(-1)
-                shape = self.group.view_shapes[site]
-                total = total + (logs * (shape.numel() // shape[dim])).to(total)
+            shape = self.group.view_shapes[site]
+            for dim, members in self.group.members(site).items():
+                for name, axis in members:
+                    each = element.numbers["scale"][..., self.group.slots[name]].double().sum(-1)
+                    total = total + (axis.exponent * len(axis.index) * (shape.numel() // shape[dim]) * each).to(total)
         return total
 
     def require_real(self, site: str, support: Constraint) -> None:

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
-from pyro_symmetric.groups.element import Element, checked
-from pyro_symmetric.groups.units import MOVES, Axis, Move, Units, moves_of, outer_first, pruned, table
+from pyro_symmetric.groups.units import MOVES, Axis, Element, Move, Units, checked, moves_of, outer_first, pruned, table
 from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites, shapes_of
 
 ENUMERATION_LIMIT = 1_000_000
@@ -339,7 +338,7 @@ class Group:
         log_scales: Mapping[str, Any] | None = None,
         shifts: Mapping[str, Any] | None = None,
     ) -> Element:
-        """A given element or batch of elements: numbers as :class:`~pyro_symmetric.groups.element.Element` holds them.
+        """A given element or batch of elements: numbers as :class:`~pyro_symmetric.groups.units.Element` holds them.
 
         Shifts act first, then signs and scales, then permutations.
 

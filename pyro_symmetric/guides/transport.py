@@ -38,7 +38,7 @@ from pyro_symmetric.alignment.moments import GaussianWeights, barycentre_gaussia
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Action, Element, Group
-from pyro_symmetric.groups.element import require_buffers
+from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.guides.base import action_on, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, in_blocks, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
