@@ -273,20 +273,35 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
 # losses ---------------------------------------------------------------------------------------------------------------
 
 
-def _flat(loss: Loss) -> Loss:
-    """The loss of a single output, whose axis targets may lack."""
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
+        raise ValueError(
+            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; take 'mse', or "
+            "'binary_cross_entropy' for two classes"
+        )
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def _of_values(loss: Loss) -> Loss:
+    """The loss of targets that may lack the axis of a single output. Others it would pair with all outputs."""
 
     def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
-        single = outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1
-        return loss(outputs.squeeze(-1) if single else outputs, targets.to(outputs.dtype))
+        if outputs.shape == (*targets.shape, 1):
+            outputs = outputs.squeeze(-1)
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"data: a target has shape {tuple(targets.shape[1:])}, but an output of the network "
+                f"{tuple(outputs.shape[1:])}; they must be alike"
+            )
+        return loss(outputs, targets.to(outputs.dtype))
 
     return evaluate
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": nn.functional.cross_entropy,
-    "binary_cross_entropy": _flat(nn.functional.binary_cross_entropy_with_logits),
-    "mse": _flat(nn.functional.mse_loss),
+    "cross_entropy": _cross_entropy,
+    "binary_cross_entropy": _of_values(nn.functional.binary_cross_entropy_with_logits),
+    "mse": _of_values(nn.functional.mse_loss),
 }
 
 
@@ -332,28 +347,9 @@ def _objective(
         return Objective(own.net, False, map_loss(own, len(x)), x, y, own.site_shapes, transforms, start)
     function = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
     hold_frozen(own)
-    _require_alike(own.eval(), loss, x, y)
     shapes = {name: parameter.shape for name, parameter in own.requires_grad_(False).named_parameters()}
     same = dict.fromkeys(shapes, identity_transform)
     return Objective(own, True, network_loss(own, function), x, y, shapes, same, start)
-
-
-def _require_alike(net: nn.Module, loss: str | Loss, x: Tensor, y: Tensor) -> None:
-    """Refuse targets that a loss of values would pair with outputs of another shape, and train on in silence."""
-    with torch.no_grad():
-        outputs = net(x[:2])
-    if loss == "cross_entropy" and outputs.dim() == 2 and outputs.shape[1] == 1:
-        raise ValueError(
-            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; take 'mse', or "
-            "'binary_cross_entropy' for two classes"
-        )
-    if loss not in ("mse", "binary_cross_entropy") or y.shape[1:] == outputs.shape[1:]:
-        return
-    if (*y.shape[1:], 1) != tuple(outputs.shape[1:]):
-        raise ValueError(
-            f"data: a target has shape {tuple(y.shape[1:])}, but an output of the network {tuple(outputs.shape[1:])}; "
-            "they must be alike"
-        )
 
 
 def _started(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:

@@ -209,7 +209,7 @@ class TracedTarget(Traced):
             names = [site["name"] for site in latent]
             why = f"discrete latent sites only, {names}, which are summed out" if names else "no latent site"
             hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, torch.nn.Module) else ""
-            raise ValueError(f"{name_of(model)} has {why}, so there is nothing to sample{hint}")
+            raise ValueError(f"the model has {why}, so there is nothing to sample{hint}")
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
         check_observed(site for site in observed if not is_deterministic(site))
         self.row_counts = _subsampled_plates(trace)
@@ -536,14 +536,12 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     try:
         yield
     except Exception as error:
-        error.add_note(f"This came from {name_of(model)}, called with {described_call(args, kwargs)}.")
+        kind, name = (
+            "module" if isinstance(model, nn.Module) else "model",
+            getattr(model, "__name__", type(model).__name__),
+        )
+        error.add_note(f"This came from the {kind} {name}, called with {described_call(args, kwargs)}.")
         raise
-
-
-def name_of(model: Any) -> str:
-    """A model in words: a function by its name, a module by its class."""
-    kind = "module" if isinstance(model, nn.Module) else "model"
-    return f"the {kind} {getattr(model, '__name__', type(model).__name__)}"
 
 
 def placed(
