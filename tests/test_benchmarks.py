@@ -80,34 +80,6 @@ def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> No
         Results.of(options, "size")
 
 
-def test_a_table_leaves_out_seeds_that_have_no_number_and_shows_what_is_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from benchmarks.harness import Results
-
-    results = Results(None, {})
-    results.fill(lambda seed, width: {"half": seed / 2 or None}, seed=range(3), width=[8])
-    columns = {"half": ("half", 2), "none": (lambda row: None, 2), "unknown": (lambda row: float("nan"), 1)}
-    results.table("shares", ["width"], columns)
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["8", "0.75", "±", "0.35", "-", "nan", "±", "nan"]
-
-
-def test_a_record_holds_output_command_machine_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import record
-
-    monkeypatch.setattr(record, "RESULTS", tmp_path)
-    monkeypatch.setattr(record, "run", lambda command: ([" ".join(command[1:])], 0))
-    assert record.main(["performance.mmd", "--threads", "2"]) == 0
-    found = json.loads((tmp_path / "performance.mmd.json").read_text())
-    assert found["command"] == "python -m benchmarks.performance.mmd --threads 2"
-    assert found["output"] == ["-m benchmarks.performance.mmd --threads 2"]
-    assert {"commit", "date", "seconds", "uncommitted changes"} <= set(found)
-    assert found["machine"]["cores"] == os.cpu_count()
-    monkeypatch.setattr(record, "run", lambda command: ([], 1))
-    assert record.main(["--part", "one", "performance.mmd"]) == 1
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_asked_for() -> None:
     import numpy as np
     import torch

@@ -5,32 +5,16 @@ With "meta", which holds no numbers, as the default, whatever is made without a 
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pyro_symmetric import (
-    Posterior,
-    align,
-    align_many,
-    canonicalize,
-    common_frame,
-    find_symmetry,
-    invariance_tests,
-    marginal_wasserstein,
-    minimal_mass,
-    mmd,
-    mmd_test,
-    scores,
-    verify,
-)
+import pyro_symmetric as ps
 from pyro_symmetric.canonical import sorting_permutation
 from pyro_symmetric.groups import Axis, Group, Units
 
-TREE = Path(__file__).parent.parent
 SHAPES = {"in": torch.Size([4, 3]), "bias": torch.Size([4]), "out": torch.Size([2, 4])}
 AXES = {"in": ("k", None), "bias": ("k",), "out": (None, "k")}
 
@@ -46,8 +30,8 @@ def weights(count: int, device: torch.device) -> dict[str, Tensor]:
     return {site: torch.randn(count, *shape, device=device) for site, shape in SHAPES.items()}
 
 
-def posterior(count: int, device: torch.device) -> Posterior:
-    return Posterior.from_samples(weights(count, device), kind="independent")
+def posterior(count: int, device: torch.device) -> ps.Posterior:
+    return ps.Posterior.from_samples(weights(count, device), kind="independent")
 
 
 def mean(count: int, device: torch.device) -> dict[str, Tensor]:
@@ -63,21 +47,21 @@ CALLS: dict[str, Callable[[torch.device], Any]] = {
     "sample": lambda d: SCALED.sample((3,))(weights(3, d))["in"],
     "identity": lambda d: SIGNED.identity((3,))(weights(3, d))["in"],
     "enumerate": lambda d: SIGNED.enumerate()(mean(1, d))["in"],
-    "canonicalize signs": lambda d: canonicalize(weights(5, d), SIGNED)["in"],
-    "canonicalize scales": lambda d: canonicalize(weights(5, d), SCALED)["in"],
-    "minimal_mass": lambda d: minimal_mass(weights(5, d), SCALED).mass,
+    "canonicalize signs": lambda d: ps.canonicalize(weights(5, d), SIGNED)["in"],
+    "canonicalize scales": lambda d: ps.canonicalize(weights(5, d), SCALED)["in"],
+    "minimal_mass": lambda d: ps.minimal_mass(weights(5, d), SCALED).mass,
     "sorting_permutation": lambda d: sorting_permutation(weights(5, d), SIGNED)["k"],
-    "align": lambda d: align(weights(5, d), mean(1, d), SIGNED, cost="l2").cost,
-    "align scales": lambda d: align(weights(5, d), mean(1, d), SCALED, cost="l2", restarts=2).cost,
-    "align_many": lambda d: align_many(weights(4, d), SIGNED).displaced,
-    "mmd": lambda d: mmd(*common_frame(weights(6, d), weights(6, d), SIGNED)),
-    "mmd_test": lambda d: mmd_test(posterior(8, d), posterior(8, d), num_permutations=99),
-    "marginal_wasserstein": lambda d: marginal_wasserstein(weights(6, d), weights(6, d)),
-    "invariance_tests": lambda d: invariance_tests(posterior(60, d), SIGNED),
-    "classification": lambda d: scores.classification(
+    "align": lambda d: ps.align(weights(5, d), mean(1, d), SIGNED, cost="l2").cost,
+    "align scales": lambda d: ps.align(weights(5, d), mean(1, d), SCALED, cost="l2", restarts=2).cost,
+    "align_many": lambda d: ps.align_many(weights(4, d), SIGNED).displaced,
+    "mmd": lambda d: ps.mmd(*ps.common_frame(weights(6, d), weights(6, d), SIGNED)),
+    "mmd_test": lambda d: ps.mmd_test(posterior(8, d), posterior(8, d), num_permutations=99),
+    "marginal_wasserstein": lambda d: ps.marginal_wasserstein(weights(6, d), weights(6, d)),
+    "invariance_tests": lambda d: ps.invariance_tests(posterior(60, d), SIGNED),
+    "classification": lambda d: ps.scores.classification(
         weights(7, d)["in"].softmax(-1), torch.tensor([0, 1, 2, 0], device=d)
     ),
-    "detect": lambda d: scores.detect(torch.rand(5, device=d), torch.rand(4, device=d)),
+    "detect": lambda d: ps.scores.detect(torch.rand(5, device=d), torch.rand(4, device=d)),
 }
 
 
@@ -98,6 +82,6 @@ def test_symmetries_are_found_and_verified_whatever_the_default_device(elsewhere
     for parameter in net.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(5, 3, device=device)
-    symmetry = find_symmetry(net, x)
-    assert verify(symmetry, net, x)
+    symmetry = ps.find_symmetry(net, x)
+    assert ps.verify(symmetry, net, x)
     assert symmetry.log_order() > 0

@@ -78,15 +78,6 @@ def test_stochastic_gradient_descent_commutes_with_permutations(batch_size):
     torch.testing.assert_close(element(ends[0]), ends[1], atol=2e-5, rtol=1e-4)
 
 
-def test_members_have_their_own_starts_and_their_own_batches():
-    (x, y), net = blobs(), perceptron()
-    same = {k: v[:1].expand(6, *v.shape[1:]) for k, v in fresh_members(net, 1).items()}
-    found = ensemble(net, (x, y), 6, epochs=2, batch_size=10, initial=lambda n: same, progress=False).get_samples()
-    assert len({tuple(row.flatten().tolist()) for row in found["0.weight"]}) == 6
-    fresh = fresh_members(net, 6)["0.weight"]
-    assert len({tuple(row.flatten().tolist()) for row in fresh}) == 6
-
-
 @pytest.mark.stochastic
 def test_training_learns_and_reports_each_members_loss():
     x, y = blobs()

@@ -217,13 +217,12 @@ def test_draws_on_the_cpu_meet_data_on_the_device(device):
     torch.testing.assert_close(found.cpu(), expected)
 
 
-def classes(x, y=None):
-    p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(p), obs=y)
-
-
 def test_the_mean_of_a_categorical_site_are_its_probabilities():
+    def classes(x, y=None):
+        p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(p), obs=y)
+
     p = torch.distributions.Dirichlet(torch.ones(3)).sample((5,))
     found = predict({"p": p}, classes, torch.zeros(4), kind="mean")["y"]
     assert torch.allclose(found, p[:, None].expand(5, 4, 3))

@@ -90,6 +90,15 @@ def two_indices(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(Vindex(table)[i, j], 1.0), obs=y)
 
 
+def law_masked(y: Tensor) -> None:
+    """A site whose values weigh alike where the mask leaves it out."""
+    locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 2.0).to_event(1))
+    with pyro.plate("data", 4):
+        law = dist.Categorical(torch.tensor([0.3, 0.7])).mask(torch.tensor([True, True, False, True]))
+        z = pyro.sample("z", law)
+        pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
+
+
 MODELS = {
     "mixture": mixture,
     "mixture, annotated": config_enumerate(mixture),
@@ -100,6 +109,7 @@ MODELS = {
     "two indices": two_indices,
     "outside of plates": outside_of_plates,
     "series, masked": chains_in_a_plate,
+    "law, masked": law_masked,
 }
 
 
@@ -302,20 +312,3 @@ def test_discrete_sites_that_cannot_be_summed_out_are_named(model, message, monk
     monkeypatch.setattr(traced, "MOST_ENTRIES", 2**16)
     with pytest.raises(ValueError, match=message):
         Density(model, (Y,))
-
-
-def test_a_site_whose_law_is_masked_counts_one_for_each_value_where_it_is_masked():
-    """As under poutine.mask, and by enumeration: where the mask leaves a site out, its values weigh alike."""
-    mask, y, weights = torch.tensor([True, True, False]), torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.3, 0.7])
-
-    def model():
-        locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 2.0).to_event(1))
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Categorical(weights).mask(mask))
-            pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
-
-    locs = torch.tensor([[0.3, -0.4]])
-    shares = torch.where(mask[:, None], weights, 1.0)
-    each = dist.Normal(locs[0], 1.0).log_prob(y[:, None]).exp()
-    expected = (shares * each).sum(-1).log().sum() + dist.Normal(0.0, 2.0).log_prob(locs).sum()
-    assert torch.allclose(-Density(model).energy(locs)[0], expected, atol=1e-5)
