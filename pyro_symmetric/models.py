@@ -133,17 +133,17 @@ class BayesianModel(nn.Module):
         return dict(self.net.named_parameters())
 
     def priors(self) -> dict[str, dist.TorchDistribution]:
-        """Latent site -> its prior, on the network's device and in its dtype, without checks of values."""
+        """Latent site -> its prior, on the network's device and in its dtype."""
         parameters = self._parameters_of_net()
         like = next(iter(parameters.values()))
         if self._prior_cache[0] != (like.device, like.dtype):
-            priors = {name: unchecked(self.prior(name, parameter.detach())) for name, parameter in parameters.items()}
+            priors = {name: self.prior(name, parameter.detach()) for name, parameter in parameters.items()}
             for name, prior in priors.items():
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
                     shapes = f"batch shape {tuple(prior.batch_shape)} and event shape {tuple(prior.event_shape)}"
                     wanted = f"it must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
                     raise ValueError(f"the prior of {name!r} has {shapes}; {wanted}")
-            latents = {name: unchecked(prior) for name, prior in self.likelihood.latents(like).items()}
+            latents = self.likelihood.latents(like)
             if clash := (set(latents) | {"y", "data"}) & set(priors):
                 raise ValueError(f"the network's parameters {sorted(clash)} bear names that the likelihood needs")
             self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
@@ -225,15 +225,18 @@ class BayesianModel(nn.Module):
         outputs = with_weights(self.net, weights, (x,))
         return outputs[:, None] if outputs.dim() == 1 else outputs
 
-    def log_prior(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Log-density of the prior, ``batch_shape``."""
+    def log_prior(self, weights: Mapping[str, Tensor], *, validate: bool = True) -> Tensor:
+        """Log-density of the prior, ``batch_shape``.
+
+        :param validate: refuse values outside of the priors' support, as far as these do.
+        """
         priors = self.priors()
         require_sites(weights, priors)
         batch_shape(weights, self.site_shapes)
         total: Any = 0
         place = next(self.net.parameters()).device  # draws of a run on a GPU lie on the CPU
         for name, prior in priors.items():
-            total = total + prior.log_prob(weights[name].to(place))
+            total = total + (prior if validate else unchecked(prior)).log_prob(weights[name].to(place))
         return total
 
     def log_likelihood(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
@@ -255,7 +258,8 @@ class BayesianModel(nn.Module):
     def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
         """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
         scale = self._size(x) / len(x) / self.likelihood.temperature
-        return self.log_prior(weights) + scale * self.log_likelihood(weights, x, y, validate=validate).sum(-1)
+        log_prior = self.log_prior(weights, validate=validate)
+        return log_prior + scale * self.log_likelihood(weights, x, y, validate=validate).sum(-1)
 
 
 # likelihoods ---------------------------------------------------------------------------------------------------------
