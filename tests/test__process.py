@@ -13,14 +13,12 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pyro
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Normal
 
 from pyro_symmetric import find_symmetry
-from pyro_symmetric._process import forked, running_pyro, without_messages, without_warnings
+from pyro_symmetric._process import forked, without_messages, without_warnings
 from pyro_symmetric.discovery import UntraceableError
 
 
@@ -70,25 +68,6 @@ def test_symmetries_are_found_in_threads_as_one_by_one_and_the_process_stays_as_
         results = list(threads.map(found, pairs * 3))
     assert results == expected * 3
     assert process_state() == before
-
-
-def test_pyro_runs_in_one_thread_at_a_time_and_its_checks_come_back():
-    inside, most = [], []
-
-    def run(_):
-        with running_pyro():
-            inside.append(1)
-            most.append(len(inside))
-            Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
-            threading.Event().wait(0.002)
-            inside.pop()
-
-    with pyro.validation_enabled(True):
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(run, range(20)))
-        assert max(most) == 1
-        with pytest.raises(ValueError, match="Expected value argument"):
-            Normal(0.0, 1.0).log_prob(torch.tensor(torch.nan))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes to fork")

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.mcmc.tasks import default_size
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -54,11 +53,6 @@ def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
             assert torch.equal(value, expected.samples[site][chains])
     first, second = expected.samples["0.weight"][:2], expected.samples["0.weight"][2:4]
     assert not torch.equal(first, second)
-
-
-def test_no_default_task_is_one_chain_by_itself():
-    assert [default_size(number) for number in (1, 4, 5, 9, 64, 65)] == [1, 4, 3, 3, 16, 13]
-    assert not [n for n in range(2, 2000) if n % default_size(n) == 1 or default_size(n) == 1]
 
 
 def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):

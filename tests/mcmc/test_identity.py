@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from pyro_symmetric.mcmc import HMC, resume, run, sample
-from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.resume import OTHER_MODEL, digest
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import StoreError
@@ -65,24 +64,9 @@ def prior_of_globals():
     return dist.Normal(0.0, WIDTH[0])
 
 
-class OfMethods:
-    def __call__(self):
-        mean = pyro.sample("mean", dist.Normal(0.0, self.width()))
-        pyro.sample("y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY)
-
-    def width(self):
-        return 10.0
-
-
-class Narrower(OfMethods):
-    def width(self):
-        return 3.0
-
-
-@pytest.mark.parametrize("kind", ["a closure", "a global", "a method"])
+@pytest.mark.parametrize("kind", ["a closure", "a global"])
 def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_path, monkeypatch):
-    models = {"a closure": (of_closure(10.0), of_closure(3.0)), "a global": (of_globals,) * 2}
-    first, other = models.get(kind, (OfMethods(), Narrower()))
+    first, other = (of_globals,) * 2 if kind == "a global" else (of_closure(10.0), of_closure(3.0))
     sample(HMC(first, num_steps=3), store=tmp_path / "s", **QUICK)
     longer = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
     with monkeypatch.context() as patch:
@@ -101,15 +85,6 @@ def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors
     assert first == second != other
 
 
-def test_energies_that_cannot_be_computed_are_infinite():
-    def model():
-        w = pyro.sample("w", dist.Normal(0.0, 0.2))
-        pyro.factor("f", torch.linalg.cholesky(torch.eye(2) * (2.0 - w)).sum())
-
-    energies = Density(model).energy(torch.tensor([[0.0], [3.0], [1.0]]))
-    assert energies.isfinite().tolist() == [True, False, True]
-
-
 # digests ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,22 +92,6 @@ def test_energies_that_cannot_be_computed_are_infinite():
 class Settings:
     scale: float
     names: tuple[str, ...] = ()
-
-
-class Slotted:
-    __slots__ = ("value",)
-
-    def __init__(self, value):
-        self.value = value
-
-
-class Cached:
-    def __init__(self, value):
-        self.value = value
-
-    @functools.cached_property
-    def double(self):
-        return 2 * self.value
 
 
 def scaled(by):
@@ -151,7 +110,7 @@ DIFFERENT = {
     "sets": ({1, 2}, {1, 3}),
     "keys": ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
     "dataclasses": (Settings(1.0), Settings(2.0)),
-    "slots": (Slotted(1), Slotted(2)),
+    "methods": tuple(type("Prior", (), {"width": scaled(by)})() for by in (1.0, 2.0)),
     "constants of functions": (lambda x: x + 1, lambda x: x + 2),
     "closures": (scaled(1.0), scaled(2.0)),
     "partial": (functools.partial(scaled, 1), functools.partial(scaled, 2)),
@@ -189,11 +148,10 @@ def test_what_is_the_same_has_the_same_digest(name):
 
 
 def test_what_an_object_has_only_cached_does_not_count():
-    value, law = Cached(3), dist.MultivariateNormal(torch.zeros(2), torch.eye(2))
-    before = digest([value, law])
-    assert value.double == 6
+    law = dist.MultivariateNormal(torch.zeros(2), torch.eye(2))
+    before = digest(law)
     assert law.precision_matrix.shape == (2, 2)
-    assert digest([value, law]) == before
+    assert digest(law) == before
 
 
 def test_containers_that_hold_themselves_have_a_digest():
@@ -238,9 +196,10 @@ print(digest([model, kwargs]))
 
 def test_another_process_finds_the_same_digest():
     """Sets, lambdas and objects are made anew there, at other addresses and in another order."""
-    found = []
+    runs = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-        found.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+        runs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    found = [run.communicate()[0] for run in runs]
     assert found[0] == found[1] != ""

@@ -70,17 +70,9 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     assert torch.equal(type(whole).load(tmp_path / "p").samples["0.bias"], whole.samples["0.bias"])
 
 
-@pytest.mark.parametrize(
-    ("initial", "message"),
-    [
-        ({"a": torch.zeros(3, 2)}, "lacks the sites"),
-        ({"a": torch.zeros(4, 2), "b": torch.ones(4)}, r"must be \(3,\), one for each chain"),
-        ({"a": torch.zeros(3, 5), "b": torch.ones(3)}, r"'a'.*\(3, 5\)"),
-    ],
-)
-def test_starts_of_other_shapes_are_refused(initial, message):
-    with pytest.raises(ValueError, match=message):
-        sample(HMC(model), initial=initial, **QUICK)
+def test_starts_of_another_number_of_chains_are_refused():
+    with pytest.raises(ValueError, match=r"must be \(3,\), one for each chain"):
+        sample(HMC(model), initial={"a": torch.zeros(4, 2), "b": torch.ones(4)}, **QUICK)
 
 
 @pytest.mark.cuda
@@ -95,19 +87,6 @@ def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
-
-
-def test_a_models_arguments_never_reach_the_sampler():
-    seen = {}
-
-    def model(seed, device=None, *, dtype=None, store=None, initial=0.0):
-        seen.update(seed=seed, device=device, dtype=dtype, store=store, initial=initial)
-        pyro.sample("a", dist.Normal(initial, 1.0))
-
-    kwargs = {"device": "left", "dtype": "right", "store": "up", "initial": 2.0}
-    metadata = sample(HMC(model, num_steps=1), 7, kwargs=kwargs, seed=1, **QUICK).metadata
-    assert seen == {"seed": 7, **kwargs}
-    assert metadata["seed"] == 1
 
 
 def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():

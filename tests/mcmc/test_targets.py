@@ -204,20 +204,18 @@ def regression(outputs):
 
 
 @pytest.mark.parametrize(
-    ("model", "x", "y", "error", "message"),
+    ("model", "x", "y", "message"),
     [
-        (classifier(), ROWS, LABELS[:5], ValueError, "x has 6 rows but y has 5"),
-        (classifier(), ROWS[:, :2], LABELS, RuntimeError, "shapes cannot be multiplied"),
-        (BayesianModel(nn.Linear(4, 1)), ROWS, LABELS % 2, ValueError, "one output.*at least 2"),
-        (classifier(), ROWS, LABELS.float(), ValueError, r"pass y.long\(\)"),
-        (classifier(), ROWS, LABELS + 1, ValueError, "labels from 1 to 3, but the network has 3 outputs"),
-        (classifier(), ROWS, LABELS * -100, ValueError, "labels from -200 to 0"),
-        (regression(1), ROWS, torch.full((6,), torch.nan), ValueError, "y holds NaN"),
-        (regression(2), ROWS, torch.randn(6), ValueError, r"outputs \(6, 2\) it must have shape \(6, 2\)"),
+        (classifier(), ROWS, LABELS[:5], "x has 6 rows but y has 5"),
+        (BayesianModel(nn.Linear(4, 1)), ROWS, LABELS % 2, "one output.*at least 2"),
+        (classifier(), ROWS, LABELS.float(), r"pass y.long\(\)"),
+        (classifier(), ROWS, LABELS + 1, "labels from 1 to 3, but the network has 3 outputs"),
+        (regression(1), ROWS, torch.full((6,), torch.nan), "y holds NaN"),
+        (regression(2), ROWS, torch.randn(6), r"outputs \(6, 2\) it must have shape \(6, 2\)"),
     ],
 )
-def test_what_does_not_fit_is_named(model, x, y, error, message):
-    with pytest.raises(error, match=message):
+def test_what_does_not_fit_is_named(model, x, y, message):
+    with pytest.raises(ValueError, match=message):
         require_data(model, x, y)
 
 
