@@ -83,7 +83,8 @@ def test_chains_that_are_evaluated_one_after_another_are_few():
 @pytest.mark.stochastic
 @pytest.mark.filterwarnings("ignore")
 def test_a_banana_s_second_moment_is_right_or_diagnose_says_that_it_may_not_be():
-    """E[b^2] = E[a^4] + 0.2^2 = 3.04, within 5 standard errors, or divergences fail: false alarms below 1 in 10^5."""
+    """E[b^2] = E[a^4] + 0.2^2 = 3.04, within 5 standard errors, or a check fails. So short a run seldom reaches the tails:
+    6 of 12 seeds were farther off, all with a check that failed, 5 by divergences and one, without any, by R-hat."""
 
     def banana():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
@@ -93,4 +94,4 @@ def test_a_banana_s_second_moment_is_right_or_diagnose_says_that_it_may_not_be()
     square = posterior.samples["b"].square()
     found = Posterior({"square": square}, kind="chains").diagnostics()["square"]
     error = square.std() / float(found["n_eff"]) ** 0.5
-    assert abs(square.mean() - 3.04) < 5 * error or diagnose(posterior)["divergences"].status == "fail"
+    assert abs(square.mean() - 3.04) < 5 * error or "fail" in {check.status for check in diagnose(posterior).checks}
