@@ -353,7 +353,7 @@ def resumed(settings: Settings, last: Checkpoint, recorder: Recorder) -> tuple[D
         recorder.fingerprint = identify(settings, density, seed)
         require_same(settings, last.fingerprint, recorder.fingerprint)
         found, before = unpacked(last.state, settings.kernel)
-        at = RunState(**found)
+        at = RunState(**{**found, "seed": seed})
         draws, z = max(at.iteration - at.num_warmup, 0) // settings.thinning, at.state.z
         fits = at.iteration >= 0 and at.num_warmup in settings.warmups(density) and at.draws == draws == last.draws
         if not fits or z.shape != (settings.num_chains, density.dim):
