@@ -25,17 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.minimal_mass import minimal_mass
 from pyro_symmetric.canonical.removal import (
     PermutationKey,
-    as_it_came,
     entries_of,
     largest_sign,
     removing_element,
     sorting_permutation,
-    weights_of,
 )
-from pyro_symmetric.canonical.scales import evened
+from pyro_symmetric.canonical.scales import as_it_came, evened, minimal_mass, weights_of
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Element, Move, acted_shape

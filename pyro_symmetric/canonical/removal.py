@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric.canonical.scales import evened
-from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
+from pyro_symmetric.canonical.scales import evened, weights_of
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element, Move, along_axis, laid_out, rows
-from pyro_symmetric.posterior.posterior import Posterior, as_given
+from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 # Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
@@ -112,18 +111,6 @@ def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
     high, low = entries.amax(-1), entries.amin(-1)
     both = high + low
     return torch.where(both.abs() > tie * torch.maximum(high.abs(), low.abs()), both.sign(), 0.0)
-
-
-def weights_of(given: Any, group: Group) -> Weights:
-    """The weights of a network; the draws of a posterior, chain after chain; weights as they are."""
-    if isinstance(given, nn.Module):
-        return plain_weights(given, group)
-    return given.get_samples() if isinstance(given, Posterior) else given
-
-
-def as_it_came(given: Any, weights: Weights) -> Any:
-    """Weights that were changed, in the form in which :func:`weights_of` was given them."""
-    return with_weights(given, weights) if isinstance(given, nn.Module) else as_given(given, weights)
 
 
 def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:

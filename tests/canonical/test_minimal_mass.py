@@ -1,6 +1,5 @@
 """The minimum scaled representation against closed forms, SciPy, a convex solver, and itself from elsewhere."""
 
-import importlib
 import itertools
 
 import numpy as np
@@ -12,9 +11,9 @@ from scipy.optimize import minimize
 from torch import nn
 from torch.func import functional_call
 
+from pyro_symmetric.canonical import scales
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.minimal_mass import MinimalMass, minimal_mass
-from pyro_symmetric.canonical.scales import evened
+from pyro_symmetric.canonical.scales import MinimalMass, evened, minimal_mass
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
@@ -158,7 +157,7 @@ def test_a_batch_is_solved_like_a_loop_over_samples_and_in_chunks(mlp, monkeypat
     weights = net.weights(6)
     weights["0.weight"][2, 1] = 0.0
     found = minimal_mass(weights, net)
-    monkeypatch.setattr(importlib.import_module("pyro_symmetric.canonical.minimal_mass"), "CHUNK_ENTRIES", 100)
+    monkeypatch.setattr(scales, "CHUNK_ENTRIES", 100)
     chunked = minimal_mass(weights, net)
     torch.testing.assert_close(chunked.mass, found.mass, rtol=1e-12, atol=0)
     for i in range(6):

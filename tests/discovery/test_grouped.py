@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from pyro_symmetric.alignment import align
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.canonical.minimal_mass import minimal_mass
+from pyro_symmetric.canonical.scales import minimal_mass
 from pyro_symmetric.compare import invariance_tests
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.model_check import verify_model
