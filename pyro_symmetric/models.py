@@ -11,6 +11,7 @@ take it as they take any model. Beside that it evaluates outputs and log-densiti
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import math
@@ -30,7 +31,7 @@ from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import OwnLock, without_fast_attention
+from pyro_symmetric._process import OwnLock, running_pyro, without_fast_attention
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
@@ -248,10 +249,13 @@ class BayesianModel(nn.Module):
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x)
         latents = {name: value.to(x.device) for name, value in self._latents(weights).items()}
-        distribution, targets = self.likelihood.distribution(outputs, latents), self._targets(x, y)
-        if validate:
-            require_targets(self.likelihood, distribution, targets)
-        log_prob = (distribution if validate else unchecked(distribution)).log_prob(targets)
+        targets = self._targets(x, y)
+        checking = not validate and type(self.likelihood) not in (CategoricalLikelihood, GaussianLikelihood)
+        with running_pyro() if checking else contextlib.nullcontext():  # which no map over weights can hold
+            distribution = self.likelihood.distribution(outputs, latents)
+            if validate:
+                require_targets(self.likelihood, distribution, targets)
+            log_prob = (distribution if validate else unchecked(distribution)).log_prob(targets)
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 

@@ -2,6 +2,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pyro
 import pytest
 import scipy.optimize
 import torch
@@ -157,6 +158,37 @@ def test_map_members_end_at_the_mode_of_a_linear_model():
     losses = -model.log_joint(members, x, y) / 40
     torch.testing.assert_close(found.statistics["loss"][0].double(), losses, atol=1e-5, rtol=0)
     assert found.metadata["losses"][-1] < found.metadata["losses"][0]
+
+
+class StudentT:
+    """A likelihood of one's own, whose distribution checks its arguments as it is made."""
+
+    temperature = 1.0
+
+    def latents(self, like):
+        return {"df": pyro.distributions.Gamma(like.new_tensor(9.0), like.new_tensor(3.0))}
+
+    def distribution(self, outputs, latents):
+        return pyro.distributions.StudentT(latents["df"][..., None], outputs.squeeze(-1), 0.5)
+
+    def targets(self, y):
+        return y
+
+    def mean(self, outputs):
+        return outputs
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_a_member_that_stops_stops_no_others_of_a_likelihood_of_ones_own(batch_size):
+    x, y = torch.randn(20, 2), torch.randn(20)
+    model = BayesianModel(nn.Linear(2, 1), likelihood=StudentT())
+    start = fresh_members(model, 3)
+    start["weight"][1] = float("nan")
+    options = {"initial": lambda n: start, "epochs": 3, "batch_size": batch_size, "progress": False}
+    with pytest.warns(RuntimeWarning, match="1 members diverged.*2 of 3 are left"):
+        found = ensemble(model, (x, y), 3, **options)
+    members = {site: value.to(x.device) for site, value in found.get_samples().items()}
+    torch.testing.assert_close(found.statistics["loss"][0].to(x.device), -model.log_joint(members, x, y) / 20)
 
 
 def test_running_statistics_are_each_members_own_and_kept():

@@ -6,7 +6,6 @@ A network with its data is a :class:`NetworkTarget`, any other Pyro model a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_symmetric._process import running_pyro
 from pyro_symmetric.arguments import described, described_call
 from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, over_weights, unmappable
 from pyro_symmetric.traced import TracedTarget, explaining
@@ -127,14 +125,12 @@ class NetworkTarget:
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
         """Log-density ``(C,)`` of constrained weights of batch shape ``(C,)``, on mini-batches ``(C, B)`` if given."""
-        own = type(self.model.likelihood) in (CategoricalLikelihood, GaussianLikelihood)
         evaluate = functools.partial(self.model.log_joint, validate=False)  # see require_data
-        with contextlib.nullcontext() if own else running_pyro():  # another's distributions may check values
-            if rows is None:
-                return evaluate(weights, self.x, self.y)
-            index = rows[ROWS]
-            result: Tensor = over_weights(self.model.net, evaluate, weights, self.x[index], self.y[index])
-            return result
+        if rows is None:
+            return evaluate(weights, self.x, self.y)
+        index = rows[ROWS]
+        result: Tensor = over_weights(self.model.net, evaluate, weights, self.x[index], self.y[index])
+        return result
 
     def compute(self, weights: Weights) -> Weights:
         """Values of :attr:`computed`."""
