@@ -100,11 +100,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # samplers and posteriors
     "sample": (lambda: sampled(X), "y"),
     "sample, an array": (lambda: ps.sample(conjugate, np.zeros(3)), "torch.as_tensor"),
-    "log_joint, a list": (lambda: ps.log_joint(conjugate, [0.0, 1.0, 2.0]), "torch.as_tensor"),
-    "predict, an array": (
-        lambda: ps.predict({"mean": torch.zeros(2)}, conjugate, np.zeros(3), kind="log_likelihood"),
-        "torch.as_tensor",
-    ),
     "NUTS": (lambda: ps.NUTS(MODEL, target_accept=1.5), "target_accept"),
     "HMC": (lambda: ps.HMC(MODEL, trajectory_length=NAN), "trajectory_length"),
     "AdaptiveHMC": (lambda: ps.AdaptiveHMC(MODEL, target_accept=NAN), "target_accept"),
@@ -138,7 +133,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "scores.detect": (lambda: ps.scores.detect(torch.rand(4), torch.full((3,), NAN)), "scores_out"),
     # what is left
     "ensemble": (lambda: ps.ensemble(NET, (X, Y[:5]), 2, epochs=1, progress=False), "data"),
-    "ensemble, broken": (lambda: ps.ensemble(NET, (X * NAN, Y), 2, epochs=1, progress=False), "data"),
 }
 
 

@@ -100,22 +100,6 @@ def banana() -> Banana:
     return Banana()
 
 
-@pytest.fixture
-def gaussian() -> Callable[..., GaussianPotential]:
-    """``gaussian(eigenvalues, rotated=True)``."""
-    return GaussianPotential
-
-
-@pytest.fixture
-def toy() -> Callable[[Energy], ToyPotential]:
-    return ToyPotential
-
-
-@pytest.fixture(name="drive")
-def drive_() -> Callable[..., tuple[Tensor, dict[str, Tensor], State]]:
-    return drive
-
-
 def assert_same_draws(found: Posterior, expected: Posterior) -> None:
     for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
         assert list(have) == list(want)

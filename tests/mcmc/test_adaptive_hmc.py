@@ -12,9 +12,11 @@ from scipy import integrate
 from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC, TrajectoryLength
 from pyro_symmetric.mcmc.kernels.kernel import Mass
 
+from .conftest import GaussianPotential, drive
 
-def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centre(gaussian, generator):
-    density = gaussian(torch.ones(3, dtype=torch.float64))
+
+def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centre(generator):
+    density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     deviations = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     kernel = AdaptiveHMC(None, step_size=1.4, max_steps=64, adapt_step_size=False, adapt_mass=False)
     state = kernel.init(density, density.sample(40), 10, generator)
@@ -85,17 +87,17 @@ def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was
 
 
 @pytest.mark.stochastic
-def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn(gaussian, drive):
+def test_the_length_learnt_on_a_gaussian_is_about_a_quarter_of_a_turn():
     # Scales that the mass matrix removes. In theory 1.79 for short steps and 1.2 for those of 0.6, which it takes;
     # the curve's bins are half a doubling wide. 20 seeds gave 1.31 to 1.98.
-    density = gaussian(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
+    density = GaussianPotential(torch.logspace(-2, 2, 50, dtype=torch.float64), rotated=False)
     z = torch.randn(32, 50, dtype=torch.float64)
     _, statistics, state = drive(AdaptiveHMC(None), density, z, 300, 5)
     assert 1.57 / math.sqrt(2) < state.tuning.length.log_length.exp() < 1.57 * math.sqrt(2)
     assert 0.8 < statistics["acceptance_rate"].mean() < 0.97
 
 
-def test_a_single_chain_learns_no_length(gaussian, drive):
-    density = gaussian(torch.ones(3, dtype=torch.float64))
+def test_a_single_chain_learns_no_length():
+    density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     alone = drive(AdaptiveHMC(None), density, density.sample(1), 60, 5)[2]
     assert alone.tuning.length.log_length.exp().item() == pytest.approx(math.pi)

@@ -14,6 +14,8 @@ from pyro_symmetric.mcmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, energy_error, leapfrog
 from pyro_symmetric.mcmc.kernels.mclmc import directed, isokinetic, kicked, langevin
 
+from .conftest import GaussianPotential, ToyPotential
+
 MASSES = {
     "diagonal": Mass.of(torch.tensor([0.5, 2.0], dtype=torch.float64)),
     "dense": Mass.of(torch.tensor([[0.5, 0.3], [0.3, 2.0]], dtype=torch.float64)),
@@ -103,8 +105,8 @@ def test_what_rounding_may_hide_of_huge_energies_counts_as_none(dtype, hidden):
 # the first step size ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_size_is_found_from_either_side(gaussian, generator):
-    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+def test_a_step_size_is_found_from_either_side(generator):
+    density = GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
     z, kernel = density.sample(2000), HMC(None, target_accept=0.8)
     for first in (1e-4, 50.0):
         state = kernel.init(density, z, 0, generator)
@@ -114,18 +116,18 @@ def test_a_step_size_is_found_from_either_side(gaussian, generator):
 
 
 @pytest.mark.parametrize("offset", [1.0, 1e6])
-def test_a_step_size_is_found_though_another_engine_rounded_the_energies_in_a_state(gaussian, generator, offset):
-    density = gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+def test_a_step_size_is_found_though_another_engine_rounded_the_energies_in_a_state(generator, offset):
+    density = GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
     state = HMC(None).init(density, density.sample(50), 100, generator)
     state = replace(state, energy=state.energy - offset)
     found = HMC(None)._with_step(density, state, torch.ones(50, dtype=torch.float64)).tuning.step_size
     assert (found > 0.01).all()
 
 
-def test_each_chain_finds_the_step_that_it_would_find_alone(toy, generator):
+def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
     """Chains of the same Gaussian, each in its own unit of length: steps go with the unit."""
     units = torch.tensor([1e-6, 1.0, 1e4], dtype=torch.float64)[:, None]
-    density = toy(lambda z: 0.5 * (z / units).square().sum(-1))
+    density = ToyPotential(lambda z: 0.5 * (z / units).square().sum(-1))
     state = HMC(None, target_accept=0.8).init(density, units.expand(3, 2).clone(), 100, generator)
     ratio = state.tuning.step_size / units[:, 0]
     assert ((ratio > 0.1) & (ratio < 16)).all()  # steps of at least 2 are unstable
@@ -187,8 +189,8 @@ def test_a_kick_by_a_strong_force_changes_the_energy_as_it_should(dtype, sign, m
 
 
 @each_mass
-def test_a_microcanonical_trajectory_is_that_of_whitened_coordinates(gaussian, mass):
-    density = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64))
+def test_a_microcanonical_trajectory_is_that_of_whitened_coordinates(mass):
+    density = GaussianPotential(torch.tensor([0.3, 4.0], dtype=torch.float64))
     whitener = mass.whiten(torch.eye(2, dtype=torch.float64)).mT  # W
     plain = type(density)(unit(2))
     plain.energy = lambda x: density.energy(x @ torch.linalg.inv(whitener).mT)

@@ -11,12 +11,12 @@ from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
 from pyro_symmetric.mcmc.run import sampler_failures
 from pyro_symmetric.posterior.diagnostics import energy_error
 
-from .conftest import drive
+from .conftest import GaussianPotential, drive
 
 
-def test_moments_of_a_gaussian(gaussian):
+def test_moments_of_a_gaussian():
     torch.manual_seed(0)
-    density = gaussian(torch.logspace(-1, 1, 20, dtype=torch.float64))
+    density = GaussianPotential(torch.logspace(-1, 1, 20, dtype=torch.float64))
     draws, statistics, _ = drive(MCLMC(None), density, 3 * density.sample(32), 300, 200)
     standard = density.standardise(draws)
     assert (standard.mean((0, 1)).abs() < 0.15).all()
@@ -29,20 +29,20 @@ def test_moments_of_a_gaussian(gaussian):
 @pytest.mark.stochastic
 @pytest.mark.parametrize("asked", [5e-4, 5e-5])
 @pytest.mark.parametrize("dim", [5, 300])
-def test_warm_up_finds_the_step_of_the_energy_error_that_was_asked(gaussian, dim, asked):
+def test_warm_up_finds_the_step_of_the_energy_error_that_was_asked(dim, asked):
     """The error of few dimensions has heavy tails: with 64 chains its mean has a deviation of 0.1 (20 seeds)."""
     torch.manual_seed(0)
-    density = gaussian(torch.ones(dim, dtype=torch.float64))
+    density = GaussianPotential(torch.ones(dim, dtype=torch.float64))
     kernel = MCLMC(None, energy_error=asked)
     _, statistics, _ = drive(kernel, density, density.sample(64), 200, 100)
     assert 0.6 < statistics["energy_error"].mean() < 1.6
 
 
-def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked(gaussian):
+def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked():
     found = {}
     for asked in (5e-2, 5e-4, 5e-6):
         torch.manual_seed(0)
-        density = gaussian(torch.ones(100, dtype=torch.float64))
+        density = GaussianPotential(torch.ones(100, dtype=torch.float64))
         draws, _, _ = drive(MCLMC(None, energy_error=asked), density, density.sample(32), 200, 120)
         found[asked] = abs(draws.square().mean().item() - 1)
     assert 0.01 < found[5e-4] < 0.03
@@ -50,9 +50,9 @@ def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked(g
     assert found[5e-6] < 0.4 * found[5e-4]
 
 
-def test_the_length_makes_draws_as_correlated_as_the_rule_says(gaussian):
+def test_the_length_makes_draws_as_correlated_as_the_rule_says():
     torch.manual_seed(0)
-    density = gaussian(torch.ones(50, dtype=torch.float64))
+    density = GaussianPotential(torch.ones(50, dtype=torch.float64))
     kernel = MCLMC(None, energy_error=1e-5)  # small steps, whose rounding to whole ones doesn't matter
     draws, _, state = drive(kernel, density, density.sample(32), 400, 200)
     correlation = (draws[:, 1:] * draws[:, :-1]).mean() / draws.square().mean()
@@ -61,9 +61,9 @@ def test_the_length_makes_draws_as_correlated_as_the_rule_says(gaussian):
     assert state.tuning.length[0].log_step.exp().item() == pytest.approx(1.33, rel=0.15)
 
 
-def test_statistics_say_what_an_iteration_cost(gaussian):
+def test_statistics_say_what_an_iteration_cost():
     torch.manual_seed(0)
-    density = gaussian(torch.ones(4, dtype=torch.float64))
+    density = GaussianPotential(torch.ones(4, dtype=torch.float64))
     kernel = MCLMC(None, step_size=0.25)
     state = kernel.init(density, density.sample(3), 0, torch.Generator(torch.empty(0).device).manual_seed(0))
     density.batches.clear()

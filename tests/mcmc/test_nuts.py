@@ -1,15 +1,17 @@
 """NUTS: against a naive reference with the same random numbers, and in its batches. Its law is in ``test_laws``."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_symmetric.mcmc.density.compiled import Compiled
-from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, State, leapfrog, normal
+from pyro_symmetric.mcmc.kernels.adaptation import tuned
+from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, leapfrog, normal
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
+
+from .conftest import GaussianPotential, ToyPotential
 
 
 class AsTheyAre(Compiled):
@@ -23,10 +25,6 @@ class AsTheyAre(Compiled):
 
     def run(self, function, *inputs):
         return function(self.density.energy_and_gradient, *inputs)
-
-
-def kernel_state_with(state: State, mass: Mass) -> State:
-    return replace(state, tuning=replace(state.tuning, mass=mass))
 
 
 # the reference ------------------------------------------------------------------------------------------------------
@@ -115,10 +113,10 @@ def reference(
 @pytest.mark.parametrize("step", [0.05, 0.4])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussian, banana, step, rotated, masked):
+def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(banana, step, rotated, masked):
     covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]], dtype=torch.float64)
     mass = Mass.of(covariance)
-    density = gaussian(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
+    density = GaussianPotential(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
     if masked:
         density.fast = AsTheyAre(density)
     kernel = NUTS(None, step_size=step, max_treedepth=7)
@@ -126,8 +124,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussia
     for seed in range(10):
         generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
         z = torch.randn(1, 2, dtype=torch.float64, generator=generator)
-        state = kernel.init(density, z, 0, generator)
-        state = kernel_state_with(state, mass)
+        state = tuned(kernel.init(density, z, 0, generator), mass=mass)
         generator.manual_seed(1000 + seed)
         found = kernel.step(density, state)
         generator.manual_seed(1000 + seed)
@@ -143,20 +140,20 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(gaussia
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_chains_keep_their_places_while_others_finish(toy, generator, masked):
+def test_chains_keep_their_places_while_others_finish(generator, masked):
     # The first coordinate names the chain: nothing pulls at it and it has no momentum. The scales of the others differ
     # from chain to chain, so that trajectories have many lengths.
     def energy(state: Tensor) -> Tensor:
         return 0.5 * (state[:, 1:] / (1 + state[:, :1])).square().sum(-1)
 
-    density = toy(energy)
+    density = ToyPotential(energy)
     if masked:
         density.fast = AsTheyAre(density)
     names = torch.arange(20, dtype=torch.float64)
     z = torch.cat([names[:, None], torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None])], -1)
     kernel = NUTS(None, step_size=0.3)
     still = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    state = kernel_state_with(kernel.init(density, z, 0, generator), Mass(still, still))
+    state = tuned(kernel.init(density, z, 0, generator), mass=Mass(still, still))
     for _ in range(5):
         before, density.batches = state, []
         state = kernel.step(density, state)
@@ -177,8 +174,8 @@ def test_chains_keep_their_places_while_others_finish(toy, generator, masked):
         assert steps.sum() <= sum(batches) <= steps.sum() + 20
 
 
-def test_a_trajectory_ends_at_the_largest_depth_and_says_so(gaussian, generator):
-    density = gaussian(torch.ones(3, dtype=torch.float64))
+def test_a_trajectory_ends_at_the_largest_depth_and_says_so(generator):
+    density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     kernel = NUTS(None, step_size=1e-3, max_treedepth=4)
     state = kernel.step(density, kernel.init(density, density.sample(6), 0, generator))
     assert (state.statistics["tree_depth"] == 4).all()

@@ -3,8 +3,6 @@
 Data that don't fit a network are named before the chains meet them.
 """
 
-import copy
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -149,18 +147,6 @@ def test_draws_from_the_prior_come_from_the_generator_that_is_given_and_from_no_
     # Of 800 normal draws, the mean is off by 5 and the deviation by 5 standard errors with probability below 1e-5.
     assert ((both.mean(0) - mean).abs() < 5 * 2 / 800**0.5).all()
     assert ((both.std(0) - 2).abs() < 5 * 2 / 1600**0.5).all()
-
-
-def test_a_twin_shares_the_tensors_of_its_model_and_nothing_else():
-    model = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
-    twin = model.twin()
-    assert twin.net is not model.net
-    ours, theirs = ({**dict(m.net.named_parameters()), **dict(m.net.named_buffers())} for m in (model, twin))
-    assert all(theirs[name] is value for name, value in ours.items())
-    weights = {name: prior.sample((5,)) for name, prior in model.priors().items()}
-    expected = model.outputs(weights, X)
-    for other in (twin, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other.outputs(weights, X), expected)
 
 
 def test_a_log_joint_takes_any_batch_shape():

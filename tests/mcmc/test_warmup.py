@@ -15,12 +15,14 @@ from pyro_symmetric.mcmc.kernels.adaptation import (
 )
 from pyro_symmetric.mcmc.kernels.kernel import State
 
+from .conftest import GaussianPotential
+
 C, D = 40, 3
 
 
 @pytest.fixture
-def density(gaussian):
-    return gaussian(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+def density():
+    return GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
 
 
 def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarray, num_warmup: int) -> list[State]:
