@@ -16,6 +16,7 @@ Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -104,22 +105,25 @@ def with_multipliers(
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     """The group of all units; multipliers that permutations don't carry onto one another are left out."""
-    kept = {one.name: one for one in units}
-    try:
-        return Group(kept.values(), shapes, of_network=True)
-    except ValueError:
-        kept = {one.name: _permuting(one) for one in units if "permute" in one.moves}
-    for one in units:
+    with contextlib.suppress(ValueError):
+        return Group(units, shapes, of_network=True)
+    plain = ((one, [replace(axis, exponent=0, epsilon=None) for axis in one.axes]) for one in units)
+    kept = {
+        one.name: replace(one, axes=tuple(axes), moves=frozenset({"permute"}))
+        for one, axes in plain
+        if "permute" in one.moves
+    }
+
+    def add(some: Sequence[Units]) -> None:
+        """Those that fit in with what is there, by halves."""
         try:
-            kept = Group((kept | {one.name: one}).values(), shapes).units
+            kept.update(Group((kept | {one.name: one for one in some}).values(), shapes).units)
         except ValueError:
-            continue
+            for half in (some[: len(some) // 2], some[len(some) // 2 :]) if len(some) > 1 else ():
+                add(half)
+
+    add(units)
     return Group(kept.values(), shapes, of_network=True)
-
-
-def _permuting(units: Units) -> Units:
-    axes = tuple(replace(axis, exponent=0, epsilon=None) for axis in units.axes)
-    return replace(units, axes=axes, moves=frozenset({"permute"}))
 
 
 # where units lie ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pyro_symmetric as ps
+from pyro_symmetric.discovery import conservation_law
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.units import Move
 
 
 def network() -> nn.Sequential:
@@ -158,3 +162,22 @@ def test_a_network_that_calls_a_module_twice_says_that_its_symmetry_is_at_least_
     once, twice = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), Twice()
     assert not find_symmetry(once, torch.randn(5, 3)).at_least
     assert find_symmetry(twice, torch.randn(5, 3)).at_least
+
+
+def test_a_multiplier_that_no_group_holds_is_left_out_after_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def units(name: str, moves: set[Move], index: list[list[int]], site: str) -> Units:
+        return Units(name, len(index[0]), (Axis(site, 0, torch.tensor(index), 1),), moves=frozenset(moves))
+
+    sets = [units(f"u{k}", {"permute", "scale"}, [[0, 1, 2]], f"w{k}") for k in range(64)]
+    alone = [units(f"alone{k}", {"scale"}, [[1]], f"w{k}") for k in (3, 40)]  # others of u3 and u40 aren't multiplied
+    attempts = []
+
+    class Counted(Group):
+        def __init__(self, *args: Any, **kwargs: Any):
+            attempts.append(args)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(conservation_law, "Group", Counted)
+    group = conservation_law.grouped([*alone, *sets], {f"w{k}": torch.Size([3]) for k in range(64)})
+    assert set(group.names("scale")) == set(group.names("permute")) == {one.name for one in sets}
+    assert len(attempts) < 20
