@@ -40,7 +40,7 @@ from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-PRECISE = 2_000_000  # networks with more weights are differentiated in float32
+PRECISE = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
 SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
 FURTHER = 12 * (1.2,)  # of sets at which nothing is proposed, but proposals are tried
@@ -270,7 +270,8 @@ class _Law:
         if not bool((heard > 0).all()):
             return []
         live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
-        unseen = live & (loud <= self.silent)  # what only even functions read flips together
+        # What only even functions read flips together; of what is nearly silent, trials tell nothing.
+        unseen = live & (loud <= self.silent) & (heard > 10 * self.null)
         proposed = np.array([unseen.tolist(), *_null_vectors(rows, loud, live & ~unseen, cell, self.null)], dtype=int)
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
         order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
@@ -365,7 +366,9 @@ class _Law:
     def _draw(self, own: Weights, far: float) -> _Draw:
         """Inputs are random numbers, or the example's if the network doesn't take others."""
         weights = {site: near(value, site in self.buffers, far, self.generator) for site, value in own.items()}
-        unsettled = {id(weights[site]) for site in self.epsilons if site in weights}
+        # Where all layers are loud, rounding grows from layer to layer: too much for single precision.
+        settled = self.epsilons if self.dtype == torch.float64 else ()
+        unsettled = {id(weights[site]) for site in settled if site in weights}
         given = [[precise(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
         inputs = [[random_like(x, self.generator) for x in own] for own in given]
         try:

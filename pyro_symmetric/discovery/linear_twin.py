@@ -137,7 +137,8 @@ class _Run(fx.Interpreter):
             if self.twin == "flip":
                 result = result + 1.0
             else:
-                wave = 1.0 + 0.3 * (3.0 * (x.abs() + 1e-6).log()).sin()
+                least = 0.01 * x.detach().square().mean().sqrt() + 1e-30
+                wave = 1.0 + 0.3 * (3.0 * (x.abs() + least).log()).sin()
                 result = result * (wave if wave.shape == result.shape else wave.mean())
         return result
 
@@ -184,8 +185,11 @@ class _Run(fx.Interpreter):
             if id(variance) in self.unsettled:
                 self.unsettled.discard(id(variance))
                 _settle(x, given["running_mean"], variance)
-            variance = variance.detach() if self.twin == "flip" else variance
-            y = (x - given["running_mean"].reshape(shape)) / (variance + given["eps"]).sqrt().reshape(shape)
+            y = x - given["running_mean"].reshape(shape)
+            if self.twin == "flip":  # the running variance fits another network
+                y = _standardised(y, [dim for dim in range(y.dim()) if dim != 1], given["eps"], False)
+            else:
+                y = y / (variance + given["eps"]).sqrt().reshape(shape)
         elif self.twin != "flip" or "_norm" not in name or "weight" not in given:
             return None
         elif "group" in name:

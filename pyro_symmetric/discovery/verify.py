@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -311,10 +312,6 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
 # outputs as functions of weights --------------------------------------------------------------------------------------
 
 
-class _DoesNotRun(Exception):
-    """A copy of the network doesn't run, or gives nothing that can be compared."""
-
-
 def _outputs_of(symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Outputs:
     """At random inputs if the network runs at these, else at the example.
 
@@ -323,14 +320,13 @@ def _outputs_of(symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs:
     """
     if any(parameter.is_meta for parameter in net.parameters()):
         raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
-    reason: Exception | None = None
-    for redraw in (True, False):
-        try:
-            return _Outputs(symmetry, net, args, kwargs, redraw)
-        except _DoesNotRun as error:
-            reason = reason or error
-    try_out(copied(net).eval(), args, kwargs)
-    raise InconclusiveError(f"inconclusive: {type(net).__name__} can't be compared with itself ({reason})")
+    try:
+        return _Outputs(symmetry, net, args, kwargs, True)
+    except InconclusiveError as error:
+        with suppress(InconclusiveError):
+            return _Outputs(symmetry, net, args, kwargs, False)
+        try_out(copied(net).eval(), args, kwargs)
+        raise error
 
 
 class _Outputs:
@@ -338,7 +334,7 @@ class _Outputs:
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :param redraw: whether real and complex inputs are replaced by random numbers.
-    :raises _DoesNotRun: if the copy doesn't run in eval mode, or its outputs aren't numbers.
+    :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs aren't numbers.
     """
 
     def __init__(
@@ -363,9 +359,9 @@ class _Outputs:
         self.before: dict[bool, list[Tensor] | None] = {train: self._at(self._own, train) for train in (False, True)}
         for output in (outputs := self.before[False] or []):
             if _real(output) and output.numel() and (output.isnan().any() or not output.isfinite().any()):
-                raise _DoesNotRun("its outputs are no finite numbers")
+                raise InconclusiveError(f"inconclusive: the outputs of {type(net).__name__} are no finite numbers")
         if not outputs:
-            raise _DoesNotRun("it returns no tensor")
+            raise InconclusiveError(f"inconclusive: {type(net).__name__} returns no tensor")
         if difference(outputs, self.before[True]) == 0:  # training does nothing else than eval mode
             self.before[True] = None
         self.tolerance, self.measured = TOLERANCE, False
@@ -423,7 +419,7 @@ class _Outputs:
     def _at(self, weights: Callable[[str], Tensor], train: bool) -> list[Tensor] | None:
         """All outputs; None if the network has no such mode (a batch of one, say). Statistics stay.
 
-        :raises _DoesNotRun: if it doesn't run in eval mode.
+        :raises InconclusiveError: if it doesn't run in eval mode.
         """
         with torch.no_grad():  # site by site into the copy: there is no second copy, and nothing to be put back
             for site, value in self.weights.items():
@@ -443,7 +439,7 @@ class _Outputs:
                 outputs = self.call(*self.inputs)
         except Exception as error:
             if not train:
-                raise _DoesNotRun(f"{type(error).__name__}: {error}") from error
+                raise InconclusiveError(f"inconclusive: {type(self.net).__name__} doesn't run ({error!r})") from error
             if not isinstance(error, ValueError | RuntimeError):
                 raise
             return None
