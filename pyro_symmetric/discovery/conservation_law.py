@@ -270,9 +270,10 @@ class _Law:
         if not bool((heard > 0).all()):
             return []
         live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
+        seen = live & (loud > self.silent)
         # What only even functions read flips together; of what is nearly silent, trials tell nothing.
-        unseen = live & (loud <= self.silent) & (heard > 10 * self.null)
-        proposed = np.array([unseen.tolist(), *_null_vectors(rows, loud, live & ~unseen, cell, self.null)], dtype=int)
+        unseen = live & ~seen & (heard > 10 * self.null)
+        proposed = np.array([unseen.tolist(), *_null_vectors(rows, loud, seen, cell, self.null)], dtype=int)
         # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
         order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
         basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
