@@ -381,12 +381,12 @@ class Element:
             epsilon = self.group.epsilon(site)
             value = value + epsilon if epsilon else value
             for dim in members:
-                value = value * along_axis(self.axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
+                value = value * along_axis(self._axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
             value = value - epsilon if epsilon else value
         permuted = (dim for dim, own in members.items() if any("permute" in self.group[name].moves for name, _ in own))
-        return permute_axes(value, {dim: self.axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
+        return permute_axes(value, {dim: self._axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
 
-    def axis_index(self, site: str, dim: int) -> Tensor:
+    def _axis_index(self, site: str, dim: int) -> Tensor:
         """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis of the view receives what was there."""
         length, full = self.group.view_shapes[site][dim], None
         for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
@@ -402,7 +402,7 @@ class Element:
             full = step if full is None else step.gather(-1, full)
         return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if full is None else full
 
-    def axis_multiplier(self, site: str, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _axis_multiplier(self, site: str, dim: int, dtype: torch.dtype) -> Tensor:
         """The factor of each position before it is permuted, ``batch_shape + (length,)``, in this precision or more."""
         length = self.group.view_shapes[site][dim]
         factor = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
@@ -410,8 +410,7 @@ class Element:
             moves, at = self.group[name].moves, self.group.slots[name]
             if axis.exponent and "scale" in moves:
                 logs = laid_out(self.numbers["scale"][..., at], axis, length, 0.0)
-                logs = logs if dtype is None else logs.to(torch.promote_types(logs.dtype, dtype))
-                factor = factor * (axis.exponent * logs).exp()
+                factor = factor * (axis.exponent * logs.to(torch.promote_types(logs.dtype, dtype))).exp()
             if axis.exponent % 2 and "flip" in moves:
                 factor = factor * laid_out(self.numbers["flip"][..., at], axis, length, 1.0)
         return factor
