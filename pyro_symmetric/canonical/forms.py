@@ -76,8 +76,8 @@ def canonicalize(
     :param weights: site -> tensor ``batch_shape + site_shape``, each of the batch by itself, with the running
         statistics that the symmetry moves (see ``symmetry.holding(net)``); a network, or a ``Posterior``.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
-    :param permutations: the key that units are sorted by, ascending: their largest incoming weight (``"max"``), the
-        ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
+    :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
+        (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
     :param scalings: ``"unit_norm"`` of each unit's incoming weights, ``"minimal_mass"``, ``"minimal_norm"``, the same
         with biases counted (the others leave nearly dead units biases without bound); ``None`` leaves the scales.
     :param signs: whether to remove the signs of odd units; ``shifts``: the shift of a softmax.

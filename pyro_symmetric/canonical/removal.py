@@ -6,6 +6,7 @@ in one batch dimension, sites in the group's view.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,7 +25,7 @@ from pyro_symmetric.weights import Weights
 TIE = 16
 
 Axes = tuple[Axis, ...]
-PermutationKey = Literal["max", "norm"]
+PermutationKey = Literal["first", "max", "norm"]
 Measure = Callable[[Tensor], Tensor]  # of each unit's entries, ``(samples, n, entries)`` -> ``(samples, n)``
 
 
@@ -41,18 +42,28 @@ def sorting_permutation(
 
     :param weights: site -> tensor ``batch_shape + site_shape``, or a network, or a posterior, chain after chain.
     :param symmetry: a symmetry or a group; its permutations count.
-    :param key: ``"max"`` or ``"norm"``.
+    :param key: ``"first"``, ``"max"`` or ``"norm"``.
     """
     arguments.one_of("key", key, get_args(PermutationKey))
     whole = group_of(symmetry, "symmetry")
     weights = arguments.weights("weights", weights_of(weights, whole), "a network or a posterior")
     group = whole.permutations
     group.require_own(weights)
-    shape, flat, images = group.batch_shape(weights), _viewed(group, weights), dict[str, Tensor]()
-    for name in filter(group.axes, group.names("permute")):  # of which no key depends on the order of others
-        order = _sorted(group, name, _keys(group, name, flat, key))
-        images[name] = order.reshape(*shape, *group[name].shape)
-    return Element(group, images, batch_shape=shape, device=next(iter(weights.values())).device)
+    shape, images = group.batch_shape(weights), dict[str, Tensor]()
+    flat = _viewed(group, weights)
+    # Other keys than the first entry don't depend on the order of neighbours, so that units can be sorted in any order.
+    for step in plan(group, "permute") if key == "first" else [Step(group.names("permute"))]:
+        for name in filter(group.axes, step.names):
+            own = {axis.site: flat[axis.site] for axis in group.axes(name)}
+            keys = _keys(group, name, own, key)
+            for axis in step.axes[:1]:
+                placed = Element(group, images, batch_shape=[shape.numel()])
+                seen = placed.on_site(axis.site, flat[axis.site], len(group.view_shapes[axis.site]))
+                keys = itertools.chain([entries_of(group, {axis.site: seen}, [axis])[..., 0]], keys)
+            images[name] = _sorted(group, name, keys)
+    device = next(iter(weights.values())).device
+    named = {name: own.reshape(*shape, *group[name].shape) for name, own in images.items()}
+    return Element(group, named, batch_shape=shape, device=device)
 
 
 def removing_element(
@@ -142,12 +153,12 @@ def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
 
 
 def _keys(group: Group, name: str, weights: Weights, key: PermutationKey) -> Iterator[Tensor]:
-    """The key, then tie-breakers, ``(samples, count)`` each."""
+    """The key, unless that depends on the order of neighbours, then tie-breakers, ``(samples, count)`` each."""
     incoming, outgoing = sides(group, name, "permute")
     matrices, others = (_matrices(group, side) for side in (incoming, outgoing))
     if key == "norm":
         yield sum(_squared(entries_of(group, weights, [axis])) for axis in matrices + others or incoming[:1])  # type: ignore[misc]
-    else:
+    elif key == "max":
         yield entries_of(group, weights, matrices or others or incoming[:1]).amax(-1)
     for axis in incoming + outgoing:
         entries = entries_of(group, weights, [axis])
@@ -218,16 +229,18 @@ def plan(group: Group, move: Move) -> tuple[Step, ...]:
     If there are none: one set with settled outgoing weights, or (of signs) biases; of several that whose sites come
     first by name, whatever the order in which units and sites were defined. What is left at the end is a circle.
 
-    :param group: restricted to the move, flips or scales.
+    :param group: restricted to the move.
     """
     steps: list[Step] = []
-    pending = sorted(group.names(move), key=lambda name: [(axis.site, axis.dim) for axis in _by_site(group, name)])
+    lying = [name for name in group.names(move) if move != "permute" or sides(group, name, move)[0]]
+    pending = sorted(lying, key=lambda name: [(axis.site, axis.dim) for axis in _by_site(group, name)])
     while pending:
         done = {name for step in steps for name in step.names}
         inner = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
         found = [_step(group, move, name, done) for name in inner]
         ready = [step for rank, step in found if rank == 0]
-        for wanted in (1,) if move == "scale" else (1, 2):  # biases may be zero, and scales in circles can do without
+        # Biases may be zero, and scales in circles can do without; to be sorted, units need none of this.
+        for wanted in {"permute": (), "scale": (1,), "flip": (1, 2)}.get(move, ()):
             ready = ready or [step for rank, step in found if rank == wanted][:1]
         steps += ready or [Step(tuple(pending))]
         pending = [name for name in pending if not any(name in step.names for step in steps)]

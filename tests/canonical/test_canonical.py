@@ -10,7 +10,7 @@ from pyro_symmetric.canonical import canonicalize, minimal_mass, sorting_permuta
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.groups import Axis, Group, Units
 
-KEYS = st.sampled_from(["max", "norm"])
+KEYS = st.sampled_from(["first", "max", "norm"])
 RULES = st.sampled_from(["unit_norm", "minimal_mass", "minimal_norm"])
 WIDTHS = st.lists(st.integers(1, 6), min_size=3, max_size=5)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -63,9 +63,11 @@ def test_units_get_norm_one_or_stay(mlp):
 def test_units_are_sorted_by_the_key(mlp):
     net = mlp([5, 7, 6, 2])
     weights = net.weights(4)
+    first = canonicalize(weights, net, "first", None)
     largest = canonicalize(weights, net, "max", None)
     norm = canonicalize(weights, net, "norm", None)
     for l in range(2):
+        assert bool((first[f"{l}.weight"][..., 0].diff(dim=-1) > 0).all())
         assert bool((largest[f"{l}.weight"].amax(-1).diff(dim=-1) > 0).all())
         mass = norm[f"{l}.weight"].square().sum(-1) + norm[f"{l + 1}.weight"].square().sum(-2)
         assert bool((mass.diff(dim=-1) > 0).all())
@@ -85,7 +87,7 @@ def test_the_largest_incoming_weight_of_an_odd_unit_is_positive_and_shifts_are_g
 
 @pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_dead_units_have_canonical_forms_too(mlp, rule, activation, key):
     net = mlp([3, 5, 4, 4, 2], activation)
     weights, x = net.weights(6), torch.randn(5, 3, dtype=torch.float64)
@@ -100,7 +102,7 @@ def test_dead_units_have_canonical_forms_too(mlp, rule, activation, key):
     assert_same(canonicalize(form, net, key, rule), form, 1e-8)
 
 
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_equal_rows_are_told_apart_by_bias_and_outgoing_weights(mlp, key):
     net = mlp([2, 4, 2])
     weights = net.weights()
@@ -122,7 +124,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 @pytest.mark.parametrize("name", SMALL)
 def test_small_groups_of_permutations_have_canonical_forms(name, key):
     group = SMALL[name]()
@@ -152,7 +154,7 @@ def test_scales_of_the_same_entries_have_one_form(rule):
         assert_same(canonicalize(group.sample((500,), spread=1.0)(weights), group, scalings=rule), form, 1e-9)
 
 
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 @pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_residual_streams_and_recurrent_weights_have_canonical_forms(key, rule):
     """A stream fed by two layers, and weights from a layer to itself: circles among the incoming weights."""

@@ -75,7 +75,7 @@ def shuffled(net: nn.Module, seed: int) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("key", "scalings"),
-    [("max", "unit_norm"), ("norm", "minimal_mass"), ("max", "minimal_norm")],
+    [("first", "unit_norm"), ("max", "unit_norm"), ("norm", "minimal_mass"), ("max", "minimal_norm")],
 )
 @pytest.mark.parametrize("name", NETS)
 def test_copies_of_one_network_have_one_form_in_whatever_order_its_layers_were_registered(name, key, scalings):

@@ -27,7 +27,7 @@ def scattered(centre, *batch, spread=0.4):
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_mixed_labels_are_warned_of_under_every_key(key):
     draws = scattered(SQUARE, 8, 100)
     for given in (draws, Posterior(draws, kind="chains")):
@@ -39,7 +39,7 @@ def test_mixed_labels_are_warned_of_under_every_key(key):
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 def test_separated_keys_are_not_warned_of(key):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -48,7 +48,7 @@ def test_separated_keys_are_not_warned_of(key):
 
 @pytest.mark.stochastic
 def test_the_share_is_that_of_draws_whose_labels_have_lower_odds_than_some_exchange():
-    form = canonicalize(scattered(SQUARE, 240), GROUP, "norm", warn=False)
+    form = canonicalize(scattered(SQUARE, 240), GROUP, "first", warn=False)
     units = torch.cat([form["mu"], form["weights"].unsqueeze(-1)], -1).double()
     fitted = torch.distributions.Normal(units.mean(0), units.std(0, correction=0))
     own, doubtful = fitted.log_prob(units).sum((1, 2)), torch.zeros(240, dtype=torch.bool)

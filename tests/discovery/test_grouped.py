@@ -360,7 +360,7 @@ def test_symmetries_survive_json_with_their_spans(block) -> None:
     assert torch.equal(again.permutations.element(p.permutations)(weights)["2.weight"], p(weights)["2.weight"])
 
 
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 @pytest.mark.parametrize("rule", ["unit_norm", "minimal_mass", "minimal_norm"])
 def test_canonical_forms_are_equal_on_orbits(block, key: str, rule: str) -> None:
     net, symmetry, weights = block

@@ -168,7 +168,7 @@ def test_groups_and_their_parts_survive_files_and_copies(which):
             assert_same(again.sample(dtype=torch.float64)(weights), element(weights))
 
 
-@pytest.mark.parametrize("key", ["max", "norm"])
+@pytest.mark.parametrize("key", ["first", "max", "norm"])
 @quick
 @given(seed=SEEDS)
 def test_permutations_of_any_group_are_removed(key, seed):
