@@ -29,6 +29,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
@@ -65,21 +66,21 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
     group, like, shape = units.group, units.like, (count + 1, *units.batch)
     options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
     left = [name for name, one in units.sets.items() if one.matched]
-    log_tau, element = like.new_full(shape, units.log_order(left), dtype=torch.float64), Element(group, **options)
+    log_tau, permutations, signs = like.new_full(shape, units.log_order(left), dtype=torch.float64), {}, {}
     if others := units.sets.keys() - set(left):
         uniform = group.without(left).sample(shape, device=like.device, dtype=like.dtype)
         for move, numbers in uniform.numbers.items():  # the first is the identity
             numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
-        element = Element(group, uniform.permutations, uniform.signs, **options)
-        units.place(others, element)
-    permutations, signs = dict(element.permutations), dict(element.signs)
+        permutations, signs = dict(uniform.permutations), dict(uniform.signs)
+        units.place(others, Element(group, permutations, signs, **options))
 
     def take(name: str, found: Tensor, column: Tensor, sure: Tensor) -> Tensor:
         """Draw a set, and put it in place; the log-probabilities."""
         own = torch.arange(group[name].size, device=like.device)
-        images, told = own.expand(*shape, -1), like.new_zeros((), dtype=torch.float64)
         if "permute" in group[name].moves and len(own) > 1:
             images, told = draw_matchings(found, count, column, sure, like.dtype)
+        else:
+            images, told = own.expand(*shape, -1), like.new_zeros((), dtype=torch.float64)
         permutations[name], flips = images, None
         if len(found) == 2:
             both = found.expand(2, *shape, -1, -1).gather(-1, images.expand(2, *images.shape).unsqueeze(-1))
@@ -88,8 +89,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
             flips[0] = 1.0
             told = told + logsigmoid(odds * flips).sum(-1)
             signs[name] = torch.empty_like(flips).scatter_(-1, images, flips).to(like)
-        if bool((images == own).all()) and (flips is None or bool((flips > 0).all())):
-            units.drawn.add(name)
+        units.drawn.add(name)
+        if not units.shared or (bool((images == own).all()) and (flips is None or bool((flips > 0).all()))):
             return told
         moved = Element(group, permutations, signs, **options)
         # Of proposals that are all alike, as where units are far apart, later sets look at one.
@@ -267,19 +268,24 @@ class UnitDensities:
         key, kept = (name, dtype, brief), axes is self.sets[name].lone and places is None
         if kept and key in self._kept:
             return self._kept[key]
-        signs, some = (1, -1) if "flip" in self.group[name].moves else (1,), slice(None) if places is None else places
-        of_places = [self.like.new_zeros(self.group[name].count, 0, dtype=dtype)[some]]
-        of_units = [[self.like.new_zeros(1, *self.batch, *of_places[0].shape, dtype=dtype)] for _ in signs]
+        signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
+        of_places, of_units = list[Tensor](), [list[Tensor]() for _ in signs]
         for axis, *parts in self._seen(axes, brief, known):
-            value, square, loc, scale = (part[..., some, :].to(dtype) for part in parts)
+            parts = parts if places is None else [part[..., places, :] for part in parts]
+            value, square, loc, scale = (part.to(dtype) for part in parts)
             precision = scale.square().reciprocal()
             of_places += [loc * precision, -0.5 * precision]
             for own, sign in zip(of_units, signs, strict=True):
                 own += [sign ** (axis.exponent % 2) * value, square]
-        if name in self.blocks and axes:
-            loc, precision = (part[some].to(dtype) for part in self.blocks[name])
+        if not of_places:  # nothing is known yet
+            of_places = [self.like.new_zeros(self.group[name].count if places is None else len(places), 0, dtype=dtype)]
+            of_units = [[self.like.new_zeros(1, *self.batch, *of_places[0].shape, dtype=dtype)] for _ in signs]
+        elif name in self.blocks:
+            loc, precision = (
+                part.to(dtype) if places is None else part[places].to(dtype) for part in self.blocks[name]
+            )
             of_places = [(precision @ loc.unsqueeze(-1))[..., 0], -0.5 * precision.flatten(-2)]
-            units = [joined(own[1::2]) for own in of_units]
+            units = [joined(own[::2]) for own in of_units]
             of_units = [[unit, (unit.unsqueeze(-1) * unit.unsqueeze(-2)).flatten(-2)] for unit in units]
         seen, units = joined(of_places), [joined(own) for own in of_units]
         products = [seen @ own.mT for own in units]
@@ -296,15 +302,14 @@ class UnitDensities:
         """
         for axis in axes:
             value, loc, scale = (self._rows(part[axis.site], axis) for part in (self.placed, self.loc, self.scale))
-            chosen, unknown, members = None, self._unknown(axis), self.group.members(axis.site)
-            shape, other = self.group.view_shapes[axis.site], unknown[0][0] if unknown else ""
-            between = len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
+            chosen, unknown, wide = None, self._unknown(axis), loc.shape[-1] > SKETCH
+            other, between = unknown[0][0] if unknown else "", (unknown or wide) and self._between(axis.site)
             if unknown and not (between and other in (self.sure if known else self.expected)):
                 continue
             if unknown and known:
                 column, sure = self.sure[other]
                 chosen = sure.flatten(0, -2).all(0).nonzero()[:, 0]
-            if loc.shape[-1] > SKETCH and (brief or between):
+            if wide and (brief or between):
                 chosen = _telling(loc, scale, chosen)
             if chosen is not None:
                 loc, scale = (part.index_select(-1, chosen) for part in (loc, scale))
@@ -319,6 +324,11 @@ class UnitDensities:
                 mix, signed = (part[..., every, :].to(value).mT for part in self.expected[other])
                 square, value = TRUST * square @ mix, TRUST * value @ (signed if unknown[0][1].exponent % 2 else mix)
             yield axis, value, square, loc, scale
+
+    def _between(self, site: str) -> bool:
+        """True of a matrix whose rows are one set of units, and whose columns another."""
+        shape, members = self.group.view_shapes[site], self.group.members(site)
+        return len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
 
     def _rows(self, value: Tensor, axis: Axis) -> Tensor:
         return rows(value, axis, self._dims(axis.site))
@@ -350,7 +360,7 @@ class UnitDensities:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Numbers one after the other, along the last axis; leading axes broadcast."""
-    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    shape = np.broadcast_shapes(*(part.shape[:-1] for part in parts))  # several times faster than torch's
     return torch.cat([part.expand(*shape, -1) for part in parts], -1)
 
 
@@ -435,8 +445,9 @@ def leading(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
         highest = best.amax(-1)
         if not torch.equal(best.diagonal(dim1=-2, dim2=-1), highest):  # at a base's draws it often is, and this slow
             column = best.argmax(-1)
+            sure = (column.sort(-1).values == own).all(-1, keepdim=True)
         others = best.scatter(-1, column.unsqueeze(-1), -math.inf).amax(-1)
-        sure = (highest - others > SURE) & (column.sort(-1).values == own).all(-1, keepdim=True)
+        sure = sure & (highest - others > SURE)
     if len(densities) > 1:
         both = densities.take_along_dim(column.expand(2, *column.shape).unsqueeze(-1), -1)[..., 0]
         sure = sure & ((both[0] - both[1]).abs() > SURE)
@@ -480,15 +491,16 @@ def draw_matchings(
         taken, log_tau = draw_all(block, count, identity, dtype)
         images.scatter_(-1, rest.expand(*shape[:-1], -1), columns.expand(*shape[:-1], -1).gather(-1, taken))
     images[0] = own
+    log_tau = log_tau + math.log1p(-ELSEWHERE)
     uniform = torch.rand(shape[:-1], device=own.device) < ELSEWHERE
-    images[1:] = torch.where(
-        uniform[1:].unsqueeze(-1), torch.rand(images[1:].shape, device=own.device).argsort(-1), images[1:]
-    )
+    if bool(uniform.any()):
+        uniform[0] = False
+        every = torch.rand(images.shape, device=own.device).argsort(-1)
+        images = torch.where(uniform.unsqueeze(-1), every, images)
+        log_tau = log_tau.masked_fill(uniform, math.inf)
     free = torch.zeros_like(sure).scatter_(-1, rest, True)
     outside = ~((images == column) | free).all(-1)  # of all matchings that are drawn, only uniform ones can be
-    beside = torch.where(outside, math.log(ELSEWHERE) - math.lgamma(n + 1), math.inf)
-    uniform[0] = outside[0]
-    return images, torch.where(uniform, beside, log_tau + math.log1p(-ELSEWHERE))
+    return images, log_tau.masked_fill(outside, math.log(ELSEWHERE) - math.lgamma(n + 1))
 
 
 def draw_all(
@@ -499,16 +511,22 @@ def draw_all(
     :param identity: the column that each row takes in the first matching, which isn't drawn.
     """
     n, shape = densities.shape[-1], (count + 1, *densities.shape[1:])
-    early = max(0, n - TAIL)
-    chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
-    order = chances.square().sum(-1).argsort(-1, descending=True)
-    chances = chances.gather(-2, order[..., :early].unsqueeze(-1).expand(*order.shape[:-1], early, n))
-    order = order.expand(shape[:-1])
-    taken = identity.expand(shape[:-1]).gather(-1, order)  # by the rows in this order
-    if early and count:
-        taken[1:, ..., :early] = _without_replacement(chances, count)
-        free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
-        taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
+    early, order = max(0, n - TAIL), torch.arange(n, device=densities.device).expand(shape[:-1])
+    taken, log_tau = identity.expand(shape[:-1]).clone(), order.new_zeros(shape[:-2], dtype=torch.float64)
+    if early:
+        chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
+        order = chances.square().sum(-1).argsort(-1, descending=True)
+        chances = chances.gather(-2, order[..., :early].unsqueeze(-1).expand(*order.shape[:-1], early, n))
+        order = order.expand(shape[:-1])
+        taken = taken.gather(-1, order)  # by the rows in this order
+        if count:
+            taken[1:, ..., :early] = _without_replacement(chances, count)
+            free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
+            taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
+        # Of the columns that earlier rows leave free, those that this row and later ones take.
+        free = chances.expand(count + 1, *chances.shape[1:])
+        free = free.gather(-1, taken.unsqueeze(-2).expand(*shape[:-2], early, n))
+        log_tau = (free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)).log().sum(-1, dtype=torch.float64)
     # The late rows and the columns that are left, in all orders; the first is the one at hand.
     orders, late = _orders(n - early, densities.device), torch.arange(n - early, device=densities.device)
     block = densities.expand(shape).take_along_dim(order[..., early:].unsqueeze(-1), -2)
@@ -517,9 +535,6 @@ def draw_all(
     drawn = (sums - torch.empty_like(sums).exponential_().log_()).argmax(-1)
     drawn[0] = 0
     taken[..., early:] = taken[..., early:].gather(-1, orders[drawn])
-    # Of the columns that earlier rows leave free, those that this row and later ones take.
-    free = chances.expand(count + 1, *chances.shape[1:]).gather(-1, taken.unsqueeze(-2).expand(*shape[:-2], early, n))
-    log_tau = (free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)).log().sum(-1, dtype=torch.float64)
     return taken.gather(-1, order.argsort(-1)), log_tau + sums.gather(-1, drawn.unsqueeze(-1))[..., 0]
 
 

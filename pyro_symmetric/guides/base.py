@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -76,7 +77,7 @@ class WeightsGuide(AutoContinuous):
         pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation on the way back, too
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
             fn, events = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
-            free = piece.view(torch.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * events)))  # particles lead
+            free = piece.view(np.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * events)))  # particles lead
             with ExitStack() as stack:
                 for frame in self._cond_indep_stacks[name]:
                     stack.enter_context(plates[frame.name])
