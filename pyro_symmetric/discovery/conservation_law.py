@@ -56,6 +56,8 @@ Powers = tuple[int, ...]  # for each place of some units, the power with which a
 Moves = dict[Powers, frozenset[Move]]  # whether these are the exponents of scales or of signs
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def with_multipliers(
     units: Sequence[Units],
     fixed: Sequence[Units],
@@ -215,17 +217,17 @@ class _Law:
         """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
         most = MOST[self.small]
         told = [cell for cell in cells if len(cell.places) + 4 <= most * cell.units.count]
-        asked = [math.ceil((2 * len(cell.places) + 4) / cell.units.count) for cell in told]
+        asked = [math.ceil(self._rows_for(len(cell.places)) / cell.units.count) for cell in told]
         losses = max(len(self.draws), min(most, max(asked, default=1)))
         plain = self._sums(cells, losses, "scale")
-        scales = self._right(cells, [self._scales(cell, plain) for cell in cells], (4.0, 0.25))
+        scales = self._right(cells, [self._scales(cell, plain) for cell in cells], 4.0)
         scales = _besides(cells, scales, self.shapes, False)
         try:
             twin = self._sums(cells, losses, "flip")
             signs = [self._signs(cell, own, plain, twin) for cell, own in zip(cells, scales, strict=True)]
         except NotDifferentiable:
             signs = [[] for _ in cells]
-        signs = _besides(cells, self._right(cells, signs, (-1.0,)), self.shapes, True)
+        signs = _besides(cells, self._right(cells, signs, -1.0), self.shapes, True)
         found = []
         for own, odd in zip(scales, signs, strict=True):
             moves: Moves = {powers: frozenset({"scale"}) for powers in own}
@@ -252,6 +254,10 @@ class _Law:
                 yield site, "scale"
 
     # small steps ----------------------------------------------------------------------------------------------------
+
+    def _rows_for(self, places: int) -> int:
+        """How many rows tell the exponents of so many places: more of small networks, of which many units are dead."""
+        return 2 * places + 4 if self.small else places + max(2, places // 4)
 
     def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
         """A basis of the exponents of a cell's scales."""
@@ -281,73 +287,79 @@ class _Law:
         every = [*shared, *map(tuple, basis)]
         return [every[k] for k in independent(every, True)]
 
-    def _right(
-        self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factors: Sequence[float]
-    ) -> list[list[Powers]]:
-        """The proposals that leave outputs as they are if units are multiplied by powers of these factors."""
+    def _right(self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factor: float) -> list[list[Powers]]:
+        """The proposals that leave outputs as they are if units are multiplied by powers of a factor."""
         every = [(i, powers) for i, basis in enumerate(proposed) for powers in basis]
         # Each alone, for what several change may cancel out; all together far off, where a clamp isn't odd any more.
         for number, draw in enumerate([*self.draws, *self.further]):
-            for factor in factors:
-                if self.small and number == 0:
-                    every = [one for one in every if not self._wrong([one], cells, draw, factor)]
-                wrong = set(self._wrong(every, cells, draw, factor))
-                every = [one for one in every if one not in wrong]
+            if self.small and number == 0:
+                every = [one for one in every if not self._wrong([one], cells, draw, factor)]
+            wrong = set(self._wrong(every, cells, draw, factor))
+            every = [one for one in every if one not in wrong]
         return [[powers for powers in basis if (i, powers) in every] for i, basis in enumerate(proposed)]
 
     def _wrong(
         self, chosen: Sequence[tuple[int, Powers]], cells: Sequence[_Cell], draw: _Draw, factor: float
     ) -> list[tuple[int, Powers]]:
-        """Return the proposals that change outputs if random units are multiplied, by the numbers of their cells."""
-        units = {
-            one: torch.rand(cells[one[0]].units.count, generator=self.generator, device="cpu") < 0.5 for one in chosen
-        }
-        for moving in units.values() if len(chosen) == 1 else ():
-            moving[0] = True
+        """Return the proposals that change outputs, by the numbers of their cells.
+
+        Random units are multiplied by a positive factor, and all others divided; random units are flipped.
+        """
+        units = {one: torch.rand(cells[one[0]].units.count, generator=self.generator, device="cpu") for one in chosen}
+        others = 0.0 if factor < 0 else -1.0
+        steps = {one: torch.where(own < 0.5, 1.0, others).double() for one, own in units.items()}
+        for own in steps.values() if len(chosen) == 1 else ():
+            own[0] = 1.0
 
         def fails(some: Sequence[tuple[int, Powers]]) -> bool:
             by = dict[Place, Tensor]()
             for number, powers in some:
+                largest = 1 if factor < 0 else max(map(abs, powers))
                 for axis, power in zip(cells[number].places, powers, strict=True):
                     if power:
-                        ones = torch.ones(axis.length(self.shapes), dtype=torch.float64, device="cpu")
-                        exponent = power if factor < 0 else power / max(map(abs, powers))
-                        by.setdefault(_place(axis), ones)[axis.index[:, units[number, powers]]] *= factor**exponent
+                        none = torch.zeros(axis.length(self.shapes), dtype=torch.float64, device="cpu")
+                        by.setdefault(_place(axis), none)[axis.index] += power / largest * steps[number, powers]
             moved = dict(draw.weights)
-            for (site, dim, span), factors in by.items():
-                shape, epsilon = self.shapes[site], self.epsilons.get(site, 0.0)
+            for (site, dim, span), exponents in by.items():
+                shape, epsilon = self.shapes[site], self.epsilons.get(site)
                 run = moved[site].reshape(*shape[:dim], -1, *shape[dim + span :])
-                factors = factors.to(run.device, run.real.dtype).reshape(-1, *(1 for _ in shape[dim + span :]))
-                moved[site] = ((run + epsilon) * factors - epsilon).reshape(shape)
-            return not difference(draw.outputs, self._outputs(moved, draw.inputs)) < 10 * self.null
+                factors = factor ** exponents.to(run.device).reshape(-1, *(1 for _ in shape[dim + span :]))
+                factors = factors.to(run.real.dtype)
+                run = (run + epsilon) * factors - epsilon if epsilon else run * factors
+                moved[site] = run.reshape(shape)
+            with torch.no_grad():
+                return not difference(draw.outputs, self._outputs(moved, draw.inputs)) < 10 * self.null
 
         return guilty(chosen, fails) if chosen and fails(chosen) else []
 
     def _sums(self, cells: Sequence[_Cell], losses: int, twin: Move) -> dict[Place, Tensor]:
         """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
         axes = {_place(axis): axis for cell in cells for axis in cell.places}
+        looked = {axis.site: set[int]() for axis in axes.values()}  # the axes of sites along which units lie
+        for axis in axes.values():
+            looked[axis.site].update(range(axis.dim, axis.dim + axis.span))
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
         for weights, slopes in self._gradients(losses, twin):
             self.first = self.first or slopes
-            products = dict[str, Tensor]()
-            for site in {site for site, _, _ in axes} & set(slopes):
+            products = dict[str, tuple[Tensor, Tensor]]()
+            for site in looked.keys() & slopes.keys():
                 weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
-                products[site] = (weight * slopes[site].conj()).real
+                own = (weight * slopes[site].conj()).real
+                rest = [dim for dim in range(own.dim()) if dim not in looked[site]]
+                products[site] = tuple(x.sum(rest, keepdim=True) if rest else x for x in (own, own.abs()))
             for place, axis in axes.items():
-                run = (*_one_run(self.shapes[axis.site], axis), 1)
-                rest = [dim for dim in range(len(run)) if dim != axis.dim]
+                own = torch.zeros(2, axis.length(self.shapes), device="cpu")
                 if axis.site in products:
-                    own = products[axis.site].reshape(run)
-                    both = torch.stack([own.sum(rest), torch.linalg.vector_norm(own, 1, rest)])
-                else:
-                    both = torch.zeros(2, run[axis.dim], device="cpu")
-                found[place].append(both.double().cpu())
+                    run = (*_one_run(products[axis.site][0].shape, axis), 1)
+                    rest = [dim for dim in range(len(run)) if dim != axis.dim]
+                    own = torch.stack([x.reshape(run).sum(rest) for x in products[axis.site]])
+                found[place].append(own.double().cpu())
         return {place: torch.stack(own, 1) for place, own in found.items()}
 
     def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Weights, and the gradients of random losses there."""
         for k, draw in enumerate(self.draws):
-            weights = {site: value.clone().requires_grad_() for site, value in draw.weights.items()}
+            weights = {site: value.detach().requires_grad_() for site, value in draw.weights.items()}
             outputs = self._outputs(weights, draw.inputs, twin)
             for own in gradients(outputs, weights, len(range(k, losses, len(self.draws))), self.generator):
                 yield draw.weights, own

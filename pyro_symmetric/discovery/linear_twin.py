@@ -12,6 +12,7 @@ deviations are even; the division by them is left out. What is linear, or a prod
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class Pass:
     """A traced forward pass as a function of weights.
 
     :ivar epsilons: what batch normalisation adds to running variances, by their sites.
+    :ivar draws: whether it draws random numbers, which are the same ones whenever it runs.
     """
 
     def __init__(self, trace: Trace, logits: bool):
@@ -77,10 +79,15 @@ class Pass:
         self.returned = [i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT]
         names = {spec.arg.name: spec.target for spec in trace.specs if getattr(spec.arg, "name", None) and spec.target}
         self.epsilons: dict[str, float] = {}
-        self.casts = False
-        for node in trace.program.graph.nodes:
+        self.draws = False
+        self.graph = trace.program.graph_module
+        last = {read: node for node in self.graph.graph.nodes for read in node.all_input_nodes}
+        self.last = {node: [read for read in node.all_input_nodes if last[read] is node] for node in last.values()}
+        self.passes: dict[tuple[fx.Node, Move], bool] = {}
+        for node in self.graph.graph.nodes:
             given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
-            self.casts |= bool(given) and (not node.all_input_nodes or given.get("dtype") is not None)
+            trains = given.get("train", given.get("training", True)) and given.get("dropout_p", 1.0)
+            self.draws |= bool(trains) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
                 self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
 
@@ -105,33 +112,56 @@ class Pass:
             else:
                 value = weights.get(self.sites.get(spec.target, spec.target))
                 args.append(precise(self.trace.constant(spec.target), dtype) if value is None else value)
-        with evaluation(), Deterministic(dtype) if self.casts else contextlib.nullcontext():
-            every = _Run(self.trace.program.graph_module, twin, set() if unsettled is None else unsettled).run(*args)
+        with evaluation(), Deterministic(dtype) if self.draws else contextlib.nullcontext():
+            every = _Run(self, dtype, twin, set() if unsettled is None else unsettled).outputs(args)
         found = [every[i] for i in self.returned if isinstance(every[i], Tensor)]
         found = [out for out in found if out.is_floating_point() or out.is_complex()]
         return [out.log_softmax(-1) if self.logits and out.dim() else out for out in found]
 
 
-class _Run(fx.Interpreter):
-    """A pass in which batch normalisation has derivatives in its running statistics.
+class _Run:
+    """A run of a pass in which batch normalisation has derivatives in its running statistics.
 
+    :param dtype: the precision; what is cast to another stays in this one.
     :param twin: the move of which functions are replaced by what it sees of them.
     :param unsettled: see :meth:`Pass.outputs`.
     """
 
-    def __init__(self, graph: fx.GraphModule, twin: Move | None, unsettled: set[int]):
-        super().__init__(graph)
-        self.twin, self.unsettled = twin, unsettled
+    def __init__(self, own: Pass, dtype: torch.dtype, twin: Move | None, unsettled: set[int]):
+        self.own, self.dtype, self.twin, self.unsettled = own, dtype, twin, unsettled
         self.decided = dict[fx.Node, Tensor]()  # results without derivatives, and the number that decides on them
 
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if self.twin is None or n.op != "call_function" or not isinstance(result, Tensor):
+    def outputs(self, args: Sequence[Any]) -> Any:
+        """What the graph returns; whatever nothing reads any more is forgotten."""
+        left, values = iter(args), dict[fx.Node, Any]()
+        for node in self.own.graph.graph.nodes:
+            given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                break
+            if node.op == "placeholder":
+                values[node] = next(left)
+            elif node.op == "get_attr":
+                values[node] = operator.attrgetter(str(node.target))(self.own.graph)
+            else:
+                given = self._in_precision(*given)
+                values[node] = self._shown(node, *given, precise(self._called(node.target, *given), self.dtype))
+            for read in self.own.last.get(node, ()):
+                del values[read]
+        return given[0][0]
+
+    def _shown(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> Any:
+        """A result as the twin's move sees it: no law holds behind functions through which it doesn't pass."""
+        if self.twin is None or not isinstance(result, Tensor):
             return result
-        numbers = [self.decided[one] for one in n.all_input_nodes if one in self.decided]
-        numbers += self._without_law(n.target, *self.fetch_args_kwargs_from_env(n), result)
-        if numbers and not result.requires_grad:
-            self.decided[n] = numbers[0]
+        numbers = [self.decided[one] for one in node.all_input_nodes if one in self.decided]
+        x = _only_number(node.target, args, kwargs)
+        # A sign that meets a result with derivatives has been seen already.
+        if x is not None and x.requires_grad and not (self.twin == "flip" and result.requires_grad):
+            if (node, self.twin) not in self.own.passes:
+                self.own.passes[node, self.twin] = self._passes(node.target, x, args, kwargs)
+            numbers += [] if self.own.passes[node, self.twin] else [x]
+        if not result.requires_grad:
+            self.decided.update((node, x) for x in numbers)
             return result
         for x in numbers:
             if self.twin == "flip":
@@ -142,27 +172,29 @@ class _Run(fx.Interpreter):
                 result = result * (wave if wave.shape == result.shape else wave.mean())
         return result
 
-    def _without_law(self, target: Any, args: Any, kwargs: Any, result: Tensor) -> list[Tensor]:
-        """The number that a function is applied to, if no law passes through it as far as inputs tell.
+    def _passes(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
+        """False if no law passes through a function of one number, whatever some inputs tell.
 
         For scales, multiples of some inputs give powers of these multiples, as do those of a clamp that isn't reached,
         or of a sigmoid that is saturated, and other inputs don't; exponentials, or what adds an epsilon, never do.
         """
-        x = _only_number(target, args, kwargs)
-        if x is None or not x.requires_grad or (self.twin == "flip" and result.requires_grad):  # seen already
-            return []
         wide = torch.cat([WIDE, -WIDE]).to(x.device)
         before, after = (target(c * wide, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
         if self.twin == "flip":
-            return [] if torch.equal(before, after) else [x]
+            return torch.equal(before, after)
         ratio = after / before
         ratio = ratio[~ratio.isnan()]  # zeros stay so
         same = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
-        return [x] if bool(same.any()) and not bool(same.all()) else []
+        return not bool(same.any()) or bool(same.all())
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _in_precision(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of an operator, which casts to this precision."""
+        args = tuple(in_precision(x, self.dtype) if isinstance(x, torch.dtype) else x for x in args)
+        return args, {name: in_precision(x, self.dtype) if name == "dtype" and x else x for name, x in kwargs.items()}
+
+    def _called(self, target: Any, args: Any, kwargs: Any) -> Any:
         name, given = operator_name(target), bound(target, args, kwargs)
-        if name in ("view", "_unsafe_view"):  # a twin's tensors may lie in another order
+        if name in ("view", "_unsafe_view") and "dtype" not in given:  # a twin's tensors may lie in another order
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
             return args[1].to(args[0].dtype).expand_as(args[0])
@@ -172,7 +204,7 @@ class _Run(fx.Interpreter):
             return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
         if self.twin == "flip":
             return self._signed(target, name, args, kwargs)
-        return super().call_function(target, args, kwargs)
+        return target(*args, **kwargs)
 
     def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
         """Normalisation by running statistics, in train mode, too; in the twin any, by constants."""
@@ -207,7 +239,7 @@ class _Run(fx.Interpreter):
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
             with _WithoutTanh():
                 return decomposition_table[target](*args, **kwargs)
-        result = super().call_function(target, args, kwargs)
+        result = target(*args, **kwargs)
         if not isinstance(first := result[0] if isinstance(result, tuple | list) and result else result, Tensor):
             return result
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

@@ -356,7 +356,8 @@ class _Outputs:
         self.call = TensorsOnly(self.net, args, kwargs)
         self.inputs = [x.detach().to(in_precision(x.dtype, torch.float64)) for x in self.call.tensors]
         self.inputs = [torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs]
-        self.before: dict[bool, list[Tensor] | None] = {train: self._at(self._own, train) for train in (False, True)}
+        self._load(self._own)
+        self.before: dict[bool, list[Tensor] | None] = {train: self._run(train) for train in (False, True)}
         for output in (outputs := self.before[False] or []):
             if _real(output) and output.numel() and (output.isnan().any() or not output.isfinite().any()):
                 raise InconclusiveError(f"inconclusive: the outputs of {type(net).__name__} are no finite numbers")
@@ -373,14 +374,18 @@ class _Outputs:
         """
         group = element.group
         inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
-        exact = {(move, name) for move, name in parts_of(group) if move != "scale" or name not in inexact}
-
-        def error(element: Element, train: bool) -> float:
-            return self._change(lambda site: element.on_site(site, self._own(site)), train)
-
-        found = max(error(element, False), error(only(element, exact), True))
+        late = group.scalings.without(set(group.scalings.units) - inexact)
+        logs = {name: value.reshape(late[name].shape) for name, value in element.log_scales.items() if name in inexact}
+        first = only(element, [part for part in parts_of(group) if part[0] != "scale" or part[1] not in inexact])
+        then = Element(late, log_scales=logs, dtype=torch.float64)
+        self._load(lambda site: first.on_site(site, self._own(site)))
+        found = self._difference(True)
+        for site in {axis.site for one in late.units.values() for axis in one.axes}:
+            with torch.no_grad():
+                self.weights[site].copy_(then.on_site(site, self.weights[site]))
+        found = max(found, self._difference(False))
         if not found < self.tolerance:
-            again = max(self._change(self._own, train) for train in (False, True))
+            again = self._changes(self._own)
             if again >= self.tolerance:
                 raise InconclusiveError(
                     "inconclusive: the network is random. Its outputs at the same weights, with all generators of "
@@ -400,7 +405,7 @@ class _Outputs:
             own = self._own(site)
             return own * (1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1)) if _real(own) else own
 
-        found = max(self._change(nudged, train) for train in (False, True) for _ in range(3))
+        found = max(self._changes(nudged) for _ in range(3))
         if not ROUNDINGS * found < HOPELESS:
             raise InconclusiveError(
                 f"inconclusive: the last digit of the weights changes outputs by {found:.1g} of the largest one, so "
@@ -412,18 +417,25 @@ class _Outputs:
         value = self.origin[site]
         return value.to(self.weights[site].device, in_precision(value.dtype, torch.float64))
 
-    def _change(self, weights: Callable[[str], Tensor], train: bool) -> float:
-        """Largest relative change of an output at other weights, by site."""
-        return 0.0 if self.before[train] is None else difference(self.before[train], self._at(weights, train))
+    def _changes(self, weights: Callable[[str], Tensor]) -> float:
+        """Largest relative change of an output in either mode at other weights, by site."""
+        self._load(weights)
+        return max(self._difference(train) for train in (False, True))
 
-    def _at(self, weights: Callable[[str], Tensor], train: bool) -> list[Tensor] | None:
+    def _difference(self, train: bool) -> float:
+        return 0.0 if self.before[train] is None else difference(self.before[train], self._run(train))
+
+    def _load(self, weights: Callable[[str], Tensor]) -> None:
+        """Put weights site by site into the copy: there is no second copy, and nothing to be put back."""
+        with torch.no_grad():
+            for site, value in self.weights.items():
+                value.copy_(weights(site))
+
+    def _run(self, train: bool) -> list[Tensor] | None:
         """All outputs; None if the network has no such mode (a batch of one, say). Statistics stay.
 
         :raises InconclusiveError: if it doesn't run in eval mode.
         """
-        with torch.no_grad():  # site by site into the copy: there is no second copy, and nothing to be put back
-            for site, value in self.weights.items():
-                value.copy_(weights(site))
         buffers = {name: value.clone() for name, value in self.net.named_buffers()}
         devices = {value.device for value in (*self.weights.values(), *self.inputs)}
         refreshed(self.net, train)

@@ -444,12 +444,16 @@ def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
     assert "no forward pass uses it" in symmetry.explain("unused.weight")[0].reason
 
 
-def test_unknown_operators_pin_and_are_named() -> None:
-    net = Net(lambda s, x: s.b(torch.linalg.qr(s.a(x)).R), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
-    with pytest.warns(UnknownOperator, match="linalg_qr"):
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("linalg_qr", lambda h: torch.linalg.qr(h).R), ("view in Net", lambda h: h.view(torch.int32).float()[:, :6])],
+)
+def test_unknown_operators_pin_and_are_named(name: str, function: Any) -> None:
+    net = Net(lambda s, x: s.b(function(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    with pytest.warns(UnknownOperator, match=name):
         symmetry = find_symmetry(net, columns())
     assert sizes(symmetry) == {}
-    assert "linalg_qr" in symmetry.explain("a.weight")[0].reason
+    assert name in symmetry.explain("a.weight")[0].reason
 
 
 def _with_gaps(h: Tensor) -> Tensor:
@@ -525,3 +529,10 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
     symmetry = find_symmetry(Weighed(), torch.randn(4, 3))
     assert not symmetry.group.names("flip")
     assert symmetry.log_order() == pytest.approx(math.log(24) + math.log(2))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_scales_are_found_where_no_gradients_are_recorded(mode: Any) -> None:
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 3)
+    with mode():
+        assert find_symmetry(net, x).scalings.factors == {"0": 8}
