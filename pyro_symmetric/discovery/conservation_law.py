@@ -256,7 +256,7 @@ class _Law:
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _rows_for(self, places: int) -> int:
-        """How many rows tell the exponents of so many places: more of small networks, of which many units are dead."""
+        """The number of rows that tell exponents of so many places: more of small networks, as many units are dead."""
         return 2 * places + 4 if self.small else places + max(2, places // 4)
 
     def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
@@ -341,12 +341,12 @@ class _Law:
         found: dict[Place, list[Tensor]] = {place: [] for place in axes}
         for weights, slopes in self._gradients(losses, twin):
             self.first = self.first or slopes
-            products = dict[str, tuple[Tensor, Tensor]]()
+            products = dict[str, list[Tensor]]()
             for site in looked.keys() & slopes.keys():
                 weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
                 own = (weight * slopes[site].conj()).real
                 rest = [dim for dim in range(own.dim()) if dim not in looked[site]]
-                products[site] = tuple(x.sum(rest, keepdim=True) if rest else x for x in (own, own.abs()))
+                products[site] = [x.sum(rest, keepdim=True) if rest else x for x in (own, own.abs())]
             for place, axis in axes.items():
                 own = torch.zeros(2, axis.length(self.shapes), device="cpu")
                 if axis.site in products:

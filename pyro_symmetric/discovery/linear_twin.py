@@ -132,7 +132,7 @@ class _Run:
         self.decided = dict[fx.Node, Tensor]()  # results without derivatives, and the number that decides on them
 
     def outputs(self, args: Sequence[Any]) -> Any:
-        """What the graph returns; whatever nothing reads any more is forgotten."""
+        """The results of the graph; whatever nothing reads any more is forgotten."""
         left, values = iter(args), dict[fx.Node, Any]()
         for node in self.own.graph.graph.nodes:
             given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -143,8 +143,9 @@ class _Run:
             elif node.op == "get_attr":
                 values[node] = operator.attrgetter(str(node.target))(self.own.graph)
             else:
-                given = self._in_precision(*given)
-                values[node] = self._shown(node, *given, precise(self._called(node.target, *given), self.dtype))
+                own, named = self._in_precision(*given)
+                result = precise(self._called(node.target, own, named), self.dtype)
+                values[node] = self._shown(node, own, named, result)
             for read in self.own.last.get(node, ()):
                 del values[read]
         return given[0][0]

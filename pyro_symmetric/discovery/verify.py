@@ -374,15 +374,18 @@ class _Outputs:
         """
         group = element.group
         inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
-        late = group.scalings.without(set(group.scalings.units) - inexact)
-        logs = {name: value.reshape(late[name].shape) for name, value in element.log_scales.items() if name in inexact}
-        first = only(element, [part for part in parts_of(group) if part[0] != "scale" or part[1] not in inexact])
-        then = Element(late, log_scales=logs, dtype=torch.float64)
+        inexact &= set(group.names("scale"))
+        exact = [part for part in parts_of(group) if part[0] != "scale" or part[1] not in inexact]
+        first = only(element, exact) if inexact else element
         self._load(lambda site: first.on_site(site, self._own(site)))
         found = self._difference(True)
-        for site in {axis.site for one in late.units.values() for axis in one.axes}:
-            with torch.no_grad():
-                self.weights[site].copy_(then.on_site(site, self.weights[site]))
+        if inexact:
+            late = group.scalings.without(set(group.scalings.units) - inexact)
+            logs = {name: element.log_scales[name].reshape(late[name].shape) for name in inexact}
+            then = Element(late, log_scales=logs, dtype=torch.float64)
+            for site in {axis.site for one in late.units.values() for axis in one.axes}:
+                with torch.no_grad():
+                    self.weights[site].copy_(then.on_site(site, self.weights[site]))
         found = max(found, self._difference(False))
         if not found < self.tolerance:
             again = self._changes(self._own)
