@@ -217,7 +217,8 @@ class _Law:
         """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
         most = MOST[self.small]
         told = [cell for cell in cells if len(cell.places) + 4 <= most * cell.units.count]
-        asked = [math.ceil(self._rows_for(len(cell.places)) / cell.units.count) for cell in told]
+        spare = 4 if self.small else 1  # three units with one place, an image's channels, say, ask for one loss then
+        asked = [math.ceil((2 * len(cell.places) + spare) / cell.units.count) for cell in told]
         losses = max(len(self.draws), min(most, max(asked, default=1)))
         plain = self._sums(cells, losses, "scale")
         scales = self._right(cells, [self._scales(cell, plain) for cell in cells], 4.0)
@@ -254,10 +255,6 @@ class _Law:
                 yield site, "scale"
 
     # small steps ----------------------------------------------------------------------------------------------------
-
-    def _rows_for(self, places: int) -> int:
-        """The number of rows that tell exponents of so many places: more of small networks, as many units are dead."""
-        return 2 * places + 4 if self.small else places + max(2, places // 4)
 
     def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
         """A basis of the exponents of a cell's scales."""
