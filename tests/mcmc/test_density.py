@@ -292,7 +292,8 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr("torch.compile", broken)
+    monkeypatch.setattr("torch._inductor.standalone_compile", broken)
     density = Density(hierarchical, args=(X, Y), engine="compiled")
     z = torch.rand(5, density.dim) - 0.5
     with pytest.warns(RuntimeWarning, match=r"failed.*no compiler here"):

@@ -12,12 +12,10 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric._process import LOCK, OwnLock, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Rows, Unavailable, same_evaluation
@@ -42,7 +40,10 @@ def run(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
     :param inputs: tensors, and tuples and dataclasses of tensors. The first tensor are points ``(C, D)``.
     :return: a tensor, or tuples and dataclasses of tensors.
     """
-    if compiles(density) and len(tree_leaves(inputs[0])[0]) <= density.fast.most_chains:
+    points = inputs[0]
+    while not isinstance(points, Tensor):
+        points = points[0]
+    if compiles(density) and len(points) <= density.fast.most_chains:
         try:
             return density.fast.run(function, *inputs)
         except Unavailable as error:
@@ -136,10 +137,15 @@ class Compiled:
         try:
             with LOCK, without_warnings(), torch.no_grad():
                 graph = make_fx(flattened)(*inputs)
-                # One launch for all kernels of a GPU, as by mode="reduce-overhead"; PyTorch has it in the main thread.
-                graphs = inputs[0].is_cuda and threading.current_thread() is threading.main_thread()
-                options = OPTIONS | {"triton.cudagraphs": graphs}
-                program = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+                if inputs[0].is_cuda or not hasattr(torch._inductor, "standalone_compile"):  # of PyTorch 2.8 on
+                    # One launch for all kernels of a GPU, as by mode="reduce-overhead"; only in the main thread.
+                    graphs = inputs[0].is_cuda and threading.current_thread() is threading.main_thread()
+                    options = OPTIONS | {"triton.cudagraphs": graphs}
+                    program = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+                else:  # by itself: each call by torch.compile, which asks if all is as it was, takes four times as long
+                    program = torch._inductor.standalone_compile(
+                        graph, [*inputs], dynamic_shapes="from_example_inputs", options={"config_patches": OPTIONS}
+                    )
                 program(*inputs)  # what it takes is made now
         except torch.linalg.LinAlgError:
             raise
@@ -160,7 +166,7 @@ def flatten(value: Any, flat: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         flat.append(value)
         return None
-    parts = vars(value).values() if is_dataclass(value) else value
+    parts = value if isinstance(value, tuple) else vars(value).values()
     return type(value), tuple([flatten(part, flat) for part in parts])
 
 
@@ -179,4 +185,4 @@ def _points(found: Any) -> list[Any]:
         return []
     if all(hasattr(found, name) for name in ("z", "energy", "gradient")):
         return [found]
-    return [at for part in (vars(found).values() if is_dataclass(found) else found) for at in _points(part)]
+    return [at for part in (found if isinstance(found, tuple) else vars(found).values()) for at in _points(part)]

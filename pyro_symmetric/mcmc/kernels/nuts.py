@@ -42,6 +42,8 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     with_fresh_momenta,
 )
 
+FEW_NUMBERS = 2**11  # of all chains, for which one program checks all levels of the tree in less time than it is called
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NUTS(HamiltonianKernel):
@@ -73,7 +75,7 @@ class NUTS(HamiltonianKernel):
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
         most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
-        forest = _Forest(density, state)
+        forest = _Forest(density, state, self.max_treedepth)
         depth = 0
         while depth < most and forest.doubled(depth):
             depth += 1
@@ -92,14 +94,6 @@ class NUTS(HamiltonianKernel):
 
 
 # what a trajectory consists of; A chains ---------------------------------------------------------------------------
-
-
-class _Span(NamedTuple):
-    """A balanced tree's momenta, in the order in which they were visited."""
-
-    first: Tensor  # (A, D)
-    last: Tensor
-    total: Tensor
 
 
 class _Cost(NamedTuple):
@@ -131,13 +125,15 @@ class _Branch(NamedTuple):
     end: PhasePoint
     draw: PhasePoint
     step: Tensor  # (A, 1), negative where it grows backwards in time, 0 once it has turned or diverged
+    momenta: Tensor  # their sum, with those of the tree that it is added to, (A, D)
     log_weight: Tensor  # as above
+    cost: _Cost  # of the whole trajectory
 
 
 class _Forest:
     """Trajectories that grow in batches of those that haven't finished."""
 
-    def __init__(self, density: Density, state: State):
+    def __init__(self, density: Density, state: State, max_treedepth: int):
         self.density, self.mass, self.generator = density, state.tuning.mass, state.generator
         start = with_fresh_momenta(state, self.mass)
         self.everyone = energy = start.total_energy(self.mass)
@@ -148,35 +144,32 @@ class _Forest:
         self.tree = _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, none)
         self.growing, self.finished = none == 0, list[_Tree]()
         self.keeps_all = compiles(density)
+        self.in_one = self.keeps_all and state.z.numel() <= FEW_NUMBERS
+        self.levels = torch.arange(max_treedepth, device=energy.device)
 
     def doubled(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
         finish without it."""
-        tree, forward = self.tree, self._chance() < 0.5
-        step = tree.step * (self.growing * torch.where(forward, 1, -1))[:, None]
-        nothing = torch.full_like(tree.log_weight, -torch.inf)
-        branch = _Branch(choose(forward, tree.right, tree.left), tree.draw, step, nothing)
-        spans: list[_Span] = []
+        branch, span = _begun(self.tree, self.growing, self._chance() < 0.5, self.mass)
+        levels = len(self.levels) if self.in_one else depth + 1
+        spans = span.new_zeros(len(span), 1 + levels, *span.shape[1:])
+        spans[:, 1 + depth] = span
         for leaf in range(2**depth):
-            tree = self.tree
-            branch, cost = run(
-                self.density, _with_leaf, branch, tree.cost, tree.start_energy, self._chance(), self.mass
-            )
-            self.tree = tree._replace(cost=cost)
-            span = _Span(branch.end.momentum, branch.end.momentum, branch.end.momentum)
-            for level in range((~leaf & leaf + 1).bit_length() - 1):  # the subtrees that this leaf completes
-                half = spans.pop()
-                turning = _turns(half, span, self.mass, is_pair=level == 0)
-                branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
-                span = _Span(half.first, span.last, half.total + span.total)
-            spans.append(span)
-            # Looking costs a wait for the device: at every other leaf, when the counter holds no single leaves.
+            level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
+            number, inputs = self.levels[level : level + 1], (branch, self.tree.start_energy, self._chance())
+            if self.in_one:
+                branch, span, closed = run(self.density, _grown, *inputs, spans, number, self.mass)
+            else:
+                branch = run(self.density, _with_leaf, *inputs, self.mass)
+                branch, span, closed = _turned(branch, spans[:, : 1 + level + is_last], number, self.mass)
+            spans[:, 1 + level] = span
+            # Looking costs a wait for the device; a branch can have turned after every other leaf only.
             if leaf % 2 == 1 or depth == 0:
-                self.growing = branch.step[:, 0] != 0
-                left, (branch, spans) = self._parted(branch, spans)
+                self.tree, self.growing = self.tree._replace(cost=branch.cost), branch.step[:, 0] != 0
+                left, (branch, spans, closed) = self._parted(branch, spans, closed)
                 if not left:
                     return False
-        self.tree, self.growing = _joined(self.tree, branch, spans[0], self._chance(), self.mass)
+        self.tree, self.growing = _joined(self.tree, branch, self._chance()), self.growing & ~closed
         return self._parted()[0]
 
     def whole(self) -> _Tree:
@@ -205,49 +198,82 @@ class _Forest:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _with_leaf(
-    evaluate: Evaluate, branch: _Branch, cost: _Cost, start_energy: Tensor, chance: Tensor, mass: Mass
-) -> tuple[_Branch, _Cost]:
-    """The branch with one more state, and what the trajectory has cost by now."""
+def _begun(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, Tensor]:
+    """A branch without states, and the tree as the span that it is to join, see :func:`_turned`."""
+    rows, step = forward[:, None], tree.step * (growing * torch.where(forward, 1, -1))[:, None]
+    end = choose(forward, tree.right, tree.left)
+    far, near = torch.where(rows, tree.left.momentum, tree.right.momentum), end.momentum
+    span = torch.stack([mass.velocity(far), torch.zeros_like(far), far, mass.velocity(near), tree.momenta - near], 1)
+    nothing = torch.full_like(tree.log_weight, -torch.inf)
+    return _Branch(end, tree.draw, step, tree.momenta, nothing, tree.cost), span
+
+
+def _with_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, mass: Mass) -> _Branch:
+    """The branch with one more state."""
     grows, end = branch.step[:, 0] != 0, leapfrog(evaluate, branch.end, branch.step, mass)
     error = energy_error(end.total_energy(mass), start_energy)
     diverging = grows & (error > MAX_ENERGY_ERROR)
-    acceptance = (-error).clamp(max=0).exp()
-    cost = _Cost(cost.steps + grows, cost.acceptance + grows * acceptance, cost.diverging | diverging)
+    steps, acceptance, diverged = branch.cost
+    acceptance = acceptance + grows * (-error).clamp(max=0).exp()
     log_weight = torch.logaddexp(branch.log_weight, -error)
     take = chance.log() < -error - log_weight
     step = branch.step.masked_fill(diverging[:, None], 0.0)
-    return _Branch(end, choose(take, end, branch.draw), step, log_weight), cost
+    cost = _Cost(steps + grows, acceptance, diverged | diverging)
+    return _Branch(end, choose(take, end, branch.draw), step, branch.momenta + end.momentum, log_weight, cost)
 
 
-def _joined(tree: _Tree, branch: _Branch, span: _Span, chance: Tensor, mass: Mass) -> tuple[_Tree, Tensor]:
-    """The tree with its complete branch, unless that turned; and whether it may grow on, which one that turns may
-    not."""
+def _turned(branch: _Branch, spans: Tensor, level: Tensor, mass: Mass) -> tuple[_Branch, Tensor, Tensor]:
+    """Stop branches of which a subtree that the last leaf completes turns.
+
+    :param spans: for each level the balanced tree of ``2 ** level`` states that waits for its other half, or that a
+        branch of ``2 ** level`` leaves is to join, ``(A, 1 + levels, 5, D)``: in the order in which states were
+        visited, the velocity at its first one, the sum of all momenta before, and with it; the velocity at its last
+        one, and the sum of all momenta before. The first place is free.
+    :param level: ``(1,)``, how many levels it completes.
+    :return: the branch; the subtree that now waits, ``(A, 5, D)``; where the branch and the tree turn, ``(A,)``, if the
+        level is that of the tree.
+    """
+    velocity, now = mass.velocity(branch.end.momentum), branch.momenta
+    before = now - branch.end.momentum
+    own = torch.stack([velocity, before, now, velocity, before], 1)
+    begun = torch.where(level == 0, own, spans.index_select(1, level)[:, 0])  # where that of the level below began
+    span = torch.cat([begun[:, :3], own[:, 3:]], 1)
+    number, velocity, now = torch.arange(spans.shape[1] - 1, device=level.device), velocity[:, None], now[:, None]
+    if not len(number):
+        return branch, span, torch.zeros_like(branch.cost.diverging)
+    first, start, _, last, near = spans[:, 1:].unbind(2)
+    lowest = (number == 0)[:, None]
+    middle = torch.where(lowest, velocity, spans[:, :-1, 0])
+    whole, left, right = now - start, torch.where(lowest, now, spans[:, :-1, 2]) - start, now - near
+    turning = _turns(first, velocity, whole) | _turns(first, middle, left) | _turns(last, velocity, right)
+    step = branch.step.masked_fill((turning & (number < level)).any(1, keepdim=True), 0.0)
+    return branch._replace(step=step), span, (turning & (number == level)).any(1)
+
+
+def _turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
+    """True if a trajectory turns, given the velocities at its ends and the sum of its momenta, ``batch + (D,)``."""
+    return ((first * total).sum(-1) <= 0) | ((last * total).sum(-1) <= 0)
+
+
+def _grown(
+    evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, spans: Tensor, level: Tensor, mass: Mass
+) -> tuple[_Branch, Tensor, Tensor]:
+    """Both at once, in one program."""
+    return _turned(_with_leaf(evaluate, branch, start_energy, chance, mass), spans, level, mass)
+
+
+def _joined(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
+    """The tree with its complete branch, unless that turned."""
     forward, ok = branch.step[:, 0] > 0, branch.step[:, 0] != 0
-    take = chance.log() < branch.log_weight - tree.log_weight
-    left, right, rows = tree.left.momentum, tree.right.momentum, forward[:, None]
-    far, near = torch.where(rows, left, right), torch.where(rows, right, left)
-    turning = _turns(_Span(far, near, tree.momenta), span, mass, is_pair=False)
-    tree = tree._replace(
-        left=choose(forward | ~ok, tree.left, branch.end),
-        right=choose(forward & ok, branch.end, tree.right),
-        momenta=torch.where(ok[:, None], tree.momenta + span.total, tree.momenta),
-        log_weight=torch.where(ok, torch.logaddexp(tree.log_weight, branch.log_weight), tree.log_weight),
-        draw=choose(take & ok, branch.draw, tree.draw),
+    take = ok & (chance.log() < branch.log_weight - tree.log_weight)
+    return tree._replace(  # trees that don't grow on need no ends
+        left=choose(forward, tree.left, branch.end),
+        right=choose(forward, branch.end, tree.right),
+        momenta=branch.momenta,
+        log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
+        draw=choose(take, branch.draw, tree.draw),
         depth=tree.depth + ok,
     )
-    return tree, ok & ~turning
-
-
-def _turns(one: _Span, two: _Span, mass: Mass, is_pair: bool) -> Tensor:
-    """True if the trajectory that consists of two neighbouring spans turns, ``(A,)``."""
-    parts = _Span(one.first, two.last, one.total + two.total)
-    if not is_pair:
-        left, right = (one.first, two.first, one.total + two.first), (one.last, two.last, one.last + two.total)
-        parts = _Span(*(torch.stack(values) for values in zip(parts, left, right, strict=True)))
-    velocity = mass.velocity(parts.total)
-    turning = ((parts.first * velocity).sum(-1) <= 0) | ((parts.last * velocity).sum(-1) <= 0)
-    return turning if is_pair else turning.any(0)
 
 
 def _select(value: Any, index: Tensor) -> Any:
