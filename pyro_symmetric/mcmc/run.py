@@ -197,6 +197,7 @@ class Settings:
             batch_size=self.kernel.batch_size,
             subsampled=self.kernel.subsampled,
             iterations=num_warmup + self.num_samples * self.thinning,
+            num_steps=self.kernel.num_steps,
             **{**own, **changes},
         )
 

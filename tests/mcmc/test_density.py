@@ -306,6 +306,7 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
 def test_auto_compiles_if_the_run_is_long_enough_and_there_is_a_compiler(monkeypatch):
     long = {"args": (X, Y), "iterations": 20_000}
     assert Density(hierarchical, args=(X, Y), iterations=300).engine == "eager"
+    assert Density(hierarchical, args=(X, Y), iterations=3_000, num_steps=1).engine == "eager"
     monkeypatch.setenv("CXX", "g++")
     assert Density(hierarchical, **long).engine == "compiled"
     assert Density(hierarchical, **long, engine="eager").engine == "eager"

@@ -87,8 +87,8 @@ class Density:
     :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
         the cache, about; on other devices, and where a network's loop goes chain by chain, all.
     :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for a feed-forward network; of other models
-        ``"compiled"`` if so many ``iterations`` are planned that it pays. If one can't serve ``"eager"`` does, with a
-        warning if it was asked for by name or if a compiler is missing.
+        ``"compiled"`` if so many ``iterations`` of ``num_steps`` are planned that it pays. If one can't serve
+        ``"eager"`` does, with a warning if it was asked for by name or if a compiler is missing.
     :param batch_size: rows of each mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
         Other models' mini-batches are what their plates with ``subsample_size`` draw.
     :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
@@ -110,6 +110,7 @@ class Density:
         batch_size: int | None = None,
         subsampled: bool = False,
         iterations: int = 0,
+        num_steps: int | None = None,
     ):
         require_model(model)
         arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
@@ -149,7 +150,8 @@ class Density:
             self._eager = Eager(self.target, self.layout)
             self.fast: Any = None
             self.engine_reason = ""
-            self._settle_engine(engine, self.unconstrain(drawn), iterations)
+            steps = num_steps or STEPS * self.dim**0.25
+            self._settle_engine(engine, self.unconstrain(drawn), steps * iterations)
 
     @property
     def is_network(self) -> bool:
@@ -201,13 +203,13 @@ class Density:
         better, self.fast, self.engine_reason = self.engine, None, str(reason)
         warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
 
-    def _settle_engine(self, asked: str, z: Tensor, iterations: int) -> None:
+    def _settle_engine(self, asked: str, z: Tensor, evaluations: float) -> None:
         """:param z: draws from the prior, at which the model itself and engines are evaluated."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
         expected, named = self._probed(z, rows), asked != "auto"
         if not named:
-            pays = STEPS * self.dim**0.25 * iterations >= LEAST_EVALUATIONS
+            pays = evaluations >= LEAST_EVALUATIONS
             asked = "layers" if self.is_network else "compiled" if pays else "eager"
         if asked != "eager":
             self.engine_reason = self.target.one_by_one  # which was warned of

@@ -69,6 +69,7 @@ class Kernel(ABC):
     model: Callable[..., Any]
     subsampled = False  # whether the kernel works from mini-batches
     batch_size: int | None = None
+    num_steps: int | None = None  # gradients of an iteration, if it is known beforehand how many, about
     warmups: ClassVar[tuple[int, ...]] = (500,)
 
     def __post_init__(self) -> None:
