@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import warnings
@@ -267,7 +268,8 @@ def run(
         else:
             chains, at = resumed(settings, recorder.last, recorder)
         try:
-            with tqdm(initial=done(at), disable=not progress, mininterval=0.2) as bar:
+            with tqdm(initial=done(at), disable=not progress, mininterval=0.2) as bar, contextlib.ExitStack() as last:
+                last.callback(commit)  # however the loop ends; an interruption of it is one of the loop
                 while at.draws < count:
                     at = advance(settings, chains, recorder, at)
                     before, clock = clock, time.perf_counter()
@@ -283,8 +285,6 @@ def run(
                 begun = f"interrupted after {at.iteration} of {at.num_warmup} iterations of warm-up"
                 kept = f"; they are kept in {store}, and the same call resumes there" if store else ""
                 raise KeyboardInterrupt(f"{begun}{kept}") from None
-        finally:
-            commit()
         return recorder.draws(min(count, at.draws), metadata(settings, chains, at))
 
 

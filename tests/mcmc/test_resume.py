@@ -241,6 +241,21 @@ def test_ctrl_c_in_warm_up_keeps_it_and_says_how_to_go_on(tmp_path, break_after)
     assert_same_draws(run("HMC", seed=1, store=tmp_path / "s"), unbroken("HMC", 1))
 
 
+def test_ctrl_c_in_the_last_commit_loses_no_draw(tmp_path, monkeypatch):
+    commit = Recorder.commit
+
+    def interrupted(recorder, draws, *parts):
+        if draws == QUICK["num_samples"]:
+            raise KeyboardInterrupt
+        commit(recorder, draws, *parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "commit", interrupted)
+        posterior = run("HMC", seed=7, store=tmp_path / "s")
+    assert_same_draws(posterior, unbroken("HMC", 7))
+    assert_same_draws(run("HMC", seed=7, store=tmp_path / "s"), unbroken("HMC", 7))
+
+
 # another run --------------------------------------------------------------------------------------------------------
 
 
