@@ -94,7 +94,7 @@ def ensemble(
     batch_size = min(batch_size or len(x), len(x))
     epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
     seed = drawn_seed() if seed is None else seed
-    weights_each = sum(shape.numel() for shape in objective.shapes.values())
+    weights_each = sum(value.numel() for value in (*objective.net.parameters(), *objective.net.buffers()))
     comfortable = max(1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), weights_each, len(x))))
     size = min(num_members, members_at_once or comfortable)
     began, parts = time.perf_counter(), []

@@ -268,6 +268,14 @@ def test_frozen_parameters_stay_as_they_are_in_all_members(init):
         ensemble(net.requires_grad_(False), (x, y), 3, progress=False)
 
 
+@pytest.mark.parametrize("make", [nn.Module, BayesianModel], ids=["network", "model"])
+def test_a_frozen_trunk_counts_in_the_memory_of_members(make: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 1000), nn.Linear(1000, 1000).requires_grad_(False), nn.Linear(1000, 2))
+    x, y = blobs()
+    found = ensemble(net if make is nn.Module else make(net), (x, y), 5, epochs=1, progress=False)
+    assert found.metadata["settings"]["members_at_once"] == 4  # of a million numbers each
+
+
 def test_a_site_of_the_likelihood_is_trained_within_its_support() -> None:
     """The mode over weight and noise scale together, against SciPy, on the scale on which a draw is given."""
     torch.manual_seed(0)
