@@ -250,8 +250,8 @@ class BayesianModel(nn.Module):
         outputs = self.outputs(weights, x)
         latents = {name: value.to(x.device) for name, value in self._latents(weights).items()}
         targets = self._targets(x, y)
-        checking = not validate and type(self.likelihood) not in (CategoricalLikelihood, GaussianLikelihood)
-        with running_pyro() if checking else contextlib.nullcontext():  # which no map over weights can hold
+        others = not validate and type(self.likelihood) not in (CategoricalLikelihood, GaussianLikelihood)
+        with running_pyro() if others else contextlib.nullcontext():  # whose checks no map over weights can hold
             distribution = self.likelihood.distribution(outputs, latents)
             if validate:
                 require_targets(self.likelihood, distribution, targets)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributions import (
     constraints,
     identity_transform,
 )
-from torch.distributions.transforms import ComposeTransform, IndependentTransform
+from torch.distributions.transforms import ComposeTransform, ExpTransform, IndependentTransform
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
@@ -226,10 +227,7 @@ def transform_of(site: str, fn: Distribution) -> Transform:
             # A mixture's support is that of its components, wrapped in a constraint without a transform.
             if isinstance(support, constraints.MixtureSameFamilyConstraint):
                 support = support.base_constraint
-            upper = getattr(support, "upper_bound", None)
-            if upper is not None and bool((as_tensor(upper) == torch.inf).all()):  # an interval in name only
-                support = constraints.greater_than_eq(support.lower_bound)
-            return biject_to(support)
+            return _map_to(support)
     except NotImplementedError as error:
         raise ValueError(
             f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
@@ -239,3 +237,16 @@ def transform_of(site: str, fn: Distribution) -> Transform:
         f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is no data, "
         "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
     )
+
+
+def _map_to(support: Any) -> Transform:
+    """PyTorch's map, but for intervals without an upper end, and without its shift of positive values by 0, which is
+    felt where there are many such sites."""
+    if isinstance(support, constraints.independent):
+        return IndependentTransform(_map_to(support.base_constraint), support.reinterpreted_batch_ndims)
+    upper = getattr(support, "upper_bound", None)
+    if upper is not None and bool((as_tensor(upper) == torch.inf).all()):
+        support = constraints.greater_than_eq(support.lower_bound)
+    half_line = isinstance(support, constraints.greater_than | constraints.greater_than_eq)
+    positive = half_line and isinstance(support.lower_bound, Number) and support.lower_bound == 0
+    return ExpTransform() if positive else biject_to(support)
