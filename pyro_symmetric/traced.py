@@ -536,10 +536,8 @@ def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     try:
         yield
     except Exception as error:
-        kind, name = (
-            "module" if isinstance(model, nn.Module) else "model",
-            getattr(model, "__name__", type(model).__name__),
-        )
+        kind = "module" if isinstance(model, nn.Module) else "model"
+        name = getattr(model, "__name__", type(model).__name__)
         error.add_note(f"This came from the {kind} {name}, called with {described_call(args, kwargs)}.")
         raise
 

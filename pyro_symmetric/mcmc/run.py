@@ -213,6 +213,7 @@ class RunState:
     :param num_warmup: how many of all are warm-up; while the chains are to end it, how many at most.
     :param agreement: of chains that are to end warm-up, while it lasts.
     :param r_hat: of the chains when they were last asked whether they agree; ``None`` if they weren't.
+    :param seed: of the run, given or drawn.
     :param one_start: whether several chains started at one point.
     :param seconds: of the phases, which grow in place.
     """
