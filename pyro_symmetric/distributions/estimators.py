@@ -287,15 +287,15 @@ def log_mean_exp(log_terms: Tensor) -> Tensor:
 
 def jackknifed(log_terms: Tensor) -> Tensor:
     """The log-mean of the identity's term and ``K`` proposals', with the gradient ``(K+1) ∇L - Σ_k ∇L_{-k}``."""
-    value = log_mean_exp(log_terms.detach())
+    value = log_mean_exp(log_terms)
     if not log_terms.requires_grad:
         return value
     log_terms = log_terms.clamp(min=-1e300)  # infinite if the draw has no density under the base
-    with torch.no_grad():
-        without = torch.eye(len(log_terms), dtype=torch.bool, device=log_terms.device)[1:]
-        without = without.reshape(*without.shape, *[1] * (log_terms.dim() - 1))
-        weights = len(log_terms) * log_terms.softmax(0) - log_terms.masked_fill(without, -math.inf).softmax(1).sum(0)
-    return value + (weights * (log_terms - log_terms.detach())).sum(0)
+    without = torch.eye(len(log_terms), dtype=torch.bool, device=log_terms.device)[1:]
+    without = without.reshape(*without.shape, *[1] * (log_terms.dim() - 1))
+    others = log_terms.masked_fill(without, -math.inf).logsumexp(1).sum(0)
+    surrogate = len(log_terms) * log_terms.logsumexp(0) - others  # differentiable twice: weights kept fixed aren't
+    return value.detach() + (surrogate - surrogate.detach())
 
 
 # exact sums -----------------------------------------------------------------------------------------------------------

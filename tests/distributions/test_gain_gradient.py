@@ -184,6 +184,14 @@ def test_the_mean_keeps_its_value_and_its_gradient_is_jackknifed() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_the_jackknifed_gradient_has_a_gradient_itself() -> None:
+    """As Laplace's approximation and Newton's method need it; forward differentiation sees the mean, too."""
+    ratios = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(jackknifed, ratios)
+    mean, slope = torch.func.jvp(jackknifed, (ratios.detach(),), (torch.ones(4, 5, dtype=torch.float64),))
+    torch.testing.assert_close(slope, torch.ones_like(mean))
+
+
 @pytest.mark.parametrize("group", [ONE_LAYER, TWO_LAYERS, SIGNED], ids=["one layer", "two layers", "signs"])
 def test_gradients_by_functional_transforms_are_those_of_autograd(group: Group) -> None:
     action, parameters = action_of(group), start(group)
