@@ -72,9 +72,8 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
         np.empty(_KEPT_BYTES, dtype=np.uint8)  # and freed: glibc keeps as much from now on, and page faults go
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
-                series = torch.stack(
-                    [chain[:, block].T for chain in columns], 1
-                ).cpu()  # several times faster than all at once
+                one_by_one = [chain[:, block].T for chain in columns]  # several times faster than all at once
+                series = torch.stack(one_by_one, 1).cpu()
                 single = series.dtype in (torch.float32, torch.float16, torch.bfloat16)
                 numbers = series.to(torch.float32 if single else torch.float64).numpy()
                 parts = slices(len(numbers), _PART_ENTRIES // series_size)
