@@ -586,9 +586,14 @@ def _running(dtype: torch.dtype | None = None) -> Iterator[None]:
         yield
 
 
+_check = Distribution._validate_sample
+
+
 def _unchecked(self: Any, value: Tensor) -> None:
     """No check by distributions that were made while checks were on, such as a ``PyroSample``'s: a chain that left all
-    numbers behind mustn't stop the others, and no map can hold a check."""
+    numbers behind mustn't stop the others, and no map can hold a check. Those of other threads check as ever."""
+    if not LOCK._is_owned():
+        _check(self, value)
 
 
 class _SafeLog(torch.autograd.Function):

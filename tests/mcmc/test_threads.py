@@ -47,6 +47,23 @@ RUNS = [
 ]
 
 
+def test_distributions_of_another_thread_check_values_while_a_model_runs():
+    prior, refused = dist.Bernoulli(0.5, validate_args=True), []
+
+    def ask():
+        with pytest.raises(ValueError, match="support"):
+            prior.log_prob(torch.tensor(2.0))
+        return True
+
+    def asking(y):
+        refused.append(pool.submit(ask).result())
+        components(y)
+
+    with ThreadPoolExecutor(1) as pool:
+        log_joint(asking, Y)({"locs": torch.zeros(3, 2)})
+    assert all(refused)
+
+
 @pytest.mark.cpu
 def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
     """Whatever else is asked meanwhile of the same models, and of the generators."""
