@@ -3,6 +3,7 @@
 Engine "layers" has ``test_layers``, distributions have ``test_distributions``, users' models ``test_pyro_models``.
 """
 
+import math
 import shutil
 from dataclasses import replace
 
@@ -296,6 +297,19 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
             assert torch.allclose(found.statistics[name].double(), value.double(), 1e-5, 1e-5, equal_nan=True), name
         state = model.adapt(plain, state, iteration, 25) if iteration < 25 else state
     assert compiled.engine == "compiled"
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_program_that_cannot_be_kept_on_disk_serves_in_silence(capfd):
+    def correlated():
+        pyro.sample("a", dist.MultivariateNormal(torch.zeros(3), torch.eye(3)))  # whose making is checked in the graph
+
+    density = Density(correlated, engine="compiled")
+    energy, _ = density.energy_and_gradient(torch.zeros(2, 3))
+    assert density.engine == "compiled"
+    torch.testing.assert_close(energy, torch.full((2,), 1.5 * math.log(2 * math.pi)))
+    assert not capfd.readouterr().err
 
 
 def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric._process import LOCK, OwnLock, without_warnings
+from pyro_symmetric._process import LOCK, OwnLock, without_messages, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Rows, Unavailable, same_evaluation
 
 LEAST_EVALUATIONS = 3500  # for which compiling, about 9 seconds, pays: one of the model itself takes 2.5 ms or more
@@ -135,7 +135,8 @@ class Compiled:
             return [value.clone() if any(value is one for one in values) else value for value in results]
 
         try:
-            with LOCK, without_warnings(), torch.no_grad():
+            # PyTorch logs it where it can't keep a program on disk.
+            with LOCK, without_warnings(), without_messages("torch._inductor.standalone_compile"), torch.no_grad():
                 graph = make_fx(flattened)(*inputs)
                 if inputs[0].is_cuda or not hasattr(torch._inductor, "standalone_compile"):  # of PyTorch 2.8 on
                     # One launch for all kernels of a GPU, as by mode="reduce-overhead"; only in the main thread.
