@@ -230,7 +230,7 @@ def log_terms(base: Distribution, action: Action, value: Tensor, count: int, mat
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
             units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
             if not matched:
-                elements = units.group.sample((count, *own.shape), device=value.device)
+                elements = units.group.sample((count, *map(int, own.shape)), device=value.device)
                 return torch.cat([own[None], log_prob_on_orbit(base, action, value, elements, units, own)]).double()
             elements, log_tau = propose(units, count)
             moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)

@@ -83,6 +83,7 @@ AVERAGES: dict[str, Callable[[Any], Any]] = {
     "TraceMeanField_ELBO": svi_steps(TraceMeanField_ELBO()),
     "TraceGraph_ELBO": svi_steps(TraceGraph_ELBO()),
     "JitTrace_ELBO": lambda q: svi_steps(JitTrace_ELBO(ignore_jit_warnings=True))(q),  # it keeps its first guide
+    "JitTrace_ELBO, vectorised": lambda q: svi_steps(JitTrace_ELBO(ignore_jit_warnings=True, **PARTICLES))(q),
     "JitTraceMeanField_ELBO": lambda q: SVI(
         model, q, pyro.optim.Adam({"lr": 0.01}), JitTraceMeanField_ELBO(ignore_jit_warnings=True)
     ).step(DATA),
