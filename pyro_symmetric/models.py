@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 import pyro
 import pyro.distributions as dist
@@ -269,7 +269,6 @@ class BayesianModel(nn.Module):
 # likelihoods ---------------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
 class Likelihood(Protocol):
     """A law of targets given outputs of the network; write your own by providing these."""
 
@@ -383,8 +382,9 @@ def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
     :raises ValueError: if it is neither.
     """
     known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
-    if isinstance(likelihood, Likelihood) and not isinstance(likelihood, type):
-        return likelihood
+    parts = ("temperature", "latents", "distribution", "targets", "mean")
+    if not isinstance(likelihood, type) and all(hasattr(likelihood, name) for name in parts):  # a buffer is one, too
+        return cast(Likelihood, likelihood)
     return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
 
 

@@ -233,7 +233,7 @@ class Recorder:
                     kept[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 kept[name][:, begin : begin + len(value)] = value.transpose(0, 1)
             return ()
-        arrays = tuple(Array(g, n, str(v.dtype).removeprefix("torch."), tuple(v.shape[1:])) for g, n, v in named)
+        arrays = tuple(Array.of(group, name, value[0]) for group, name, value in named)
         known, found = self._at[1] or arrays, []
         if known != arrays:
             differing = sorted({array.name for array in {*known} ^ {*arrays}})
@@ -361,6 +361,11 @@ class Array:
         named = self.group in GROUPS and self.name not in ("", ".", "..")  # which Zarr has for other folders
         if not named or self.dtype not in DTYPES or not (self.shape and lengths):
             raise ValueError(f"a store can't keep {self}")
+
+    @classmethod
+    def of(cls, group: str, name: str, draw: Tensor) -> Array:
+        """The array that keeps draws like this one, ``(chains, *site_shape)``."""
+        return cls(group, name, str(draw.dtype).removeprefix("torch."), tuple(draw.shape))
 
     @property
     def size(self) -> int:

@@ -39,7 +39,7 @@ from pyro_symmetric.mcmc.resume import (
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.diagnostics import LEAST_DRAWS, Check, disagreement, moving, sampler_checks, warm_up
 from pyro_symmetric.posterior.posterior import Posterior, Source
-from pyro_symmetric.store import CHECKPOINT, Checkpoint, Contents, PathLike, Recorder, StoreError
+from pyro_symmetric.store import CHECKPOINT, Array, Checkpoint, Contents, PathLike, Recorder, StoreError
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 LEAST = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
@@ -322,6 +322,7 @@ def started(settings: Settings, density: Density, recorder: Recorder) -> RunStat
     """The chains where they start.
 
     :raises TypeError: if a store couldn't keep the kernel's state.
+    :raises ValueError: if it couldn't keep the sites.
     """
     seed = drawn_seed() if settings.seed is None else settings.seed
     generator = torch.Generator(density.device).manual_seed(seed)
@@ -334,6 +335,8 @@ def started(settings: Settings, density: Density, recorder: Recorder) -> RunStat
     if settings.store is not None:
         recorder.fingerprint = identify(settings, density, seed)
         require_storable(vars(at), settings.kernel)
+        for name, draw in density.draws(z).items():  # told before the warm-up, not after it
+            Array.of("posterior", name, draw)
     return at
 
 

@@ -332,6 +332,17 @@ def test_a_kernels_state_that_cannot_be_stored_is_told(tmp_path):
             sample(Odd(model), Y, store=tmp_path / "s", **QUICK)
 
 
+def test_sites_that_no_store_can_hold_are_told_before_the_warm_up(tmp_path):
+    def model():
+        pyro.sample("..", dist.Normal(0.0, 1.0))
+
+    def hook(i, samples):
+        raise AssertionError("an iteration was made")
+
+    with pytest.raises(ValueError, match=r"a store can't keep .*'\.\.'"):
+        sample(HMC(model), num_samples=5, num_warmup=5, num_chains=2, hook=hook, store=tmp_path / "run", progress=False)
+
+
 class Crafted:
     def __reduce__(self):
         return os.system, ("touch crafted",)
