@@ -412,7 +412,8 @@ def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: f
     if not where or len(rows) < len(where) + 2:
         return []
     rows, loud = (rows / loud)[:, where], loud[where]
-    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 32), device="cpu").long()]
+    # Many, so that rounding averages out: it is what quiet places know least about.
+    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 1_000), device="cpu").long()]
     values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
     basis = vectors[values <= null * math.sqrt(len(rows))] / loud
     reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
