@@ -108,7 +108,9 @@ def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: 
 
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
+    :raises ValueError: if a site's shape isn't the group's.
     """
+    group.finite.batch_shape(draws)
 
     def values(weights: Weights) -> Tensor:
         return as_tensor(log_joint(weights)).detach().double().cpu()
@@ -290,6 +292,8 @@ def _remedy(
 ) -> str:
     """The axis to leave out, or to add, with which the declaration of some units holds, in words."""
     units = replace(group.restricted(broken.move)[broken.name], parent=None, moves=frozenset({broken.move}))
+    if kept := sorted({axis.site for axis in units.axes} & set(group.buffers) - set(shapes)):
+        return f"if running statistics {kept} moved along, which stay in the model; symmetry.holding(net) leaves them"
     own = {(axis.site, axis.dim) for axis in units.axes}
     free = {(site, dim) for site, shape in shapes.items() for dim, n in enumerate(shape) if n == units.count}
     index = torch.arange(units.count, device="cpu")[None]

@@ -8,9 +8,10 @@ from pyro.infer import config_enumerate
 from torch import nn
 
 from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.model_check import JointDensity, verify_model
+from pyro_symmetric.discovery.model_check import JointDensity, require_of_posterior, verify_model
 from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.mcmc import sample
 from pyro_symmetric.models import BayesianModel
 
 DATA = torch.tensor([-2.0, -1.5, 0.3, 0.7, 2.5, 3.0, 3.1])
@@ -170,6 +171,23 @@ def test_signs_and_permutations_of_a_discovered_network_hold() -> None:
     broken = verify_model(group, BayesianModel(relu, 1.0), x, y).broken
     assert {found.move for found in broken} == {"flip"}
     assert len(broken) == 2
+
+
+def test_running_statistics_that_stay_in_the_model_are_named() -> None:
+    net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    x, y = torch.randn(50, 2), torch.randint(3, (50,))
+    net(x)
+    symmetry, model = find_symmetry(net.eval(), x), BayesianModel(net, 1.0)
+    assert all("1.running_mean" in found.remedy for found in verify_model(symmetry, model, x, y).broken)
+    assert verify_model(symmetry.holding(net), model, x, y)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_group_of_another_size_than_a_posteriors_draws_is_told_by_site(count: int) -> None:
+    posterior = sample(mixture, DATA, num_samples=4, num_warmup=0, num_chains=2, progress=False)
+    group = Group.declare({"locs": ("k",)}, {"locs": torch.zeros(count)})
+    with pytest.raises(ValueError, match=r"'locs'\] has shape \(4, 3\)"):
+        require_of_posterior(group, posterior)
 
 
 @config_enumerate
