@@ -91,7 +91,11 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         else:
             said["type"] = KINDS[one.type.split(" |")[0]]
         parser.add_argument(f"--{one.name.replace('_', '-')}", **said)
-    parser.add_argument("--out", metavar="FOLDER", help="where everything is written (default: runs/<data>)")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where everything is written (default: runs/<data>, with --quick runs/<data>-quick)",
+    )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=compare)
