@@ -6,9 +6,9 @@ If all weights :math:`W_a` that a unit lies in may be multiplied by :math:`\lamb
 numbers in the null space of a small matrix, to which each random loss adds a row for each unit. A shift of a bias is a
 direction along which its gradient adds up to zero.
 
-Gradients are those of a twin of the network through which no scale passes that isn't one for all inputs. Signs obey the
-same law, modulo two, in a linear twin (:mod:`~pyro_symmetric.discovery.linear_twin`). What follows for small steps, or
-for twins, is then tried on the network itself.
+Gradients are those of a twin of the network, in which no scale passes through a clamp, say, that the inputs happen not
+to reach. Signs obey the same law, modulo two, in a linear twin (:mod:`~pyro_symmetric.discovery.linear_twin`). What
+follows for small steps, or for twins, is then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
 2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).

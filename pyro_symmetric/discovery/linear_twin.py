@@ -1,12 +1,15 @@
 """A network as a function of its weights, and its twins, which show where scales and signs go.
 
-A scale passes through homogeneous functions of one number. Others may be homogeneous as far as some inputs tell, a
-clamp that none of them reaches, say: in the twin that shows scales, these are multiplied by a wave of the input's
-logarithm, so that no law holds anywhere. So is what a comparison with a constant decides.
+The law of gradients only tells what holds at the inputs that it sees. A twin is the same network with other functions
+in place of some, so that what holds in it at some inputs is likely to hold in the network at all of them.
 
-A sign passes through odd functions, which are the identity in the linear twin that shows signs; even functions let none
-pass and are constants there; and others have no sign to pass on: one is added, so that no law holds. Norms and
-deviations are even; the division by them is left out. What is linear, or a product, stays as it is.
+The twin of scales: a function of one number that is homogeneous passes scales on, and stays as it is. One that is
+homogeneous in places (a clamp that no input reaches, a sigmoid that is saturated) is multiplied by a wave of its
+input's logarithm, which is homogeneous nowhere. So is what a comparison with a constant decides.
+
+The twin of signs is linear but for products: odd functions of one number pass signs on, and are the identity; even
+ones let none pass, and are constants; others have no sign to pass on: one is added, so that no law holds. Norms and
+deviations are even; the division by them is left out.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class Pass:
         self.graph = trace.program.graph_module
         last = {read: node for node in self.graph.graph.nodes for read in node.all_input_nodes}
         self.last = {node: [read for read in node.all_input_nodes if last[read] is node] for node in last.values()}
-        self.passes: dict[tuple[fx.Node, Move], bool] = {}
+        self.lets_through: dict[tuple[fx.Node, Move], bool] = {}
         for node in self.graph.graph.nodes:
             given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
             trains = given.get("train", given.get("training", True)) and given.get("dropout_p", 1.0)
@@ -158,9 +161,9 @@ class _Run:
         x = _only_number(node.target, args, kwargs)
         # A sign that meets a result with derivatives has been seen already.
         if x is not None and x.requires_grad and not (self.twin == "flip" and result.requires_grad):
-            if (node, self.twin) not in self.own.passes:
-                self.own.passes[node, self.twin] = self._passes(node.target, x, args, kwargs)
-            numbers += [] if self.own.passes[node, self.twin] else [x]
+            if (node, self.twin) not in self.own.lets_through:
+                self.own.lets_through[node, self.twin] = self._lets_through(node.target, x, args, kwargs)
+            numbers += [] if self.own.lets_through[node, self.twin] else [x]
         if not result.requires_grad:
             self.decided.update((node, x) for x in numbers)
             return result
@@ -173,11 +176,10 @@ class _Run:
                 result = result * (wave if wave.shape == result.shape else wave.mean())
         return result
 
-    def _passes(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
-        """False if no law passes through a function of one number, whatever some inputs tell.
+    def _lets_through(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
+        """False if a function of one number is homogeneous at some inputs, but not at all; for signs, if it isn't even.
 
-        For scales, multiples of some inputs give powers of these multiples, as do those of a clamp that isn't reached,
-        or of a sigmoid that is saturated, and other inputs don't; exponentials, or what adds an epsilon, never do.
+        What is homogeneous nowhere (an exponential, or what adds an epsilon) needs no wave: its own gradients tell.
         """
         wide = torch.cat([WIDE, -WIDE]).to(x.device)
         before, after = (target(c * wide, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
