@@ -174,6 +174,23 @@ def test_chains_keep_their_places_while_others_finish(generator, masked):
         assert steps.sum() <= sum(batches) <= steps.sum() + 20
 
 
+def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only(generator):
+    outside = torch.zeros(30)
+
+    def energy(z):
+        outside.add_(z.detach()[:, 0] > 1)
+        return torch.where(z[:, 0] > 1, torch.inf, 0.5 * z[:, 0] ** 2 + 0.01 * z[:, 1] ** 2)
+
+    density = ToyPotential(energy)
+    density.fast = AsTheyAre(density)  # batches of all chains
+    kernel = NUTS(None, step_size=0.2, max_treedepth=10**12)
+    state = kernel.init(density, -torch.rand(30, 2, dtype=torch.float64, generator=generator), 0, generator)
+    outside.zero_()
+    statistics = kernel.step(density, state).statistics
+    assert 3 < statistics["diverging"].sum() < 30
+    assert (outside <= 2 ** statistics["tree_depth"] * statistics["diverging"]).all()
+
+
 def test_a_trajectory_ends_at_the_largest_depth_and_says_so(generator):
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     kernel = NUTS(None, step_size=1e-3, max_treedepth=4)

@@ -43,6 +43,7 @@ from pyro_symmetric.mcmc.kernels.kernel import (
 )
 
 FEW_NUMBERS = 2**11  # of all chains, for which one program checks all levels of the tree in less time than it is called
+MOST_LEVELS = 40  # of a tree; one of more would outlast the machine
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,7 +146,7 @@ class _Forest:
         self.growing, self.finished = none == 0, list[_Tree]()
         self.keeps_all = compiles(density)
         self.in_one = self.keeps_all and state.z.numel() <= FEW_NUMBERS
-        self.levels = torch.arange(max_treedepth, device=energy.device)
+        self.levels = torch.arange(min(max_treedepth, MOST_LEVELS), device=energy.device)
 
     def doubled(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
@@ -236,11 +237,11 @@ def _turned(branch: _Branch, spans: Tensor, level: Tensor, mass: Mass) -> tuple[
     velocity, now = mass.velocity(branch.end.momentum), branch.momenta
     before = now - branch.end.momentum
     own = torch.stack([velocity, before, now, velocity, before], 1)
-    begun = torch.where(level == 0, own, spans.index_select(1, level)[:, 0])  # where that of the level below began
-    span = torch.cat([begun[:, :3], own[:, 3:]], 1)
+    if spans.shape[1] == 1:  # it completes none
+        return branch, own, torch.zeros_like(branch.cost.diverging)
+    begun = torch.where(level == 0, own[:, :3], spans.index_select(1, level)[:, 0, :3])  # where the level below began
+    span = torch.cat([begun, own[:, 3:]], 1)
     number, velocity, now = torch.arange(spans.shape[1] - 1, device=level.device), velocity[:, None], now[:, None]
-    if not len(number):
-        return branch, span, torch.zeros_like(branch.cost.diverging)
     first, start, _, last, near = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
@@ -266,9 +267,9 @@ def _joined(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
     """The tree with its complete branch, unless that turned."""
     forward, ok = branch.step[:, 0] > 0, branch.step[:, 0] != 0
     take = ok & (chance.log() < branch.log_weight - tree.log_weight)
-    return tree._replace(  # trees that don't grow on need no ends
-        left=choose(forward, tree.left, branch.end),
-        right=choose(forward, branch.end, tree.right),
+    return tree._replace(
+        left=choose(forward | ~ok, tree.left, branch.end),  # who has left the support shan't be evaluated there again
+        right=choose(forward & ok, branch.end, tree.right),
         momenta=branch.momenta,
         log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
         draw=choose(take, branch.draw, tree.draw),
