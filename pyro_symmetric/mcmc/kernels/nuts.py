@@ -120,6 +120,16 @@ class _Tree(NamedTuple):
     depth: Tensor  # (A,)
 
 
+class _Span(NamedTuple):
+    """A balanced tree that waits for its other half, in the order in which states were visited, ``(A, D)`` each."""
+
+    first: Tensor  # the velocity at its first state
+    before: Tensor  # the sum of all momenta before that
+    after: Tensor  # and with it
+    last: Tensor  # the velocity at its last state
+    near: Tensor  # the sum of all momenta before that
+
+
 class _Branch(NamedTuple):
     """The half that is added by a doubling, while it grows."""
 
@@ -152,22 +162,23 @@ class _Forest:
         """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
         finish without it."""
         branch, span = _begun(self.tree, self.growing, self._chance() < 0.5, self.mass)
-        levels = len(self.levels) if self.in_one else depth + 1
-        spans = span.new_zeros(len(span), 1 + levels, *span.shape[1:])
-        spans[:, 1 + depth] = span
+        waiting: Any = {depth: span}
+        if self.in_one:
+            waiting = span.first.new_zeros(len(span.first), 1 + len(self.levels), *torch.stack(span, 1).shape[1:])
+            waiting[:, 1 + depth] = torch.stack(span, 1)
         for leaf in range(2**depth):
             level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
-            number, inputs = self.levels[level : level + 1], (branch, self.tree.start_energy, self._chance())
+            inputs = branch, self.tree.start_energy, self._chance()
             if self.in_one:
-                branch, span, closed = run(self.density, _grown, *inputs, spans, number, self.mass)
+                number = self.levels[level : level + 1]
+                branch, waiting[:, 1 + level], closed = run(self.density, _grown, *inputs, waiting, number, self.mass)
             else:
                 branch = run(self.density, _with_leaf, *inputs, self.mass)
-                branch, span, closed = _turned(branch, spans[:, : 1 + level + is_last], number, self.mass)
-            spans[:, 1 + level] = span
+                branch, waiting, closed = _turned(branch, waiting, level, is_last, self.mass)
             # Looking costs a wait for the device; a branch can have turned after every other leaf only.
             if leaf % 2 == 1 or depth == 0:
                 self.tree, self.growing = self.tree._replace(cost=branch.cost), branch.step[:, 0] != 0
-                left, (branch, spans, closed) = self._parted(branch, spans, closed)
+                left, (branch, waiting, closed) = self._parted(branch, waiting, closed)
                 if not left:
                     return False
         self.tree, self.growing = _joined(self.tree, branch, self._chance()), self.growing & ~closed
@@ -199,12 +210,12 @@ class _Forest:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _begun(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, Tensor]:
-    """A branch without states, and the tree as the span that it is to join, see :func:`_turned`."""
+def _begun(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, _Span]:
+    """A branch without states, and the tree as the span that it is to join."""
     rows, step = forward[:, None], tree.step * (growing * torch.where(forward, 1, -1))[:, None]
     end = choose(forward, tree.right, tree.left)
     far, near = torch.where(rows, tree.left.momentum, tree.right.momentum), end.momentum
-    span = torch.stack([mass.velocity(far), torch.zeros_like(far), far, mass.velocity(near), tree.momenta - near], 1)
+    span = _Span(mass.velocity(far), torch.zeros_like(far), far, mass.velocity(near), tree.momenta - near)
     nothing = torch.full_like(tree.log_weight, -torch.inf)
     return _Branch(end, tree.draw, step, tree.momenta, nothing, tree.cost), span
 
@@ -223,25 +234,56 @@ def _with_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance
     return _Branch(end, choose(take, end, branch.draw), step, branch.momenta + end.momentum, log_weight, cost)
 
 
-def _turned(branch: _Branch, spans: Tensor, level: Tensor, mass: Mass) -> tuple[_Branch, Tensor, Tensor]:
+def _turned(
+    branch: _Branch, waiting: dict[int, _Span], level: int, is_last: bool, mass: Mass
+) -> tuple[_Branch, dict[int, _Span], Tensor]:
     """Stop branches of which a subtree that the last leaf completes turns.
 
-    :param spans: for each level the balanced tree of ``2 ** level`` states that waits for its other half, or that a
-        branch of ``2 ** level`` leaves is to join, ``(A, 1 + levels, 5, D)``: in the order in which states were
-        visited, the velocity at its first one, the sum of all momenta before, and with it; the velocity at its last
-        one, and the sum of all momenta before. The first place is free.
-    :param level: ``(1,)``, how many levels it completes.
-    :return: the branch; the subtree that now waits, ``(A, 5, D)``; where the branch and the tree turn, ``(A,)``, if the
-        level is that of the tree.
+    :param waiting: the balanced trees that wait, by level: of ``2 ** level`` states.
+    :param level: how many levels the leaf completes.
+    :return: the branch; what waits now; where the branch and the tree turn, ``(A,)``, if the leaf is the last.
     """
-    velocity, now = mass.velocity(branch.end.momentum), branch.momenta
-    before = now - branch.end.momentum
-    own = torch.stack([velocity, before, now, velocity, before], 1)
-    if spans.shape[1] == 1:  # it completes none
-        return branch, own, torch.zeros_like(branch.cost.diverging)
+    own = span = _leaf(branch, mass)
+    for one in range(level):
+        turning = _turns_together(waiting[one], span, own)
+        branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
+        span = _Span(*waiting[one][:3], own.last, own.near)
+    closed = _turns_together(waiting[level], span, own) if is_last else torch.zeros_like(branch.cost.diverging)
+    return branch, {level: span, **{other: waiting[other] for other in waiting if other > level}}, closed
+
+
+def _turns_together(half: _Span, other: _Span, own: _Span) -> Tensor:
+    """True if two neighbouring trees turn together, ``(A,)``, of which the other ends with the last leaf, its own."""
+    if other is own:
+        return _turns(half.first, own.last, own.after - half.before)
+    first, last = torch.stack([half.first, half.first, half.last]), torch.stack([own.last, other.first, own.last])
+    return _turns(
+        first, last, torch.stack([own.after - half.before, other.after - half.before, own.after - half.near])
+    ).any(0)
+
+
+def _leaf(branch: _Branch, mass: Mass) -> _Span:
+    """The last state of a branch as a tree."""
+    velocity, before = mass.velocity(branch.end.momentum), branch.momenta - branch.end.momentum
+    return _Span(velocity, before, branch.momenta, velocity, before)
+
+
+def _grown(
+    evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, spans: Tensor, level: Tensor, mass: Mass
+) -> tuple[_Branch, Tensor, Tensor]:
+    """:func:`_with_leaf` and :func:`_turned` in one program, which looks at all levels at once.
+
+    :param spans: what waits, at each level, ``(A, 1 + levels, 5, D)``, of which the first place is free.
+    :param level: ``(1,)``
+    :return: the branch; the subtree that now waits, ``(A, 5, D)``; where the branch and the tree turn, if the level is
+        that of the tree.
+    """
+    branch = _with_leaf(evaluate, branch, start_energy, chance, mass)
+    leaf = _leaf(branch, mass)
+    own, velocity, now = torch.stack(leaf, 1), leaf.last[:, None], leaf.after[:, None]
     begun = torch.where(level == 0, own[:, :3], spans.index_select(1, level)[:, 0, :3])  # where the level below began
     span = torch.cat([begun, own[:, 3:]], 1)
-    number, velocity, now = torch.arange(spans.shape[1] - 1, device=level.device), velocity[:, None], now[:, None]
+    number = torch.arange(spans.shape[1] - 1, device=level.device)
     first, start, _, last, near = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
@@ -254,13 +296,6 @@ def _turned(branch: _Branch, spans: Tensor, level: Tensor, mass: Mass) -> tuple[
 def _turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
     """True if a trajectory turns, given the velocities at its ends and the sum of its momenta, ``batch + (D,)``."""
     return ((first * total).sum(-1) <= 0) | ((last * total).sum(-1) <= 0)
-
-
-def _grown(
-    evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, spans: Tensor, level: Tensor, mass: Mass
-) -> tuple[_Branch, Tensor, Tensor]:
-    """Both at once, in one program."""
-    return _turned(_with_leaf(evaluate, branch, start_energy, chance, mass), spans, level, mass)
 
 
 def _joined(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
