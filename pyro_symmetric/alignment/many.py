@@ -177,7 +177,7 @@ def align_many(
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
-    scales = evening(group, moments)
+    scales, _ = evening(group, moments)
     even = {s: acted(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
     rounds = _Rounds(group, objective, even)
     with (

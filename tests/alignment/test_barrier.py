@@ -177,3 +177,12 @@ def test_networks_without_the_noise_that_a_model_infers_are_refused() -> None:
     net, x = nn.Linear(1, 1), torch.randn(5, 1)
     with pytest.raises(ValueError, match="noise_scale"):
         loss_barrier(net, net, BayesianModel(net, likelihood="gaussian", num_data=5), (x, x))
+
+
+def test_a_loss_that_is_no_number_is_refused_and_not_an_error_of_zero() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+    broken = copy.deepcopy(net)
+    broken[1].running_var.fill_(-1.0)
+    model = BayesianModel(net, 1.0, "categorical")
+    with pytest.raises(ValueError, match=r"NaN at t = 1"):
+        loss_barrier(net, broken, model, (torch.randn(5, 2), torch.randint(2, (5,))), num_points=3)
