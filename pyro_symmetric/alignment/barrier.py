@@ -166,7 +166,9 @@ def loss_barrier(
                 sums[name] = [torch.logaddexp(before, density), *added]
         for name, (density, *mean) in sums.items():
             if bool(density.isnan().any()):
-                raise ValueError(f"the log-likelihood of {name!r} is NaN at t = {position:g} of the path, whose weights give no numbers")
+                raise ValueError(
+                    f"the log-likelihood of {name!r} is NaN at t = {position:g}, where weights give no numbers"
+                )
             curve.losses.setdefault(name, torch.zeros_like(t))[k] = math.log(num_samples) - density.mean()
             if model is not None:
                 kind, error = _error(mean[0] / num_samples, model.likelihood.targets(named[name][1]))

@@ -25,7 +25,7 @@ the unit's weights are as far from one as those of the reference's unit in its p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
