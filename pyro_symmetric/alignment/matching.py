@@ -122,7 +122,7 @@ def align(
     >>> result.cost, result.element["hidden"].tolist()
     (0.0, [1, 2, 0])
 
-    *Scales* are evened before the match, and fitted to the reference after it.
+    *Scales* are evened before the match, and fitted to the reference after it, within a factor of four of its sizes.
 
     :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network, a
         ``Posterior`` of draws in one frame, ``GaussianWeights``, or a Gaussian guide, of which the marginal moments
@@ -288,9 +288,12 @@ def _least(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
             (gradient,) = torch.autograd.grad(total(), position, create_graph=True)
             hessian = lambda p: torch.autograd.grad(gradient, position, p, retain_graph=True)[0]  # noqa: B023, E731
             step = conjugate_gradients(
-                hessian, -gradient.detach(), torch.ones_like(unit), torch.full_like(unit[:, :1], 1e-20)
+                hessian, -gradient.detach(), torch.ones_like(unit), torch.full_like(unit[:, :1], 1e-10)
             )
-            position.data += torch.where((step * unit).abs().amax(1, keepdim=True) < SHORT, step, 0.0)
+            short = (step * unit).abs().amax(1, keepdim=True) < SHORT
+            if not bool(short.any()):
+                break
+            position.data += torch.where(short, step, 0.0)
         u = bounded(position * unit).detach()
     rounding = 1e-13 * distance(torch.zeros_like(u)).abs()
     return torch.where((distance(u) <= distance(torch.zeros_like(u)) + rounding).unsqueeze(-1), u, 0.0)
