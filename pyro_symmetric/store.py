@@ -233,7 +233,7 @@ class Recorder:
                     kept[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 kept[name][:, begin : begin + len(value)] = value.transpose(0, 1)
             return ()
-        arrays = tuple(Array.of(group, name, value[0]) for group, name, value in named)
+        arrays = tuple(Array.of(group, name, value.dtype, value.shape[1:]) for group, name, value in named)
         known, found = self._at[1] or arrays, []
         if known != arrays:
             differing = sorted({array.name for array in {*known} ^ {*arrays}})
@@ -363,9 +363,9 @@ class Array:
             raise ValueError(f"a store can't keep {self}")
 
     @classmethod
-    def of(cls, group: str, name: str, draw: Tensor) -> Array:
-        """The array that keeps draws like this one, ``(chains, *site_shape)``."""
-        return cls(group, name, str(draw.dtype).removeprefix("torch."), tuple(draw.shape))
+    def of(cls, group: str, name: str, dtype: torch.dtype, shape: torch.Size) -> Array:
+        """The array that keeps draws ``(chains, *site_shape)``."""
+        return cls(group, name, str(dtype).removeprefix("torch."), tuple(shape))
 
     @property
     def size(self) -> int:

@@ -336,7 +336,7 @@ def started(settings: Settings, density: Density, recorder: Recorder) -> RunStat
         recorder.fingerprint = identify(settings, density, seed)
         require_storable(vars(at), settings.kernel)
         for name, draw in density.draws(z).items():  # told before the warm-up, not after it
-            Array.of("posterior", name, draw)
+            Array.of("posterior", name, draw.dtype, draw.shape)
     return at
 
 
