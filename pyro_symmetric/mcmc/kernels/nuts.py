@@ -164,8 +164,9 @@ class _Forest:
         branch, span = _begun(self.tree, self.growing, self._chance() < 0.5, self.mass)
         waiting: Any = {depth: span}
         if self.in_one:
-            waiting = span.first.new_zeros(len(span.first), 1 + len(self.levels), *torch.stack(span, 1).shape[1:])
-            waiting[:, 1 + depth] = torch.stack(span, 1)
+            whole = torch.stack(span, 1)
+            waiting = whole.new_zeros(len(whole), 1 + len(self.levels), *whole.shape[1:])
+            waiting[:, 1 + depth] = whole
         for leaf in range(2**depth):
             level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
             inputs = branch, self.tree.start_energy, self._chance()
