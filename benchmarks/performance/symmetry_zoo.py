@@ -174,7 +174,9 @@ def table(results: list[dict[str, Any]]) -> str:
         "the largest relative change of an output, in float64, under random elements of the whole group.",
         "",
         f"{len(results)} networks: {sound} found and verified, {len(results) - sound - len(failed)} with a move that "
-        f"fails verification, {len(failed)} refused or failed.",
+        f"fails verification, {len(failed)} refused or failed. What is found is right; "
+        "[Orbits](../explanation/orbits.md) lists what isn't: exchanges of whole modules (experts, parallel "
+        "branches), matrices between queries and keys, and the like.",
     ]
     for library in dict.fromkeys(r["library"] for r in results):
         own = [r for r in results if r["library"] == library]
