@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
-from pyro_symmetric.discovery.rules import registry
+from pyro_symmetric.discovery import registry
 
 ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "mcmc")
 # What stands in a room, and is shown by its whole name.

@@ -40,10 +40,10 @@ INSIDE = {
         ["checkpoints"],
     ],
     "discovery": [
-        ["flow"],
-        ["cells", "rules", "symmetry"],
+        ["registry", "symmetry"],
         ["trace"],
-        ["linear_twin", "verify"],
+        ["flow", "linear_twin", "verify"],
+        ["cells", "rules"],
         ["completeness", "conservation_law", "model_check"],
         ["find"],
     ],

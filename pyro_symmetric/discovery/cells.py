@@ -24,7 +24,8 @@ import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from pyro_symmetric.discovery.flow import Array, Flow, Leaf, rank_within
+from pyro_symmetric.discovery.flow import Flow, Leaf, rank_within
+from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)

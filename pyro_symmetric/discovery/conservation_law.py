@@ -31,8 +31,8 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.cells import module_name, unused
-from pyro_symmetric.discovery.flow import Array
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, precise, random_like
+from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.symmetry import near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.verify import difference, guilty

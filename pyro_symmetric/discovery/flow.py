@@ -1,92 +1,62 @@
-"""The flow of axes through a network: which entries of a tensor belong to which unit, and what operators say of units.
+"""The flow of axes through a network: which entries of a tensor belong to which unit.
 
 A network's symmetry moves *units*: channels, features, heads. Every position along every axis of a parameter starts as
-a unit of its own, an *atom*. While the traced graph is walked, each tensor carries a ``Value``: arrays of atoms, laid
-out like the data, so that reshape, transpose, slice and cat move them exactly as they move numbers. Operators then say
-three things of atoms, entry by entry: two belong to the same unit (:meth:`Flow.unify`); one is a member of a larger
-unit, say of a head (:meth:`Flow.relate`); units aren't interchangeable (:meth:`Flow.refine`).
+a unit of its own, an *atom*. One pass over the traced graph carries arrays of atoms, laid out like the data, so that
+reshape, transpose, slice and cat move them as they move numbers::
 
-What no rule understands is pinned, never freed. :mod:`~pyro_symmetric.discovery.cells` solves these facts.
+    for node in graph:
+        values[node] = rule(flow, node)     # propagate; the rules are in rules.py
+    cells = nested(colour_refine(facts))    # cells.solve
+
+Rules state three kinds of facts, entry by entry: two atoms belong to the same unit (:meth:`Flow.unify`); the unit of
+one is a member of that of the other, a head, say (:meth:`Flow.relate`); units of different colours aren't
+interchangeable (:meth:`Flow.refine`). Operators without a rule pin their operands.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves, tree_map
 
-Array = np.ndarray
-# Products of units cost one atom for each entry; beyond this many, units are pinned, and a warning says so.
+from pyro_symmetric.discovery.registry import Array, Call, Part, Value, bound, opaque, operator_name, rule_for
+from pyro_symmetric.discovery.trace import Trace
+
+# Products of units cost one atom for each entry; beyond this many, units are pinned, with a warning.
 PRODUCT_LIMIT = 4_000_000
+# Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
+STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
+SPLITS = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
+# A matrix with more entries isn't split into slices, whose units are found entry by entry.
+SLICED_LIMIT = 2**22
+STAND_IN = 101  # a prime number in place of sizes that depend on data
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Atoms of a tensor's entries, which depend on some axes only.
-
-    :param axes: these axes, ascending.
-    :param atoms: int64 array, one axis for each entry of ``axes``.
-    """
-
-    axes: tuple[int, ...]
-    atoms: Array
-
-    def moved(self, to: Mapping[int, int]) -> Part:
-        """The same atoms after axes were renumbered; those that are gone have length one."""
-        order = sorted((i for i, axis in enumerate(self.axes) if axis in to), key=lambda i: to[self.axes[i]])
-        axes = tuple(to[self.axes[i]] for i in order)
-        if order == [*range(len(self.axes))]:
-            return Part(axes, self.atoms)
-        gone = [i for i in range(len(self.axes)) if i not in order]
-        return Part(axes, self.atoms.transpose([*order, *gone]).reshape([self.atoms.shape[i] for i in order]))
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """All that is known about a tensor.
-
-    Along an axis, entries either belong to units (the axis lies in one of ``parts``), or differ in a way that no
-    symmetry touches (the axis is ``fixed``: batch, time, pixels, classes), or are all equal (neither).
-
-    :param parts: their axes are disjoint, but for a matrix whose slices have columns of their own: these come second.
-    :param constant: the tensor itself, if it is known while tracing (index maps).
-    :param mask: whether its entries are true or false.
-    """
-
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
-    fixed: frozenset[int] = frozenset()
-    constant: torch.Tensor | None = None
-    mask: bool = False
-
-    @property
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def axis(self, axis: int) -> int:
-        """A possibly negative axis, counted from the front."""
-        return axis % self.dim if self.dim else 0
-
-    def part_on(self, axis: int) -> Part | None:
-        """The first part that depends on this axis."""
-        return next((part for part in self.parts if axis in part.axes), None)
-
-    @property
-    def columns(self) -> Part | None:
-        """The columns of a matrix whose slices have columns of their own."""
-        return next((part for part in self.parts[1:2] if part.axes == (0, 1) and self.part_on(0) is not part), None)
-
-    def across(self, axes: Collection[int]) -> Value:
-        """The units along all other axes; these have length one."""
-        shape = tuple(1 if axis in axes else n for axis, n in enumerate(self.shape))
-        parts = tuple(part for part in self.parts if not set(part.axes) & set(axes))
-        return Value(shape, parts, self.fixed.difference(axes))
+def propagate(flow: Flow, trace: Trace) -> None:
+    """Let axes flow through the graph of a forward pass: apply every operator's rule, then pin the outputs."""
+    values: dict[Node, Any] = {}
+    for node in trace.nodes():
+        if node.op == "call_function":
+            flow.operator = f"{operator_name(node.target)} in {_module_of(node)}"
+            values[node] = _apply_rule(flow, trace, node, values)
+        else:
+            values[node] = _leaf(flow, trace, node)
+    flow.operator = "the network's output"
+    for node in trace.returned:
+        if isinstance(values[node], Value):
+            flow.pin(values[node])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +76,7 @@ class Leaf:
 
 
 class Fact(NamedTuple):
-    """A statement of an operator about two arrays of atoms, or about atoms and colours."""
+    """A statement of an operator about two arrays of atoms, or about atoms and their colours."""
 
     one: Array
     other: Array
@@ -114,72 +84,82 @@ class Fact(NamedTuple):
 
 
 class Flow:
-    """Carries atoms through operators, and notes what these say: the methods that rules are written in.
+    """Facts about atoms, and the methods that rules are written in.
 
-    :ivar where: the operator that is looked at and its module, in words.
+    :ivar operator: the operator that is being applied and its module, in words.
+    :ivar size: the number of atoms.
+    :ivar starts: the first atom of each new array.
+    :ivar origins: fact number -> the operator that stated it.
+    :ivar products: first atom of an array of product units -> the factor that each is a member of.
+    :ivar occurrences: arrays of all atoms that lie in one tensor, and their fact numbers.
+    :ivar leaves: site -> its leaf.
+    :ivar given_up: operators that pinned units for lack of a rule, and why.
     """
 
     def __init__(self) -> None:
-        self.where = "?"
+        self.operator = ""
         self.size = 0
-        self.starts: list[int] = []  # of arrays of new atoms
-        self.origins: list[str] = []  # of facts, by their numbers
-        self.members: dict[int, Array] = {}  # first atom of joined units -> what each is a place of
+        self.starts: list[int] = []
+        self.origins: list[str] = []
+        self.products: dict[int, Array] = {}
         self.unions: list[Fact] = []
         self.relations: list[Fact] = []
         self.refinements: list[Fact] = []
         self.occurrences: dict[int, tuple[Array, int]] = {}
         self.leaves: dict[str, Leaf] = {}
-        self.lost: dict[str, None] = {}  # where units were left out that might move, and why
+        self.given_up: dict[str, None] = {}
 
     # facts ----------------------------------------------------------------------------------------------------------
 
     def _number(self, why: str = "") -> int:
-        self.origins.append(why or self.where)
+        self.origins.append(why or self.operator)
         return len(self.origins) - 1
 
     def fresh(self, shape: Sequence[int]) -> Array:
-        """New atoms, never seen before."""
+        """Return an array of new atoms."""
         count = math.prod(shape)
         self.starts.append(self.size)
         self.size += count
         return np.arange(self.size - count, self.size, dtype=np.int64).reshape(shape)
 
     def unify(self, one: Array, other: Array) -> None:
-        """Entry by entry, both atoms belong to the same unit."""
+        """State that, entry by entry, both atoms belong to the same unit."""
         if one is not other:
             self.unions.append(Fact(one.reshape(-1), other.reshape(-1), self._number()))
 
     def relate(self, child: Array, parent: Array) -> None:
-        """Entry by entry, the unit ``child`` is part of the unit ``parent`` and moves with it."""
+        """State that, entry by entry, the unit of ``child`` is a member of the unit of ``parent`` and moves with it."""
         self.relations.append(Fact(child.reshape(-1), parent.reshape(-1), self._number()))
 
     def refine(self, atoms: Array, colours: Array, why: str = "") -> None:
-        """Units whose atoms have different colours can't be exchanged."""
+        """State that units whose atoms have different colours aren't interchangeable."""
         self.refinements.append(Fact(atoms.reshape(-1), colours.reshape(-1), self._number(why)))
 
     def occur(self, atoms: Array) -> None:
-        """These atoms are all that lie in one tensor, so that a symmetry maps them onto each other."""
+        """State that these are all atoms of one tensor: a symmetry maps them onto each other."""
         if id(atoms) not in self.occurrences:
             self.occurrences[id(atoms)] = atoms, self._number()
 
     def pin(self, value: Value, why: str = "") -> None:
-        """Nothing may move in this operand."""
+        """Pin all units of an operand."""
         for part in value.parts:
             self.refine(part.atoms, np.arange(part.atoms.size), why)
 
     def give_up(self, operands: Iterable[Value], shape: Iterable[int], why: str) -> Value:
-        """Pin all operands, and have a warning say so; nothing is known about the result."""
+        """Pin all operands, with a warning, and return a result in which nothing moves."""
         for value in operands:
             if any(part.atoms.size for part in value.parts):
-                self.lost[f"{self.where} ({why})"] = None
+                self.given_up[f"{self.operator} ({why})"] = None
             self.pin(value)
         return opaque(shape)
 
     def leaf(
         self, site: str, shape: Sequence[int], buffer: bool = False, kernel: bool = False, slices: Array | None = None
     ) -> Leaf:
-        """A parameter: every position along every axis is a unit of its own until an operator ties or pins it."""
+        """Return a parameter's leaf: every position along every axis is a unit of its own until a fact ties or pins it.
+
+        A second pass that doesn't read the same slices of a matrix reads the same columns in all of them.
+        """
         if site not in self.leaves:
             parts = [Part((i,), self.fresh((n,))) for i, n in enumerate(shape)]
             if slices is not None:
@@ -190,7 +170,6 @@ class Flow:
         leaf = self.leaves[site]
         if leaf.slices is None or (slices is not None and np.array_equal(leaf.slices, slices)):
             return leaf
-        # Another pass reads the matrix in another way, and so the same columns in all slices.
         rows, columns, *rest = leaf.value.parts
         self.unify(columns.atoms, np.broadcast_to(columns.atoms[0], columns.atoms.shape))
         return replace(leaf, value=replace(leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *rest)))
@@ -198,7 +177,7 @@ class Flow:
     # values ---------------------------------------------------------------------------------------------------------
 
     def value(self, shape: Iterable[int], parts: Iterable[Part] = (), fixed: Iterable[int] = ()) -> Value:
-        """A value, whose parts are noted as all that lies in one tensor."""
+        """Return a value, and note each of its parts as all that lies in one tensor."""
         parts, shape = tuple(parts), tuple(shape)
         for part in parts:
             self.occur(part.atoms)
@@ -206,16 +185,16 @@ class Flow:
         return Value(shape, parts, frozenset(i for i in fixed if i not in labelled and shape[i] > 1))
 
     def parent_units(self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Part:
-        """New units over some axes of a part, whose units are members of these."""
+        """Return new units over some axes of a part, of which the part's units are members."""
         parent = Part(axes, self.fresh([sizes[a] for a in axes]))
         self.relate(part.atoms, spread(parent, part.axes, sizes))
         return parent
 
     def product_units(self, parts: Sequence[Part], sizes: Mapping[int, int], axes: Iterable[int] = ()) -> Part:
-        """Units over all axes of ``parts`` (and further ones) that are members of theirs: one of them, or new ones."""
+        """Return units over all axes of ``parts`` (and further ones), members of the units of each part."""
         union = tuple(sorted(set(axes).union(*(part.axes for part in parts))))
-        found = next((part for part in parts if part.axes == union), None)
-        units = found or Part(union, self.fresh([sizes[a] for a in union]))
+        widest = next((part for part in parts if part.axes == union), None)
+        units = widest or Part(union, self.fresh([sizes[a] for a in union]))
         for part in parts:
             if part.axes == union:
                 self.unify(units.atoms, part.atoms)
@@ -223,58 +202,59 @@ class Flow:
                 self.relate(units.atoms, spread(part, union, sizes))
         return units
 
-    def narrow(self, part: Part, keep: Collection[int], sizes: Mapping[int, int]) -> list[Part]:
-        """The parents that remain when a part is summed over its other axes; none if no axis remains."""
+    def project(self, part: Part, keep: Collection[int], sizes: Mapping[int, int]) -> list[Part]:
+        """Project a part on the axes ``keep``: return its parents there, or nothing if it depends on none of them."""
         axes = tuple(axis for axis in part.axes if axis in keep)
         return [part] if axes == part.axes else [self.parent_units(part, axes, sizes)] if axes else []
 
     def restrict(self, value: Value, keep: Iterable[int]) -> Value:
-        """Allow units along the axes ``keep`` only; along all others entries are told apart by their place."""
+        """Keep units along the axes ``keep`` only; tell entries along all others apart by their position."""
         keep, sizes = set(keep), dict(enumerate(value.shape))
         parts, fixed = list[Part](), set(value.fixed)
         for part in value.parts:
-            off = set(part.axes) - keep
-            if off:
-                fixed |= off
-                self.refine(part.atoms, positions(off, part.axes, sizes))
-            parts += self.narrow(part, keep, sizes)
+            dropped = set(part.axes) - keep
+            if dropped:
+                fixed |= dropped
+                self.refine(part.atoms, positions(dropped, part.axes, sizes))
+            parts += self.project(part, keep, sizes)
         return value if parts == list(value.parts) else self.value(value.shape, parts, fixed)
 
-    def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False) -> Value:
-        """A symmetric reduction (sum, mean, largest ...) over some axes: units along them vanish."""
-        gone = {value.axis(axis) for axis in axes}
-        keep = [axis for axis in range(value.dim) if axis not in gone]
-        parts = [left for part in value.parts for left in self.narrow(part, keep, dict(enumerate(value.shape)))]
-        left = replace(value, parts=tuple(parts))
-        return self.relaid(left, [None if i in gone else i for i in range(value.dim)] if keepdim else keep)
+    def collapse(self, value: Value, axes: Collection[int]) -> Value:
+        """Restrict units to all other axes; these get length one."""
+        return self.restrict(value, set(range(value.dim)).difference(axes)).collapsed(axes)
 
-    def off(self, value: Value, axes: Collection[int]) -> Value:
-        """Allow units along all other axes only; these have length one then."""
-        return self.restrict(value, set(range(value.dim)).difference(axes)).across(axes)
+    def reduce(self, value: Value, axes: Iterable[int], keepdim: bool = False) -> Value:
+        """Apply a symmetric reduction (sum, mean, largest entry) over some axes, along which units vanish."""
+        reduced = {value.axis(axis) for axis in axes}
+        keep = [axis for axis in range(value.dim) if axis not in reduced]
+        sizes = dict(enumerate(value.shape))
+        parts = tuple(parent for part in value.parts for parent in self.project(part, keep, sizes))
+        order = [None if i in reduced else i for i in range(value.dim)] if keepdim else keep
+        return self.relaid(replace(value, parts=parts), order)
 
     def normalise(self, value: Value, axes: Iterable[int]) -> Value:
-        """Any function of an entry and of symmetric statistics along some axes."""
+        """Apply any function of an entry and of symmetric statistics along some axes."""
         self.reduce(value, axes)
         return value
 
-    # axes without a change of entries -------------------------------------------------------------------------------
+    # axes, with the entries as they are -------------------------------------------------------------------------------
 
     def relaid(self, value: Value, axes: Sequence[int | None], shape: Iterable[int] | None = None) -> Value:
-        """The same entries with the axes in another order.
+        """Rearrange the axes.
 
         :param axes: for each new axis the old one, or None if all entries along it are equal. Axes that are left out
-            are gone.
+            are dropped.
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
-        parts = [moved for part in value.parts if (moved := part.moved(to)).axes]
+        parts = [renumbered for part in value.parts if (renumbered := part.renumbered(to)).axes]
         shape = shape or [1 if old is None else value.shape[old] for old in axes]
         return self.value(shape, parts, [to[i] for i in value.fixed if i in to])
 
     def squeeze(self, value: Value, axes: Iterable[int]) -> Value:
         """Drop axes of length one."""
-        gone = {value.axis(axis) for axis in axes if value.dim and value.shape[value.axis(axis)] == 1}
-        return self.relaid(value, [axis for axis in range(value.dim) if axis not in gone])
+        dropped = {value.axis(axis) for axis in axes if value.dim and value.shape[value.axis(axis)] == 1}
+        return self.relaid(value, [axis for axis in range(value.dim) if axis not in dropped])
 
     def unsqueeze(self, value: Value, axis: int) -> Value:
         """Insert an axis of length one."""
@@ -289,45 +269,45 @@ class Flow:
         return self.relaid(value, [*[None] * new, *kept], shape)
 
     def take(self, value: Value, axis: int, index: Array) -> Value:
-        """Choose places along an axis; if one is chosen twice, a unit's copies are told apart by their place."""
+        """Select positions along an axis; those of a unit that is selected twice are told apart by their order."""
         if np.array_equal(index, np.arange(value.shape[axis])):
             return value
-        twice, parts = np.unique(index).size < index.size, []
+        repeated, parts = np.unique(index).size < index.size, []
         for part in value.parts:
-            if part is value.columns:  # of one slice
+            if part is value.columns:  # the selected rows belong to one slice
                 part = Part((1,), part.atoms[index[0]])
             elif axis in part.axes:
-                chosen = np.take(part.atoms, index, axis=part.axes.index(axis))
-                part = Part(part.axes, self.copies(chosen, part.axes.index(axis)) if twice else chosen)
+                atoms = np.take(part.atoms, index, axis=part.axes.index(axis))
+                part = Part(part.axes, self._copies(atoms, part.axes.index(axis)) if repeated else atoms)
             parts.append(part)
         return self.value([len(index) if i == axis else n for i, n in enumerate(value.shape)], parts, value.fixed)
 
-    def copies(self, atoms: Array, axis: int) -> Array:
-        """New atoms for an array that holds a unit more than once along an axis: first copies, second copies, ..."""
+    def _copies(self, atoms: Array, axis: int) -> Array:
+        """Return new atoms for an array that holds units repeatedly along an axis: first copies, second copies, ..."""
         line = np.moveaxis(atoms, axis, 0).reshape(atoms.shape[axis], -1)[:, 0]
         rank = rank_within(line).reshape([-1 if i == axis else 1 for i in range(atoms.ndim)])
-        fresh = self.fresh(atoms.shape)
-        self.unify(fresh, atoms)  # places of one unit, also where another label of the same unit is copied
-        self.refine(fresh, np.broadcast_to(rank, atoms.shape))
-        return fresh
+        copies = self.fresh(atoms.shape)
+        self.unify(copies, atoms)  # positions of one unit, also where another atom of the same unit is copied
+        self.refine(copies, np.broadcast_to(rank, atoms.shape))
+        return copies
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """View with another shape; axes that are merged get products of units, split axes keep theirs."""
+        """Reshape: axes that are merged get products of units, axes that are split keep theirs."""
         known = math.prod(n for n in shape if n != -1)
         shape = tuple(math.prod(value.shape) // known if n == -1 else int(n) for n in shape)
         if 0 in value.shape:
             return self.give_up([value], shape, "there are no entries")
-        groups = matching_axes(value.shape, shape)
-        for old, _ in groups:
-            value = self._joined(value, old)
-        parts = [split for part in value.parts for split in split_and_merged(part, groups, shape)]
-        fixed = {new for olds, news in groups for new in news if value.fixed & set(olds)}
-        apart = [self._taken_apart(part) for part in parts]
-        fixed |= {axis for part, left in zip(parts, apart, strict=True) for axis in part.axes if axis not in left.axes}
-        return self.value(shape, apart, fixed)
+        runs = matching_runs(value.shape, shape)
+        for old, _ in runs:
+            value = self._merge(value, old)
+        merged = [reshaped for part in value.parts for reshaped in reshape_part(part, runs, shape)]
+        fixed = {new for olds, news in runs for new in news if value.fixed & set(olds)}
+        parts = [self._undo_merge(part) for part in merged]
+        fixed |= {axis for old, new in zip(merged, parts, strict=True) for axis in old.axes if axis not in new.axes}
+        return self.value(shape, parts, fixed)
 
-    def _joined(self, value: Value, axes: Sequence[int]) -> Value:
-        """Make one part cover all of ``axes`` that are longer than one, if any part touches them."""
+    def _merge(self, value: Value, axes: Sequence[int]) -> Value:
+        """Make one part cover all axes of a run that are longer than one, if any part touches them."""
         long = {axis for axis in axes if value.shape[axis] > 1}
         touching = [part for part in value.parts if set(part.axes) & set(axes)]
         if not touching or (len(touching) == 1 and long <= set(touching[0].axes)):
@@ -335,44 +315,44 @@ class Flow:
         sizes = dict(enumerate(value.shape))
         labelled = {axis for part in touching for axis in part.axes}
         if math.prod(sizes[a] for a in long | labelled) > PRODUCT_LIMIT:
-            self.lost[f"{self.where} (they belong to more than {PRODUCT_LIMIT} products)"] = None
+            self.given_up[f"{self.operator} (they belong to more than {PRODUCT_LIMIT} products)"] = None
             return self.restrict(value, set(range(value.dim)) - labelled)
         units = self.product_units(touching, sizes, long)
-        apart = [axis for axis in units.axes if axis not in labelled and axis in value.fixed]
-        if apart:
-            self.refine(units.atoms, positions(apart, units.axes, sizes))
-        if len(touching) == 1 and labelled.union(apart) == set(units.axes):
-            self.members[int(units.atoms.flat[0])] = spread(touching[0], units.axes, sizes).reshape(-1)
-        rest = [part for part in value.parts if part not in touching]
-        return replace(value, parts=(*rest, units), fixed=value.fixed - set(units.axes))
+        fixed = [axis for axis in units.axes if axis not in labelled and axis in value.fixed]
+        if fixed:
+            self.refine(units.atoms, positions(fixed, units.axes, sizes))
+        if len(touching) == 1 and labelled.union(fixed) == set(units.axes):
+            self.products[int(units.atoms.flat[0])] = spread(touching[0], units.axes, sizes).reshape(-1)
+        others = [part for part in value.parts if part not in touching]
+        return replace(value, parts=(*others, units), fixed=value.fixed - set(units.axes))
 
-    def _taken_apart(self, part: Part) -> Part:
-        """The units that were joined with places of fixed axes, if these are axes of their own again.
+    def _undo_merge(self, part: Part) -> Part:
+        """Return the units that were merged with positions along fixed axes, if a reshape splits these off again.
 
-        A batch that is merged with heads and split from them, as attention does, would else multiply the atoms of all
+        Attention merges a batch with heads and splits it off. Without this, the batch would multiply the atoms of all
         that follows.
         """
         first = int(part.atoms.min(initial=self.size))
         start = self.starts[max(0, bisect_right(self.starts, first) - 1)]
-        members = self.members.get(start)
-        if members is None or int(part.atoms.max()) >= start + len(members):
+        factor = self.products.get(start)
+        if factor is None or int(part.atoms.max()) >= start + len(factor):
             return part
-        inner = members[part.atoms - start]
-        alike = [n > 1 and bool((inner == inner.take([0], i)).all()) for i, n in enumerate(inner.shape)]
-        inner = inner[tuple(0 if same else slice(None) for same in alike)]
-        if not any(alike) or not inner.ndim or np.unique(inner).size < inner.size:
+        atoms = factor[part.atoms - start]
+        equal = [n > 1 and bool((atoms == atoms.take([0], i)).all()) for i, n in enumerate(atoms.shape)]
+        atoms = atoms[tuple(0 if same else slice(None) for same in equal)]
+        if not any(equal) or not atoms.ndim or np.unique(atoms).size < atoms.size:
             return part
-        return Part(tuple(axis for axis, same in zip(part.axes, alike, strict=True) if not same), inner)
+        return Part(tuple(axis for axis, same in zip(part.axes, equal, strict=True) if not same), atoms)
 
     # several operands -----------------------------------------------------------------------------------------------
 
     def elementwise(self, operands: Sequence[Value]) -> Value:
-        """Any function of entries in the same place, with broadcasting."""
+        """Apply any function of entries at the same position, with broadcasting."""
         dim = max(value.dim for value in operands)
         return self.combine([(value, range(dim - value.dim, dim)) for value in operands], range(dim))
 
     def combine(self, operands: Sequence[tuple[Value, Sequence[int]]], out: Iterable[int]) -> Value:
-        """Multiply or add operands whose axes carry letters, and sum over all letters that aren't in ``out``.
+        """Multiply or add operands whose axes carry letters, and sum over all letters that ``out`` lacks.
 
         Units along equal letters are tied: as the same units if they depend on the same letters, as members of larger
         units if one depends on more letters than the other. No operand has a letter twice.
@@ -383,20 +363,20 @@ class Flow:
                 sizes[letter] = n if sizes.get(letter, 1) == 1 else sizes[letter]
         terms = []
         for value, letters in operands:
-            own = {axis: letter for axis, letter in enumerate(letters) if value.shape[axis] == sizes[letter]}
-            parts = [moved for part in value.parts if (moved := part.moved(own)).axes]
+            full = {axis: letter for axis, letter in enumerate(letters) if value.shape[axis] == sizes[letter]}
+            parts = [renumbered for part in value.parts if (renumbered := part.renumbered(full)).axes]
             terms.append((parts, {letters[axis] for axis in value.fixed}))
         self._tie(terms, sizes)
-        known = {letter for _, fixed in terms for letter in fixed}
-        terms = [([part for part in parts if not known.issuperset(part.axes)], fixed) for parts, fixed in terms]
-        groups: list[list[Part]] = []  # those that meet on some axis
-        for part in [left for parts, _ in terms for one in parts for left in self.narrow(one, out, sizes)]:
-            touching = [g for g in groups if any(set(part.axes) & set(other.axes) for other in g)]
-            groups = [g for g in groups if g not in touching] + [[*(p for g in touching for p in g), part]]
-        place = {letter: i for i, letter in enumerate(out)}
-        parts = [self.product_units(group, sizes).moved(place) for group in groups]
-        fixed = {place[letter] for letter in known if letter in place}
-        return self.value([sizes.get(letter, 1) for letter in out], parts, fixed)
+        fixed = {letter for _, own in terms for letter in own}
+        moving = [part for parts, _ in terms for part in parts if not fixed.issuperset(part.axes)]
+        connected: list[list[Part]] = []  # parts that share axes, directly or through others
+        for part in [parent for one in moving for parent in self.project(one, out, sizes)]:
+            touching = [group for group in connected if any(set(part.axes) & set(other.axes) for other in group)]
+            connected = [group for group in connected if group not in touching]
+            connected.append([*(other for group in touching for other in group), part])
+        to = {letter: i for i, letter in enumerate(out)}
+        parts = [self.product_units(group, sizes).renumbered(to) for group in connected]
+        return self.value([sizes.get(letter, 1) for letter in out], parts, {to[letter] for letter in fixed & to.keys()})
 
     def _tie(self, terms: Sequence[tuple[list[Part], set[int]]], sizes: Mapping[int, int]) -> None:
         """State which units of different operands are the same, or members of each other."""
@@ -419,14 +399,14 @@ class Flow:
                         self.refine(part.atoms, positions(fixed, part.axes, sizes))
 
     def cat(self, values: Sequence[Value], axis: int) -> Value:
-        """Side by side along ``axis``: units on it are joined end to end, units on other axes are tied as in a sum."""
+        """Concatenate along ``axis``: units on it are joined end to end, units on other axes are tied as in a sum."""
         along = [value.part_on(axis) for value in values]
         axes = {part.axes for part in along if part is not None}
         if len(axes) > 1 or (None in along and not axes <= {(axis,)}):  # units of different kinds: reduce to this axis
-            other = set[int]().union(*axes) - {axis}
-            values = [self.restrict(value, set(range(value.dim)) - other) for value in values]
+            dropped = set[int]().union(*axes) - {axis}
+            values = [self.restrict(value, set(range(value.dim)) - dropped) for value in values]
             along = [value.part_on(axis) for value in values]
-        tied = self.elementwise([value.across([axis]) for value in values])
+        tied = self.elementwise([value.collapsed([axis]) for value in values])
         shape = [sum(value.shape[axis] for value in values) if i == axis else n for i, n in enumerate(tied.shape)]
         like = next((part for part in along if part is not None), None)
         if like is None:
@@ -439,36 +419,162 @@ class Flow:
             pieces.append(atoms)
         joined = np.concatenate(pieces, like.axes.index(axis))
         if np.unique(joined).size < joined.size:  # the same units twice, as in cat(x, -x)
-            joined = self.copies(joined, like.axes.index(axis))
+            joined = self._copies(joined, like.axes.index(axis))
         return self.value(shape, [*tied.parts, Part(like.axes, joined)], tied.fixed - {axis})
+
+
+# small steps of propagate ---------------------------------------------------------------------------------------------
+
+
+def _leaf(flow: Flow, trace: Trace, node: Node) -> Any:
+    """Return the value of a graph's input: units along the axes of parameters and running statistics only."""
+    tensor, spec = node.meta.get("val"), trace.inputs.get(node.name)
+    if not isinstance(tensor, Tensor):
+        return tensor
+    mask = tensor.dtype == torch.bool
+    if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+        return opaque(tensor.shape, mask=mask)
+    path, _, name = str(spec.target).rpartition(".")
+    site = trace.sites.get(spec.target, spec.target)
+    if spec.kind == InputKind.PARAMETER:
+        module = trace.net.get_submodule(path.partition(".parametrizations.")[0])
+        return flow.leaf(site, tensor.shape, kernel=isinstance(module, _ConvNd), slices=_slices(node)).value
+    statistic = spec.kind == InputKind.BUFFER and spec.persistent and name in STATISTICS
+    if statistic and tensor.is_floating_point() and tensor.dim() == 1:
+        return flow.leaf(site, tensor.shape, buffer=True).value
+    return opaque(tensor.shape, _index_map(trace.constant(spec.target)), mask)
+
+
+def _slices(node: Node) -> Array | None:
+    """Return the slice of each row of a matrix whose slices read different inputs: groups of a kernel, or splits."""
+    shape, pieces = tuple(node.meta["val"].shape), set[tuple[int, int]]()
+    users = [(user, bound(user.target, user.args, user.kwargs)) for user in node.users]
+    groups = {call["groups"] if call.get("weight") is node and "groups" in call else 1 for _, call in users}
+    if len(groups) == 1 and min(groups) > 1 < shape[1]:
+        return np.arange(shape[0]) * groups.pop() // shape[0]
+    if len(shape) != 2 or shape[0] * shape[1] > SLICED_LIMIT:
+        return None
+    for user, call in users:
+        if operator_name(user.target) not in SPLITS or call["dim"] % 2 or call.get("step", 1) != 1:
+            return None
+        start = range(shape[0])[call.get("start") : call.get("end")].start
+        for piece in tree_leaves(user.meta["val"]):
+            pieces.add((start, start + piece.shape[0]))
+            start += piece.shape[0]
+    starts, ends = zip(*sorted(pieces), strict=True) if pieces else ((), ())
+    if len(starts) < 2 or (*starts, shape[0]) != (0, *ends):  # a single piece, gaps or overlaps
+        return None
+    return np.searchsorted(starts, np.arange(shape[0]), side="right") - 1
+
+
+def _apply_rule(flow: Flow, trace: Trace, node: Node, values: Mapping[Node, Any]) -> Any:
+    """Return the values of an operator's results, from those of its operands."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads SymPy, which takes long
+
+    args: Any = torch.fx.map_arg(node.args, values.__getitem__)
+    kwargs: Any = torch.fx.map_arg(node.kwargs, values.__getitem__)
+    if node.target is operator.getitem:
+        return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
+    tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+    if not tensors:
+        return _read_number(flow, node, args)
+    shapes = tuple(tuple(map(_concrete, t.shape)) for t in tensors)
+    call = Call(node.target, bound(node.target, args, kwargs), shapes, trace.results_read(node))
+    try:
+        results = _results(flow, call)
+        constants = _constants(call, args, kwargs, tensors)
+    except GuardOnDataDependentSymNode:  # the rule reads a number that depends on data
+        results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
+        constants = [None] * len(tensors)
+    complete = []
+    for tensor, result, constant in zip(tensors, results, constants, strict=True):
+        constant = result.constant if constant is None else constant
+        static = all(isinstance(n, int) for n in tensor.shape)
+        complete.append(replace(result, constant=constant if static else None, mask=tensor.dtype == torch.bool))
+    remaining = iter(complete)
+    return tree_map(lambda own: next(remaining) if isinstance(own, Tensor) else own, node.meta["val"])
+
+
+def _results(flow: Flow, call: Call) -> list[Value]:
+    """Apply the rule of an operator; results that it leaves out are opaque."""
+    rule = rule_for(call.target)
+    if rule is None:
+        return [flow.give_up(call.operands, shape, "there is no rule") for shape in call.shapes]
+    given = rule(flow, call)
+    results = [given] if isinstance(given, Value) else list(given or ())
+    if not results or not all(isinstance(value, Value) for value in results):
+        raise TypeError(f"the rule of {flow.operator} returned {given!r}; it must return what the flow's methods do")
+    left_out = call.shapes[len(results) :]
+    if left_out and any(number >= len(results) for number in call.read):
+        return [flow.give_up(call.operands, shape, "its statistics are read") for shape in call.shapes]
+    results += map(opaque, left_out)
+    if [tuple(r.shape) for r in results] != list(call.shapes):
+        raise RuntimeError(f"the rule of {flow.operator} gave shapes {[r.shape for r in results]}, not {call.shapes}")
+    return results
+
+
+def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Compute the results themselves, if they are index maps that depend on index maps only."""
+    args, kwargs = tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
+    real = tensors[0].is_floating_point() or tensors[0].is_complex()
+    symbolic = any(isinstance(x, torch.SymInt | torch.SymFloat) for x in tree_leaves((args, kwargs)))
+    if real or symbolic or not call.operands or any(value.constant is None for value in call.operands):
+        return [None] * len(tensors)
+    return [_index_map(t) for t in tree_leaves(call.target(*args, **kwargs))]
+
+
+def _index_map(constant: Any) -> Tensor | None:
+    """Return a constant of integers, which may be an index map; anything else is data."""
+    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
+        return None
+    return constant.detach().cpu() if type(constant) is Tensor else None
+
+
+def _read_number(flow: Flow, node: Node, args: Any) -> Any:
+    """Pin a tensor off which an operator reads a number; sizes and assertions don't matter."""
+    if not getattr(node.target, "__name__", "").startswith(("sym_", "_assert")):
+        for value in args:
+            if isinstance(value, Value):
+                flow.pin(value)
+    return node.meta.get("val")
+
+
+def _concrete(size: Any) -> int:
+    """Return a size, or a stand-in if it depends on data (as that of what a mask selects): no units lie there."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, STAND_IN)))
+
+
+def _module_of(node: Node) -> str:
+    """Name the innermost module that calls the operator."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path, kind = list(stack.values())[-1] if stack else ("", "the network")
+    path, kind = path.removeprefix("net").removeprefix("."), getattr(kind, "__name__", kind).rsplit(".", 1)[-1]
+    return f"{path} ({kind})" if path else kind
 
 
 # parts and arrays of atoms --------------------------------------------------------------------------------------------
 
 
-def opaque(shape: Iterable[int], constant: torch.Tensor | None = None, mask: bool = False) -> Value:
-    """A tensor of which nothing is known: data, masks, whatever a rule gave up on."""
-    shape = tuple(int(n) for n in shape)
-    return Value(shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant, mask)
-
-
 def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """A part's atoms, broadcast to more axes (ascending, a superset of its own)."""
+    """Broadcast a part's atoms to more axes (ascending, a superset of its own)."""
     shape = [sizes[a] if a in part.axes else 1 for a in axes]
     return np.broadcast_to(part.atoms.reshape(shape), [sizes[a] for a in axes])
 
 
 def positions(along: Collection[int], axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:
-    """For every entry over ``axes``, its place along the axes ``along``, as one integer."""
+    """Number every entry over ``axes`` by its position along the axes ``along``."""
     own = tuple(axis for axis in axes if axis in along)
     lengths = [sizes[axis] for axis in own]
     return spread(Part(own, np.arange(math.prod(lengths)).reshape(lengths)), axes, sizes)
 
 
-def matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The finest pairing of runs of old axes with runs of new axes that hold equally many entries.
+def matching_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Pair runs of old axes with runs of new axes that hold equally many entries, as finely as possible.
 
-    A run ends where as many entries lie before its end in both shapes.
+    A run ends where equally many entries precede its end in both shapes.
     """
     before, after = np.cumprod(old, dtype=np.int64), np.cumprod(new, dtype=np.int64)
     ends = np.intersect1d(before, after)
@@ -476,20 +582,20 @@ def matching_axes(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int
     return [(np.flatnonzero(olds == k).tolist(), np.flatnonzero(news == k).tolist()) for k in range(len(ends))]
 
 
-def split_and_merged(part: Part, groups: Sequence[tuple[list[int], list[int]]], new: Sequence[int]) -> list[Part]:
-    """A part after a change of shape, of which whole runs of axes are covered; none if no axis is left."""
+def reshape_part(part: Part, runs: Sequence[tuple[list[int], list[int]]], new: Sequence[int]) -> list[Part]:
+    """Reshape a part that covers whole runs of axes; return nothing if no axis is left."""
     axes: list[int] = []
-    for olds, news in groups:
+    for olds, news in runs:
         if set(olds) & set(part.axes):
             long = [axis for axis in news if new[axis] > 1]
             axes += long
-            if not long and len(olds) == len(news) == 1:  # else it is unclear where a unit of size one went
+            if not long and len(olds) == len(news) == 1:  # else the new axis of a unit of size one is ambiguous
                 axes += news
     return [Part(tuple(axes), part.atoms.reshape([new[a] for a in axes]))] if axes else []
 
 
 def rank_within(owner: Array, by: Array | None = None) -> Array:
-    """For each entry, how many of the same owner come before it, sorted by another array or as they lie."""
+    """Count, for each entry, those of the same owner that precede it, in order or sorted by another array."""
     order = np.argsort(owner, kind="stable") if by is None else np.lexsort([by, owner])
     place = np.arange(len(owner))
     starts = np.r_[True, owner[order][1:] != owner[order][:-1]][: len(owner)]

@@ -26,7 +26,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pyro_symmetric.discovery.rules.registry import bound, operator_name
+from pyro_symmetric.discovery.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Deterministic, Trace, site_names
 from pyro_symmetric.groups.units import Move

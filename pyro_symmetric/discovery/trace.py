@@ -1,9 +1,8 @@
-"""From a network to the graph of one forward pass, and axes that flow through it.
+"""The graph of one forward pass: a function from tensors to tensors, exported by ``torch.export``.
 
-Whatever a forward pass takes and returns, the graph is a function from tensors to tensors. These are found wherever
-they are: in lists, dictionaries, dataclasses, distributions, or objects of other libraries. Everything else among the
-inputs is part of the architecture. Among the outputs, caches are left out: they hold what a later call may reuse, in
-which heads and channels keep their order.
+Tensors are found wherever they are among the inputs and outputs: in lists, dictionaries, dataclasses, distributions, or
+objects of other libraries. All other inputs are part of the architecture. Caches among the outputs are ignored: a later
+call may reuse them, with the same order of heads and channels.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -36,8 +33,7 @@ from pyro_symmetric._process import (
     without_messages,
     without_warnings,
 )
-from pyro_symmetric.discovery.flow import Array, Flow, Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, bound, operator_name, rule_for
+from pyro_symmetric.discovery.registry import bound, operator_name, rule_for
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.errors import Error
 
@@ -49,14 +45,6 @@ numbers that flow through it (no `if x.sum() > 0`). Trace the part that has no s
         {{"0.weight": ("hidden", None), "0.bias": ("hidden",), "2.weight": (None, "hidden")}},  # per axis
         dict(net.named_parameters()),
     )"""
-
-# Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
-STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
-# Operators of which a matrix that is cut into slices keeps the slices.
-CUTTING = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
-# A matrix with more entries isn't cut: units of slices are found entry by entry.
-CUT_LIMIT = 2**22
-STAND_IN = 101  # a prime number in place of sizes that depend on data
 CACHES = frozenset({"past_key_value", "past_key_values", "past_buckets_states", "cache_params", "mems"})
 
 
@@ -64,28 +52,26 @@ class UntraceableError(Error, ValueError):
     """The network can't be traced; the message says why, and what to do instead."""
 
 
-class UnknownOperator(UserWarning):
-    """An operator without a rule was met; what reaches it was left out of the group."""
-
-
 class Trace:
-    """The functional graph of one forward pass, with in-place operators turned into pure ones.
+    """The functional graph of one forward pass: in-place operators are replaced by pure ones.
 
-    Operators without a rule are taken apart into others, if PyTorch knows how.
+    Operators without a rule are decomposed, if PyTorch knows how.
 
-    :param net: the network; what tracing leaves behind stays in it.
-    :param args: an example of what its forward pass takes; so are ``kwargs``.
-    :ivar program: the graph.
-    :ivar specs: what the graph takes, in this order, by the names that the network has for it.
-    :ivar tensors: the tensors among the example inputs, in the order in which the graph takes them.
-    :ivar returned: the nodes whose values the network returns (and not those that are written back to buffers).
+    :param net: the network; some modules keep marks of tracing.
+    :param args: example arguments of its forward pass; so are ``kwargs``.
+    :ivar program: the exported program.
+    :ivar specs: the graph's inputs in order, with the network's names as targets.
+    :ivar inputs: name of a graph's input -> its spec.
+    :ivar sites: name of a parameter or buffer -> its site.
+    :ivar tensors: the tensors among the example arguments, in the graph's order.
+    :ivar returned: the nodes whose values the network returns, without new values of buffers.
     :raises UntraceableError: if there is no such graph.
     :raises ValueError: if the network returns no tensor.
     """
 
     def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.net = net
-        with forked(drawn_seed(), host=True):  # what is drawn from NumPy or Python stands for all that may be
+        with forked(drawn_seed(), host=True):  # one draw from NumPy's or Python's generator stands for all
             function = TensorsOnly(net, args, kwargs)
             self.program = _exported(function)
         self.tensors = function.tensors
@@ -93,8 +79,8 @@ class Trace:
         self.specs = [
             replace(spec, target=spec.target and spec.target.removeprefix("net.")) for spec in signature.input_specs
         ]
-        self._specs = {spec.arg.name: spec for spec in self.specs if hasattr(spec.arg, "name")}
-        self._sites = site_names(net)
+        self.inputs = {spec.arg.name: spec for spec in self.specs if hasattr(spec.arg, "name")}
+        self.sites = site_names(net)
         self._graph = self.program.graph
         ends = tree_leaves(self._graph.output_node().args[0])
         ends = [n for n, s in zip(ends, signature.output_specs, strict=True) if s.kind == OutputKind.USER_OUTPUT]
@@ -102,87 +88,17 @@ class Trace:
         if not self.returned:
             raise ValueError(f"{type(net).__name__} returns no tensor: there is nothing for a symmetry to leave alone")
 
-    def propagate(self, flow: Flow) -> None:
-        """Let axes flow through the graph."""
-        values: dict[Node, Any] = {}
-        for node in _needed(self._graph):
-            if node.op in ("placeholder", "get_attr"):
-                values[node] = self._input(node, flow)
-            elif node.op == "call_function":
-                flow.where = f"{operator_name(node.target)} in {_module_of(node)}"
-                values[node] = self._applied(node, values, flow)
-        flow.where = "the network's output"
-        for node in self.returned:
-            if isinstance(values[node], Value):
-                flow.pin(values[node])
+    def nodes(self) -> list[Node]:
+        """Return all inputs, and the calls that results or new values of buffers depend on (assertions need others)."""
+        output = self._graph.output_node()
+        needed = {output}
+        for node in reversed(self._graph.nodes):
+            if node.op != "call_function" or any(user in needed for user in node.users):
+                needed.add(node)
+        return [node for node in self._graph.nodes if node in needed and node is not output]
 
-    def constant(self, target: str | None) -> Any:
-        """The value of a buffer or a constant of the graph, by its name in the network."""
-        every = self.program.state_dict, self.program.constants
-        found = (held.get(name) for name in (f"net.{target}", str(target)) for held in every)
-        return next((value for value in found if value is not None), None)
-
-    def used_sites(self) -> set[str]:
-        """The parameters and buffers that the graph reads."""
-        used = [node.name for node in self._graph.nodes if node.op == "placeholder" and node.users]
-        targets = [self._specs[name].target for name in used if name in self._specs]
-        return {self._sites.get(target, target) for target in targets if target}
-
-    def calls_again(self) -> bool:
-        """True if a module with parameters is called more than once."""
-        stacks = (node.meta.get("nn_module_stack") or {} for node in self._graph.nodes)
-        again = {path.removeprefix("net.") for stack in stacks for key, (path, _) in stack.items() if "@" in key}
-        return any(site.startswith(f"{path}.") for path in again for site in self._sites.values())
-
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _input(self, node: Node, flow: Flow) -> Any:
-        value, spec = node.meta.get("val"), self._specs.get(node.name)
-        if not isinstance(value, Tensor):
-            return value
-        mask = value.dtype == torch.bool
-        if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            return opaque(value.shape, mask=mask)
-        module, _, own = str(spec.target).rpartition(".")
-        site = self._sites.get(spec.target, spec.target)
-        if spec.kind == InputKind.PARAMETER:
-            home = self.net.get_submodule(module.partition(".parametrizations.")[0])
-            return flow.leaf(site, value.shape, kernel=isinstance(home, _ConvNd), slices=_slices(node)).value
-        statistic = spec.kind == InputKind.BUFFER and spec.persistent and own in STATISTICS
-        if statistic and value.is_floating_point() and value.dim() == 1:
-            return flow.leaf(site, value.shape, buffer=True).value
-        return opaque(value.shape, _index_map(self.constant(spec.target)), mask)
-
-    def _applied(self, node: Node, values: Mapping[Node, Any], flow: Flow) -> Any:
-        """Apply the rule of an operator to what is known of its operands."""
-        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads SymPy, which takes long
-
-        args: Any = torch.fx.map_arg(node.args, values.__getitem__)
-        kwargs: Any = torch.fx.map_arg(node.kwargs, values.__getitem__)
-        if node.target is operator.getitem:
-            return args[0][int(args[1])] if isinstance(args[0], list | tuple) else args[0]
-        tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-        if not tensors:
-            return _number(node, args, flow)
-        shapes = tuple(tuple(map(_closed, t.shape)) for t in tensors)
-        call = Call(node.target, bound(node.target, args, kwargs), shapes, self._read(node))
-        try:
-            results = _results(call, flow)
-            constants = _constants(call, args, kwargs, tensors)
-            results = [
-                replace(r, constant=r.constant if c is None else c) for r, c in zip(results, constants, strict=True)
-            ]
-        except GuardOnDataDependentSymNode:  # a number that the rule has read
-            results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
-        known = [all(isinstance(n, int) for n in t.shape) for t in tensors]
-        left = (
-            replace(r, constant=r.constant if k else None, mask=t.dtype == torch.bool)
-            for r, k, t in zip(results, known, tensors, strict=True)
-        )
-        return tree_map(lambda own: next(left) if isinstance(own, Tensor) else own, node.meta["val"])
-
-    def _read(self, node: Node) -> frozenset[int]:
-        """The numbers of the results that something reads, or the network returns (and not only buffers keep)."""
+    def results_read(self, node: Node) -> frozenset[int]:
+        """Return the indices of an operator's results that other operators read or the network returns."""
         items = [user for user in node.users if user.target is operator.getitem]
         return frozenset(
             int(item.args[1])  # type: ignore[arg-type]
@@ -190,145 +106,59 @@ class Trace:
             if item in self.returned or any(user.op != "output" for user in item.users)
         )
 
+    def constant(self, target: str | None) -> Any:
+        """Return the value of a buffer or a constant of the graph, by its name in the network."""
+        tables = self.program.state_dict, self.program.constants
+        candidates = (table.get(name) for name in (f"net.{target}", str(target)) for table in tables)
+        return next((value for value in candidates if value is not None), None)
 
-def _needed(graph: Graph) -> list[Node]:
-    """Nodes of results, of new values of buffers, and of inputs; only assertions read all others."""
-    needed = {graph.output_node()}
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or any(user in needed for user in node.users):
-            needed.add(node)
-    return [node for node in graph.nodes if node in needed]
+    def used_sites(self) -> set[str]:
+        """Return the parameters and buffers that the graph reads."""
+        used = [node.name for node in self._graph.nodes if node.op == "placeholder" and node.users]
+        targets = [self.inputs[name].target for name in used if name in self.inputs]
+        return {self.sites.get(target, target) for target in targets if target}
 
-
-def _module_of(node: Node) -> str:
-    """The innermost module that the operator was called in."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path, kind = list(stack.values())[-1] if stack else ("", "the network")
-    path, kind = path.removeprefix("net").removeprefix("."), getattr(kind, "__name__", kind).rsplit(".", 1)[-1]
-    return f"{path} ({kind})" if path else kind
-
-
-def _closed(size: Any) -> int:
-    """A size, or a stand-in for one that depends on data, as that of what a mask selects: no axis of units has such."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, STAND_IN)))
-
-
-def _results(call: Call, flow: Flow) -> list[Value]:
-    """Apply the rule of an operator; nothing is known of results that it leaves out."""
-    rule = rule_for(call.target)
-    if rule is None:
-        return [flow.give_up(call.operands, shape, "there is no rule") for shape in call.shapes]
-    given = rule(flow, call)
-    results = [given] if isinstance(given, Value) else list(given or ())
-    if not results or not all(isinstance(value, Value) for value in results):
-        raise TypeError(f"the rule of {flow.where} returned {given!r}; it must return what the flow's methods do")
-    left_out = call.shapes[len(results) :]
-    if left_out and any(number >= len(results) for number in call.read):
-        return [flow.give_up(call.operands, shape, "its statistics are read") for shape in call.shapes]
-    results += map(opaque, left_out)
-    if [tuple(r.shape) for r in results] != list(call.shapes):
-        raise RuntimeError(f"the rule of {flow.where} gave shapes {[r.shape for r in results]}, not {call.shapes}")
-    return results
-
-
-def _index_map(constant: Any) -> Tensor | None:
-    """Index maps are worth remembering; anything else is data."""
-    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
-        return None
-    return constant.detach().cpu() if type(constant) is Tensor else None
-
-
-def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """The results themselves, if they are index maps and come from nothing but index maps."""
-    own = tree_map(lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs))
-    real = tensors[0].is_floating_point() or tensors[0].is_complex()
-    numbers_of_data = any(isinstance(x, torch.SymInt | torch.SymFloat) for x in tree_leaves(own))
-    if real or numbers_of_data or not call.operands or any(value.constant is None for value in call.operands):
-        return [None] * len(tensors)
-    return [_index_map(t) for t in tree_leaves(call.target(*own[0], **own[1]))]
-
-
-def _number(node: Node, args: Any, flow: Flow) -> Any:
-    """A number that an operator reads off a tensor, in which nothing moves then; sizes and assertions don't matter."""
-    if not getattr(node.target, "__name__", "").startswith(("sym_", "_assert")):
-        for value in args:
-            if isinstance(value, Value):
-                flow.pin(value)
-    return node.meta.get("val")
-
-
-def _slices(node: Node) -> Array | None:
-    """The slice of each row of a matrix, if they read other inputs each: groups of a kernel, or what is cut apart."""
-    shape, pieces = tuple(node.meta["val"].shape), set[tuple[int, int]]()
-    users = [(user, bound(user.target, user.args, user.kwargs)) for user in node.users]
-    groups = {call["groups"] if call.get("weight") is node and "groups" in call else 1 for _, call in users}
-    if len(groups) == 1 and min(groups) > 1 < shape[1]:
-        return np.arange(shape[0]) * groups.pop() // shape[0]
-    if len(shape) != 2 or shape[0] * shape[1] > CUT_LIMIT:
-        return None
-    for user, call in users:
-        if operator_name(user.target) not in CUTTING or call["dim"] % 2 or call.get("step", 1) != 1:
-            return None
-        start = range(shape[0])[call.get("start") : call.get("end")].start
-        for piece in tree_leaves(user.meta["val"]):
-            pieces.add((start, start + piece.shape[0]))
-            start += piece.shape[0]
-    starts, ends = zip(*sorted(pieces), strict=True) if pieces else ((), ())
-    if len(starts) < 2 or (*starts, shape[0]) != (0, *ends):  # a single piece, or with gaps, or one inside another
-        return None
-    return np.searchsorted(starts, np.arange(shape[0]), side="right") - 1
-
-
-# from a module to its graph -----------------------------------------------------------------------------------------
+    def calls_again(self) -> bool:
+        """Return whether a module with parameters is called more than once."""
+        stacks = (node.meta.get("nn_module_stack") or {} for node in self._graph.nodes)
+        again = {path.removeprefix("net.") for stack in stacks for key, (path, _) in stack.items() if "@" in key}
+        return any(site.startswith(f"{path}.") for path in again for site in self.sites.values())
 
 
 def site_names(net: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> its first name: tied weights are one site."""
+    """Map every name of a parameter or buffer to its first name: tied weights are one site."""
     first: dict[int, str] = {}
     tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
-def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
-    """Run the network as its user would, so that inputs which don't fit aren't taken for a graph that can't be had.
-
-    :raises ValueError: if it doesn't take them.
-    """
-    try:
-        with _quiet(), torch.no_grad():
-            net(*args, **(kwargs or {}))
-    except Exception as error:
-        where = f"{type(net).__name__} fails on the example inputs"
-        raise ValueError(f"{where}: {type(error).__name__}: {error}") from None
+# from a module to its graph -----------------------------------------------------------------------------------------
 
 
 class TensorsOnly(nn.Module):
-    """A network that takes tensors one after the other, and returns a list of tensors.
+    """A network as a function from a list of tensors to a list of tensors.
 
     :param net: the network.
-    :param args: an example of what its forward pass takes, which can be copied; so are ``kwargs``.
-    :ivar tensors: the different tensors among these, which :meth:`forward` takes others in place of.
+    :param args: example arguments of its forward pass, which can be copied; so are ``kwargs``.
+    :ivar tensors: the distinct tensors among these, in whose place :meth:`forward` takes others.
     """
 
     def __init__(self, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         super().__init__()
         self.net = net
         self.given = tuple(args), dict(kwargs or {})
-        with _Met() as mode:
+        with _CollectTensors() as mode:
             copy.deepcopy(self.given)
         self.tensors = [*mode.tensors.values()]
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """The outputs of the network for its example with these tensors in place of the example's."""
+        """Return the network's outputs for its example arguments, with these tensors in place of the example's."""
         args, kwargs = copy.deepcopy(self.given, dict(zip(map(id, self.tensors), tensors, strict=True)))
         return list(_outputs_in(self.net(*args, **kwargs)))
 
 
-class _Met(TorchFunctionMode):
-    """Notes the different tensors that are to be copied, and doesn't copy them."""
+class _CollectTensors(TorchFunctionMode):
+    """Collects the distinct tensors that a deep copy meets, without copying them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,9 +171,9 @@ class _Met(TorchFunctionMode):
 
 
 def _outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
-    """The tensors of what a network returns; caches, numbers and texts are left out.
+    """Iterate over the tensors of a network's output, without caches, numbers and texts.
 
-    :param name: the attribute or key that the value was found under.
+    :param name: the attribute or key that holds the value.
     """
     if name in CACHES or type(value).__name__.endswith("Cache") or isinstance(value, type | str | nn.Module):
         return
@@ -352,21 +182,20 @@ def _outputs_in(value: Any, name: str = "") -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set | frozenset):
         for entry in value:
             yield from _outputs_in(entry)
-    elif isinstance(value, Mapping) or not callable(value):  # a dataclass, a distribution, or whatever has attributes
+    elif isinstance(value, Mapping) or not callable(value):  # a dataclass, a distribution, any object with attributes
         for key, entry in (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items():
             yield from _outputs_in(entry, str(key))
 
 
 def _exported(net: TensorsOnly) -> ExportedProgram:
-    """The functional graph of one forward pass; operators without a rule are taken apart, if PyTorch knows how.
+    """Export the functional graph of one forward pass; decompose operators without a rule.
 
-    :raises UntraceableError: if there is none.
+    :raises UntraceableError: if there is no such graph.
     """
-    # Distributions check their arguments.
-    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():
+    with running_pyro(), _quiet(), with_both_branches(), torch.enable_grad():  # distributions check their arguments
         try:
             program = torch.export.export(net, tuple(net.tensors), strict=False)
-            if _made_pure(program.graph):
+            if _functionalise(program.graph):
                 return program
             table = torch.export.default_decompositions()
             return program.run_decompositions({op: steps for op, steps in table.items() if rule_for(op) is None})
@@ -375,19 +204,19 @@ def _exported(net: TensorsOnly) -> ExportedProgram:
             raise UntraceableError(UNTRACEABLE.format(net=type(net.net).__name__, error=reason)) from error
 
 
-def _made_pure(graph: Graph) -> bool:
-    """Turn operators that write into their first operand into those that don't; true if all operators have rules then.
+def _functionalise(graph: Graph) -> bool:
+    """Replace in-place operators by pure ones, and return whether all operators have rules then.
 
-    PyTorch does this, too, and takes operators apart besides, in twice the time that all else takes. It is needed if a
-    view of what is written may be read as well.
+    PyTorch's ``run_decompositions`` does this, too, in twice the time of all else. It is needed if a view of what is
+    written may be read.
     """
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             packet, written = node.target.overloadpacket.__name__, node.args[0]
-            home = torch.ops.aten if node.target.namespace == "aten" else None
-            pure = getattr(getattr(home, packet.removesuffix("_"), None), node.target._overloadname, None)
+            library = torch.ops.aten if node.target.namespace == "aten" else None
+            pure = getattr(getattr(library, packet.removesuffix("_"), None), node.target._overloadname, None)
             if pure is None or pure is node.target or any(map(_is_view, (written, *written.users))):
                 return False
             node.target = pure
@@ -398,7 +227,7 @@ def _made_pure(graph: Graph) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    """True if the result of an operator may share its numbers with an operand."""
+    """Return whether the result of an operator may share memory with an operand."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     if torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
@@ -409,21 +238,34 @@ def _is_view(node: Node) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No fused fast paths (they hide attention from us), no warnings about torch.export's own insides.
+    """Suppress warnings and logs of torch.export, and fused fast paths, which hide attention.
 
-    If the pass branches on numbers, or shapes don't fit, torch.export prints the graph, or a traceback, before it
-    raises.
+    If a pass branches on data, or shapes don't match, torch.export logs the graph or a traceback before it raises.
     """
-    talkative = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
-    with without_fast_attention(), without_warnings(), without_messages(*talkative):
+    loggers = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
+    with without_fast_attention(), without_warnings(), without_messages(*loggers):
         yield
 
 
-# runs in one precision, without noise -------------------------------------------------------------------------------
+# runs ---------------------------------------------------------------------------------------------------------------
+
+
+def try_out(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> None:
+    """Run the network once, to tell inputs that don't fit from a network that can't be traced.
+
+    :raises ValueError: if it doesn't run.
+    """
+    try:
+        with _quiet(), torch.no_grad():
+            net(*args, **(kwargs or {}))
+    except Exception as error:
+        failure = f"{type(net).__name__} fails on the example inputs"
+        raise ValueError(f"{failure}: {type(error).__name__}: {error}") from None
+
 
 aten = torch.ops.aten
 Mean = Callable[[Mapping[str, Any]], float]
-# Masks and noise, and the means that take their place, by their arguments.
+# The means that replace masks and noise, as functions of an operator's arguments.
 MASKS: dict[Any, Mean] = dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), lambda given: given["p"])
 MEANS: dict[Any, Mean] = {
     **dict.fromkeys((aten.randn, aten.randn_like), lambda given: 0.0),
@@ -435,12 +277,12 @@ MEANS: dict[Any, Mean] = {
 
 
 class Deterministic(TorchDispatchMode):
-    """Masks of dropout have the value of their mean, and all real and complex numbers have one precision.
+    """A mode in which masks of dropout are their means, and all real and complex numbers have one precision.
 
-    So dropout and stochastic depth do nothing, whoever calls them, and no rounding hides behind a cast.
+    Dropout and stochastic depth do nothing, whoever calls them, and no cast hides rounding errors.
 
     :param dtype: the precision.
-    :param noise: whether random numbers are drawn; otherwise normal, uniform and exponential ones are their means.
+    :param noise: whether to draw random numbers; otherwise normal, uniform and exponential ones are their means.
     """
 
     def __init__(self, dtype: torch.dtype, noise: bool = True):

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.rules.registry import RULES, register_rule
+from pyro_symmetric.discovery.find import UnknownOperator, find_symmetry
+from pyro_symmetric.discovery.flow import Flow, propagate
+from pyro_symmetric.discovery.registry import RULES, register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.discovery.trace import Trace, UnknownOperator, UntraceableError
+from pyro_symmetric.discovery.trace import Trace, UntraceableError
 from pyro_symmetric.discovery.verify import verify
 
 
@@ -280,7 +280,7 @@ def test_heads_that_are_merged_with_the_batch_and_split_again_cost_no_products()
     sizes = []
     for length in (3, 30):
         flow = Flow()
-        Trace(Attends().eval(), (torch.randn(2, length, 8),)).propagate(flow)
+        propagate(flow, Trace(Attends().eval(), (torch.randn(2, length, 8),)))
         sizes.append(flow.size)
     assert sizes[0] == sizes[1]  # a product with every token would take all memory at some hundreds of them
 

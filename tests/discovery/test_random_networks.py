@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pyro_symmetric.canonical.forms import canonicalize
-from pyro_symmetric.discovery.find import find_symmetry
-from pyro_symmetric.discovery.trace import UnknownOperator
+from pyro_symmetric.discovery.find import UnknownOperator, find_symmetry
 
 BATCH, LENGTH, SIDE = 3, 4, 4  # the sizes of a batch, a sequence and an image
 

@@ -1,7 +1,7 @@
-"""The rules of PyTorch's operators: entry by entry, along axes, tensors out of nothing, products, views, places.
+"""The rules of PyTorch's operators: elementwise, factories, reductions, normalisations, products, views, indexing.
 
-Places that are known (slices, index maps) take units along. If they are data, the axis along which they are counted is
-told apart; along all other axes units stay what they are, if their entries go to the same places.
+Where indices are known (slices, index maps), units follow their entries. Where they are data, positions along the
+indexed axis are pinned; units along all other axes survive if all of their entries go to the same positions.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.flow import Array, Flow, Part, Value, opaque
-from pyro_symmetric.discovery.rules.registry import Call, register_rule
+from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.registry import Array, Call, Part, Value, opaque, register_rule
 
-# PyTorch tags most functions of entries in the same place, but not these. Dropout is the identity, or its mean.
+# Elementwise functions that PyTorch doesn't tag as pointwise. Dropout is the identity, or its mean.
 UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
     log_sigmoid special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel
     rsub rrelu threshold dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
@@ -23,47 +23,47 @@ UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _
 
 @register_rule(torch.Tag.pointwise, *UNTAGGED.split())
 def pointwise(flow: Flow, call: Call) -> list[Value]:
-    """Units of all operands are the same."""
+    """Tie the units of all operands."""
     return [flow.elementwise(call.operands) if call.operands else opaque(call.shape)] * len(call.shapes)
 
 
 @register_rule("type_as", "copy")
-def of_another(flow: Flow, call: Call) -> Value:
-    """One operand's entries, in another's place or of its type."""
+def like_another(flow: Flow, call: Call) -> Value:
+    """Return one operand's entries, with the shape or the type of another's."""
     return call.value if call.name == "type_as" else flow.expand(call["src"], call.shape)
 
 
-# tensors out of nothing -----------------------------------------------------------------------------------------------
+# factories ------------------------------------------------------------------------------------------------------------
 
 
 @register_rule("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like", "new_full")
 def full(flow: Flow, call: Call) -> Value:
-    filling = call.get("fill_value", call.get("s", int(call.name.startswith("ones"))))
-    whole = isinstance(filling, int) and not isinstance(filling, bool)
-    constant = torch.full(call.shape, filling, device="cpu") if whole else None
-    value = flow.expand(filling, call.shape) if isinstance(filling, Value) else Value(call.shape)
+    fill_value = call.get("fill_value", call.get("s", int(call.name.startswith("ones"))))
+    integer = isinstance(fill_value, int) and not isinstance(fill_value, bool)
+    constant = torch.full(call.shape, fill_value, device="cpu") if integer else None
+    value = flow.expand(fill_value, call.shape) if isinstance(fill_value, Value) else Value(call.shape)
     return replace(value, constant=constant)
 
 
 @register_rule("arange")
 def arange(flow: Flow, call: Call) -> Value:
     start, step = call.get("start", 0), call.get("step", 1)
-    whole = all(isinstance(n, int) for n in (start, step))
-    return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if whole else None)
+    integer = all(isinstance(n, int) for n in (start, step))
+    return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if integer else None)
 
 
-# Numbers of any kind that have the shape of an operand alone, and random ones whose law depends on operands. PyTorch's
-# tag of what draws has more (attention, recurrent layers): functions of their operands, which are taken apart.
+# Factories that take at most a shape from an operand, and random numbers whose distribution depends on operands.
+# PyTorch tags more operators as random (attention, recurrent layers): those have rules, or are decomposed.
 OF_SHAPE = """empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like randint_like
     uniform exponential cauchy log_normal geometric normal_functional""".split()  # noqa: SIM905
 OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
 
 
 @register_rule(*OF_SHAPE, *OF_PARAMETERS)
-def drawn(flow: Flow, call: Call) -> Value:
-    """A network that draws random numbers is taken as a function of its weights with these numbers fixed.
+def random_numbers(flow: Flow, call: Call) -> Value:
+    """Pin what meets random numbers: the network is a function of its weights with these numbers fixed.
 
-    So every entry meets a number of its own, and entries can't be exchanged, even if they are in law.
+    Each entry meets its own number, so that entries can't be exchanged even if they are exchangeable in law.
     """
     for value in call.operands if call.name in OF_PARAMETERS else ():
         flow.pin(value)
@@ -72,23 +72,23 @@ def drawn(flow: Flow, call: Call) -> Value:
 
 @register_rule("bernoulli.p")
 def mask(flow: Flow, call: Call) -> Value:
-    """A mask of dropout, as its mean."""
+    """Replace a mask of dropout by its mean."""
     return Value(call.shape)
 
 
-# along some axes ------------------------------------------------------------------------------------------------------
+# reductions and scans -------------------------------------------------------------------------------------------------
 
 
 def _axes(call: Call) -> list[int]:
-    """The axes along which an operator looks: an int, a list, or all if none is given."""
+    """Return the axes over which an operator reduces: an int, a list, or all if none is given."""
     dim = call.get("dim")
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(call.value.dim))
     return [call.value.axis(d) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def _in_order(flow: Flow, call: Call) -> Value:
-    """Units along these axes can't move."""
+def _pinned_along(flow: Flow, call: Call) -> Value:
+    """Pin units along the axes of the reduction."""
     return flow.restrict(call.value, set(range(call.value.dim)) - set(_axes(call)))
 
 
@@ -97,27 +97,27 @@ def _in_order(flow: Flow, call: Call) -> Value:
     "logsumexp", "prod", "any", "all", "count_nonzero", "linalg_vector_norm", "argmax", "argmin",
 )  # fmt: skip
 def symmetric(flow: Flow, call: Call) -> list[Value]:
-    """A symmetric function, or the places of its entries, which aren't symmetric."""
-    second = len(call.shapes) > 1 and not call.name.endswith("_mean") and bool(call.read - {0})
-    value = _in_order(flow, call) if second or call.name.startswith("arg") else call.value
+    """Reduce symmetrically; pin units if the positions of extreme entries are read."""
+    positions = len(call.shapes) > 1 and not call.name.endswith("_mean") and bool(call.read - {0})
+    value = _pinned_along(flow, call) if positions or call.name.startswith("arg") else call.value
     return [flow.reduce(value, _axes(call), bool(call.get("keepdim", False)))] * len(call.shapes)
 
 
 @register_rule("sort", "topk")
 def ranked(flow: Flow, call: Call) -> list[Value]:
-    """The first entries by rank: they have places of their own."""
-    value = _in_order(flow, call) if call.read - {0} else call.value
-    left = flow.reduce(value, _axes(call), True)
-    return [flow.value(call.shape, left.parts, {*left.fixed, call.axis})] * 2
+    """Order entries by rank, which replaces units along the axis by positions."""
+    value = _pinned_along(flow, call) if call.read - {0} else call.value
+    reduced = flow.reduce(value, _axes(call), True)
+    return [flow.value(call.shape, reduced.parts, {*reduced.fixed, call.axis})] * 2
 
 
 @register_rule("cumsum", "cummax", "cummin", "cumprod", "logcumsumexp", "_fft_r2c", "_fft_c2c", "_fft_c2r")
 def ordered(flow: Flow, call: Call) -> list[Value]:
-    value = _in_order(flow, call)
+    value = _pinned_along(flow, call)
     return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(call.shapes)
 
 
-# softmax and the normalisations: statistics over some axes, then weights and biases unit by unit ----------------------
+# softmax and the normalisations: statistics over some axes, then a weight and a bias for each unit --------------------
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
@@ -134,7 +134,7 @@ def layer_norm(flow: Flow, call: Call) -> Value:
 
 @register_rule("group_norm", "native_group_norm")
 def group_norm(flow: Flow, call: Call) -> Value:
-    """Channels move within their group, groups as wholes."""
+    """Let channels move within their group, and groups as wholes."""
     shape, groups = call["input"].shape, call.get("num_groups") or call["group"]
     split = flow.reshape(call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]])
     return _affine(flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1)
@@ -145,14 +145,14 @@ def group_norm(flow: Flow, call: Call) -> Value:
     "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
 )  # fmt: skip
 def batch_norm(flow: Flow, call: Call) -> Value:
-    """Statistics are taken over all axes but that of the channels, so units along the others may move, too."""
+    """Normalise over all axes but that of the channels: units along any one axis may move."""
     value = call["input"]
     channels = value.part_on(1)
     return _affine(flow, call, value if channels is None or channels.axes == (1,) else flow.restrict(value, [1]), 1)
 
 
 def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
-    """Statistics, weights and biases along ``axis`` and those behind it (channels: one axis only)."""
+    """Apply statistics, weights and biases along ``axis`` and those behind it (channels: one axis only)."""
     for operand in map(call.get, ("running_mean", "running_var", "weight", "bias")):
         if operand is not None:
             wide = flow.reshape(operand, [*operand.shape, *[1] * (value.dim - axis - operand.dim)])
@@ -160,11 +160,11 @@ def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
     return value
 
 
-# linear maps: products that are summed over an axis -------------------------------------------------------------------
+# products, summed over an axis ----------------------------------------------------------------------------------------
 
 
 def matmul(flow: Flow, one: Value, other: Value) -> Value:
-    """``torch.matmul`` with its broadcasting: batch axes are tied, the inner axis is summed over."""
+    """Apply ``torch.matmul`` with its broadcasting: batch axes are tied, the inner axis is summed over."""
     batch = max(one.dim - 2, other.dim - 2, 0)
     rows, inner, columns = batch, batch + 1, batch + 2
     left = [*range(batch - max(one.dim - 2, 0), batch), *([rows] if one.dim > 1 else []), inner]
@@ -173,7 +173,7 @@ def matmul(flow: Flow, one: Value, other: Value) -> Value:
 
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
-    """``value @ weight.T + bias``."""
+    """Compute ``value @ weight.T + bias``."""
     last = value.dim - 1
     out = [*range(last), *([last + 1] if weight.dim == 2 else [])]
     result = flow.combine([(value, range(value.dim)), (weight, [last + 1, last][-weight.dim :])], out)
@@ -208,14 +208,14 @@ def bilinear(flow: Flow, call: Call) -> Value:
 
 @register_rule("_cdist_forward", "cdist")
 def distances(flow: Flow, call: Call) -> Value:
-    """Norms of all differences between rows of two matrices."""
+    """Compute norms of all differences between rows of two matrices."""
     one, other = call["x1"], call["x2"]
     return flow.reduce(flow.elementwise([flow.unsqueeze(one, one.dim - 1), flow.unsqueeze(other, other.dim - 2)]), [-1])
 
 
 @register_rule("einsum")
 def einsum(flow: Flow, call: Call) -> Value:
-    """Axes of an ellipsis are counted from the last one, with numbers that are no letters."""
+    """Combine operands by letters; axes of an ellipsis have negative numbers, counted from the last one."""
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
     operands = [
         (value, _letters(text, value.dim)) for value, text in zip(call["tensors"], inputs.split(","), strict=True)
@@ -236,7 +236,7 @@ def _letters(text: str, dim: int) -> list[int]:
 
 @register_rule("scaled_dot_product_attention")
 def attention(flow: Flow, call: Call) -> Value:
-    """``softmax(q k' + mask) v``: rows of q and k are one unit within a head, rows of v another, heads move whole."""
+    """Compute ``softmax(q k' + mask) v``: a head's units are rows of q and k together, and rows of v."""
     query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
@@ -247,19 +247,19 @@ def attention(flow: Flow, call: Call) -> Value:
 
 
 def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
-    """Grouped queries: each head of keys (values) serves several heads of queries in a row."""
+    """Repeat each head of keys (values) for the consecutive heads of queries that it serves."""
     *lead, own, length, width = value.shape
     axis = value.dim - 2
     wide = flow.expand(flow.unsqueeze(value, axis), [*lead, own, heads // own, length, width])
     return flow.reshape(wide, [*lead, heads, length, width])
 
 
-# images, whose units lie along batch and channels only ----------------------------------------------------------------
+# images: units along batch and channels only --------------------------------------------------------------------------
 
 
 @register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution")
 def convolution(flow: Flow, call: Call) -> Value:
-    """Groups of channels each see their own inputs: output unit and input unit are members of one group."""
+    """Convolve: each group of output channels reads one group of input channels, and moves with it."""
     value, weight, bias = call["input"], call["weight"], call["bias"]
     dims = weight.dim - 2
     alone = value.dim == dims + 1
@@ -273,15 +273,15 @@ def convolution(flow: Flow, call: Call) -> Value:
 
 
 def _channels(flow: Flow, value: Value) -> Value:
-    """The first two axes, without those of pixels, along which no unit may lie."""
+    """Drop the axes of pixels, along which units are pinned."""
     value = flow.restrict(value, [0, 1])
     return Value(value.shape[:2], value.parts, value.fixed & {0, 1})
 
 
 def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
-    """A kernel as a product of rows, ``(groups, ...)``, and columns, which may be those of each group.
+    """Multiply by a kernel as rows, ``(groups, ...)``, times columns, of which each group may have its own.
 
-    The groups lie along axis 0 of the kernel: of its outputs or, if transposed, of its inputs.
+    Groups lie along axis 0 of the kernel: that of its outputs or, if transposed, of its inputs.
     """
     batch, group, inputs, outputs = range(4)
     of_rows, of_columns = (inputs, outputs) if transposed else (outputs, inputs)
@@ -294,7 +294,7 @@ def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed:
         terms = [(flow.reshape(weight, [groups, rows // groups, second]), [group, of_rows, of_columns])]
     else:
         own = columns.atoms.reshape(groups, -1, second)[:, 0]
-        terms = [(flow.reshape(weight.across([1]), [groups, rows // groups, 1]), [group, of_rows, of_columns])]
+        terms = [(flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1]), [group, of_rows, of_columns])]
         terms += [(flow.value(own.shape, [Part((0, 1), own)]), [group, of_columns])]
     result = flow.combine([(value, [batch, group, inputs]), *terms], [batch, group, outputs])
     return flow.reshape(result, [result.shape[0], -1])
@@ -308,28 +308,28 @@ CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fr
 
 @register_rule(*(name.format(d=d) for name in CHANNELWISE.split() for d in "123"))
 def channelwise(flow: Flow, call: Call) -> list[Value]:
-    """Operators on images that keep channels apart."""
-    value, *places = call.operands
-    for other in places:
+    """Apply an operator on images channel by channel."""
+    value, *others = call.operands
+    for other in others:
         flow.pin(other)
     dims = int(next(c for c in call.name if c.isdigit()))
     return [_resized(flow, flow.restrict(value, range(value.dim - dims)), call.shape, dims)] * len(call.shapes)
 
 
 def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
-    """The same units on a tensor whose last ``dims`` axes have other lengths."""
+    """Change the lengths of the last ``dims`` axes, along which no unit lies."""
     kept = len(shape) - dims
     return flow.value(shape, value.parts, {axis for axis in value.fixed if axis < kept}.union(range(kept, len(shape))))
 
 
-# LSTM, GRU and plain recurrent layers ---------------------------------------------------------------------------------
+# recurrent layers -----------------------------------------------------------------------------------------------------
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 @register_rule(*(f"{kind}.input" for kind in GATES))
 def recurrent(flow: Flow, call: Call) -> list[Value]:
-    """One set of hidden units for each layer and direction.
+    """Run an LSTM, GRU or plain recurrent layer: one set of hidden units for each layer and direction.
 
     A unit owns a row of ``weight_ih``, ``weight_hh`` and both biases in each gate, and a column of ``weight_hh``.
     """
@@ -352,26 +352,26 @@ def recurrent(flow: Flow, call: Call) -> list[Value]:
 def _cell(
     flow: Flow, value: Value, params: list[Value], states: list[Value], biases: bool, gates: int
 ) -> tuple[Value, Value]:
-    """Hidden units and cells over all steps, ``(batch, time, units)``, of one layer in one direction."""
+    """Return hidden units and cells over all steps, ``(batch, time, units)``, of one layer in one direction."""
     weight_ih, weight_hh, *rest = params
     bias_ih, bias_hh = rest[:2] if biases else (None, None)
     cell = _per_unit(flow, linear(flow, value, weight_ih, bias_ih), gates)
     hidden = linear(flow, cell, rest[-1], None) if len(rest) == (3 if biases else 1) else cell
-    for state, like in zip(states, (hidden, cell), strict=False):  # the first state is made of the same units
-        flow.elementwise([state.across([0, 1]), flow.off(like, [0, 1])])
+    for state, like in zip(states, (hidden, cell), strict=False):  # the initial state has the same units
+        flow.elementwise([state.collapsed([0, 1]), flow.collapse(like, [0, 1])])
     flow.elementwise([cell, _per_unit(flow, linear(flow, hidden, weight_hh, bias_hh), gates)])
     return hidden, cell
 
 
 def _per_unit(flow: Flow, value: Value, gates: int) -> Value:
-    """Gate by gate rows -> the units that own one row in each gate."""
+    """Tie the rows of all gates, which are listed gate by gate: a unit owns one row in each."""
     *lead, rows = value.shape
     split, axis = flow.reshape(value, [*lead, gates, rows // gates]), len(lead)
     return flow.elementwise([flow.squeeze(flow.take(split, axis, np.array([gate])), [axis]) for gate in range(gates)])
 
 
 def _stacked(flow: Flow, finals: list[Value], shape: tuple[int, ...]) -> Value:
-    """Final states of all layers and directions: each has units of its own."""
+    """Stack the final states of all layers and directions, each with its own units."""
     parts = [final.part_on(2) for final in finals]
     if any(part is None or part.axes != (2,) for part in parts):
         return flow.give_up(finals, shape, "hidden units belong to the batch or to time")
@@ -380,14 +380,14 @@ def _stacked(flow: Flow, finals: list[Value], shape: tuple[int, ...]) -> Value:
 
 @register_rule("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 def fused_cell(flow: Flow, call: Call) -> list[Value]:
-    """The step that a GPU takes in one: gates of inputs and of hidden units, the state, and biases."""
+    """Apply the fused step of a GPU to the gates of inputs and of hidden units, the state, and biases."""
     inner, outer, state, *biases = call.operands
     gates = GATES["lstm" if "lstm" in call.name else "gru"]
     units = flow.elementwise([state, *(_per_unit(flow, value, gates) for value in (inner, outer, *biases))])
     return [units, units][: len(call.shapes) - 1]
 
 
-# views, which move entries about without touching them ----------------------------------------------------------------
+# views ----------------------------------------------------------------------------------------------------------------
 
 
 @register_rule("view.default", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten")
@@ -422,7 +422,7 @@ def expand(flow: Flow, call: Call) -> Value:
 
 @register_rule("repeat")
 def repeat(flow: Flow, call: Call) -> Value:
-    """Whole copies, one after the other: a new axis in front of each repeated one, then merged."""
+    """Repeat along axes: insert a new axis in front of each, and merge the two."""
     value, counts = call.value, call["repeats"]
     while value.dim < len(counts):
         value = flow.unsqueeze(value, 0)
@@ -436,33 +436,33 @@ def repeat(flow: Flow, call: Call) -> Value:
 
 @register_rule("view_as_real")
 def view_as_real(flow: Flow, call: Call) -> Value:
-    """A new last axis, along which the real and the imaginary part are told apart."""
+    """Add a last axis, along which the real and the imaginary part are told apart."""
     value = flow.unsqueeze(call.value, call.value.dim)
     return flow.value(call.shape, value.parts, value.fixed | {value.dim - 1})
 
 
 @register_rule("view_as_complex")
 def view_as_complex(flow: Flow, call: Call) -> Value:
-    """The last axis goes; a unit along it is the real or the imaginary part of a larger one."""
+    """Drop the last axis: a unit along it is the real or the imaginary part of a larger one."""
     last = call.value.dim - 1
-    return flow.squeeze(flow.off(call.value, [last]), [last])
+    return flow.squeeze(flow.collapse(call.value, [last]), [last])
 
 
-# places that are known ------------------------------------------------------------------------------------------------
+# indexing by known positions ------------------------------------------------------------------------------------------
 
 
 @register_rule("slice", "select")
 def slice_rule(flow: Flow, call: Call) -> Value:
-    taken = flow.take(call.value, call.axis, _places(call))
+    taken = flow.take(call.value, call.axis, _positions(call))
     return flow.squeeze(taken, [call.axis]) if call.name == "select" else taken
 
 
-def _places(call: Call) -> Array:
-    """The places along its axis that a slice takes, or a selection of one."""
+def _positions(call: Call) -> Array:
+    """Return the positions along its axis that a slice, or a selection of one, takes."""
     every = np.arange(call.value.shape[call.axis])
-    return (
-        every[[int(call["index"])]] if "index" in call.arguments else every[call["start"] : call["end"] : call["step"]]
-    )
+    if "index" in call.arguments:
+        return every[[int(call["index"])]]
+    return every[call["start"] : call["end"] : call["step"]]
 
 
 @register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
@@ -476,7 +476,7 @@ def split(flow: Flow, call: Call) -> list[Value]:
 @register_rule("unbind")
 def unbind(flow: Flow, call: Call) -> list[Value]:
     every = np.arange(call.value.shape[call.axis])
-    return [flow.squeeze(flow.take(call.value, call.axis, every[[place]]), [call.axis]) for place in every]
+    return [flow.squeeze(flow.take(call.value, call.axis, every[[i]]), [call.axis]) for i in every]
 
 
 @register_rule("flip")
@@ -501,40 +501,40 @@ def stack(flow: Flow, call: Call) -> Value:
 
 @register_rule("constant_pad_nd")
 def pad(flow: Flow, call: Call) -> Value:
-    """Constants around: units continue with others, which are all equal. Less than none: entries go."""
+    """Pad with constants, as with units that are all equal; negative widths crop."""
     value, widths = call.value, call["pad"]
     for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         axis = value.dim - 1 - step
         value = flow.take(value, axis, np.arange(max(0, -before), value.shape[axis] + min(0, after)))
-        around = [Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :])) for width in (before, after)]
-        value = flow.cat([piece for piece in (around[0], value, around[1]) if piece.shape[axis]], axis)
+        padding = [Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :])) for width in (before, after)]
+        value = flow.cat([piece for piece in (padding[0], value, padding[1]) if piece.shape[axis]], axis)
     return value
 
 
 @register_rule("slice_scatter", "select_scatter")
 def write_slice(flow: Flow, call: Call) -> Value:
-    """Some places along an axis get other entries: those places and the rest are told apart."""
-    value, source, axis, written = call.value, call["src"], call.axis, _places(call)
+    """Overwrite some positions along an axis; these are told apart from the rest."""
+    value, source, axis, written = call.value, call["src"], call.axis, _positions(call)
     if call.name == "select_scatter":
         source = flow.unsqueeze(source, axis)
     if np.array_equal(written, np.arange(value.shape[axis])):
         return source
     if value.part_on(axis) is None:
-        return _written(flow, call, [value.across([axis]), flow.off(source, [axis])], [axis])
-    # Units keep their atoms; what is written must be made of the same units, or equal everywhere (zeros). Taking the
-    # places out notes them as a tensor of their own, which tells them and the rest apart.
+        return _written(flow, call, [value.collapsed([axis]), flow.collapse(source, [axis])], [axis])
+    # Units keep their atoms; the source must have the same units, or be constant (zeros). Taking the positions notes
+    # them as a tensor of their own, which tells them apart from the rest.
     flow.elementwise([flow.take(value, axis, written), source])
     return flow.value(value.shape, value.parts, value.fixed | {a for a in source.fixed if a != axis})
 
 
-# places that are data -------------------------------------------------------------------------------------------------
+# indexing by data -----------------------------------------------------------------------------------------------------
 
 
 @register_rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 def embedding(flow: Flow, call: Call) -> Value:
-    """Rows by number (or sums, means, largest entries of some): the vocabulary can't move."""
-    weight, *numbers = call.operands
-    for value in numbers:
+    """Look up rows (or their sums, means, largest entries) by index: the vocabulary is pinned."""
+    weight, *indices = call.operands
+    for value in indices:
         flow.pin(value)
     lead = range(len(call.shape) - 1)
     rows = flow.relaid(flow.restrict(weight, [1]), [*(None for _ in lead), 1], call.shape)
@@ -557,7 +557,7 @@ def index(flow: Flow, call: Call) -> Value:
 
 
 def _by_axis(call: Call) -> dict[int, Value]:
-    """The axis where each index starts."""
+    """Map the axis at which each index begins to the index."""
     if "dim" in call.arguments:
         return {call.axis: call["index"]}
     indices, axis = dict[int, Value](), 0
@@ -569,55 +569,55 @@ def _by_axis(call: Call) -> dict[int, Value]:
 
 
 def _width(entry: Value | None) -> int:
-    """The number of axes that an index stands for: a mask stands for as many as it has."""
+    """Count the axes that an index replaces: a mask replaces as many as it has."""
     return entry.dim if entry is not None and entry.mask else 1
 
 
 def _indexed(indices: dict[int, Value]) -> list[int]:
-    """The axes that indices stand for."""
+    """Return the axes that indices replace."""
     return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
 
 
 @register_rule("gather")
 def gather(flow: Flow, call: Call) -> Value:
-    """Each entry from a place of its own: units may be exchanged if their entries come from the same places."""
-    value, chosen = flow.off(call.value, [call.axis]), call["index"]
+    """Gather along one axis: units survive if all of their entries come from the same positions."""
+    value, positions = flow.collapse(call.value, [call.axis]), call["index"]
     for other in set(range(value.dim)) - {call.axis}:
-        value = flow.take(value, other, np.arange(chosen.shape[other]))
-    return flow.elementwise([value, chosen])
+        value = flow.take(value, other, np.arange(positions.shape[other]))
+    return flow.elementwise([value, positions])
 
 
 @register_rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(flow: Flow, call: Call) -> Value:
-    """Each entry goes to a place of its own along one axis."""
-    value, chosen, axis = call["self"], call["index"], call.axis
+    """Scatter along one axis: each entry goes to a position of its own."""
+    value, positions, axis = call["self"], call["index"], call.axis
     source = call.get("src", call.get("value"))
     source = source if isinstance(source, Value) else Value(())
-    flow.pin(chosen)
-    around = [[n for a, n in enumerate(x.shape) if a != axis] for x in (value, chosen, source)]
-    if around[0] != around[1] or (source.dim and around[2] != around[1]):
+    flow.pin(positions)
+    whole, indexed, written = ([n for a, n in enumerate(x.shape) if a != axis] for x in (value, positions, source))
+    if whole != indexed or (source.dim and written != indexed):
         return flow.give_up([value, source], call.shape, "only some of the units are written")
-    return _written(flow, call, [flow.off(x, [axis]) for x in (value, source, chosen)], [axis])
+    return _written(flow, call, [flow.collapse(x, [axis]) for x in (value, source, positions)], [axis])
 
 
 @register_rule("index_put", "_index_put_impl", "_unsafe_index_put", "index_add", "index_reduce", "index_copy")
 def index_put(flow: Flow, call: Call) -> Value:
-    """``self[indices] = values``, or ``+=``: places along the indexed axes, which must be neighbours."""
+    """Assign or add: ``self[indices] = values``, ``+=``. The indexed axes must be adjacent."""
     value, source, indices = call["self"], call.get("values", call.get("source")), _by_axis(call)
     for entry in indices.values():
         flow.pin(entry)
     axes = _indexed(indices)
     if axes != [*range(axes[0], axes[-1] + 1)]:
         return flow.give_up([value, source], call.shape, "indices have gaps between them")
-    ahead, behind = [*range(axes[0])], value.dim - axes[-1] - 1
-    dim = axes[0] + max(1 if entry.mask else entry.dim for entry in indices.values()) + behind
-    kept = [*ahead, *range(dim - behind, dim)]
+    before, after = [*range(axes[0])], value.dim - axes[-1] - 1
+    dim = axes[0] + max(1 if entry.mask else entry.dim for entry in indices.values()) + after
+    kept = [*before, *range(dim - after, dim)]
     source = flow.restrict(flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept)
-    source = flow.relaid(source, [*ahead, *(None for _ in axes), *kept[len(ahead) :]])
-    return _written(flow, call, [flow.off(value, axes), source], axes)
+    source = flow.relaid(source, [*before, *(None for _ in axes), *kept[len(before) :]])
+    return _written(flow, call, [flow.collapse(value, axes), source], axes)
 
 
 def _written(flow: Flow, call: Call, operands: Sequence[Value], axes: Collection[int]) -> Value:
-    """Old and new entries have the same units; along the indexed axes all entries differ."""
+    """Tie the units of old and new entries; along the indexed axes all entries differ."""
     tied = flow.elementwise(operands)
     return flow.value(call.shape, tied.parts, tied.fixed.union(axes))
