@@ -1,4 +1,4 @@
-"""What a rule works with: values of tensors, calls of operators, and the registry that holds it.
+"""The form of a rule: values of tensors, calls of operators, and the registry.
 
 A rule, ``rule(flow, call)``, says how the axes of an operator's operands flow to its results. It reads the values of
 the operands off the call, and returns what a method of :class:`~pyro_symmetric.discovery.flow.Flow` gives: one value,

@@ -1,7 +1,7 @@
 """The rules of PyTorch's operators: elementwise, factories, reductions, normalisations, products, views, indexing.
 
-Where indices are known (slices, index maps), units follow their entries. Where they are data, positions along the
-indexed axis are pinned; units along all other axes survive if all of their entries go to the same positions.
+If indices are known (slices, index maps), units follow their entries. If they are data, positions along the indexed
+axis are pinned; units along all other axes survive if all of their entries go to the same positions.
 """
 
 from __future__ import annotations

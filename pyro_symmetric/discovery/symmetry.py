@@ -1,4 +1,4 @@
-"""The symmetry of one network's weights: its group, and why every axis moves or stays."""
+"""The symmetry of a network's weights: its group, and an explanation of every axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.units import MOVES, Move, table
 from pyro_symmetric.weights import Weights, require_sites
 
-CONSTANT = 1e-3  # standard deviation of what counts as constant
+CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
 Names = str | Iterable[str]
 
 
@@ -27,13 +27,13 @@ class AxisExplanation(NamedTuple):
 
     :param site: the parameter or running statistic.
     :param dim: the axis.
-    :param length: its length; of an axis along which each slice has units of its own (the columns of a grouped kernel),
-        their number in all slices together.
-    :param permuted: how many of its positions are permuted.
-    :param units: the units that lie there.
-    :param reason: why the others, or most of them, stay: the operator that pinned them, and its module.
-    :param chain: how this axis comes to that: the axes that tie it to the first one along which its units lie, or to
-        what pins it, each with the operator that does.
+    :param length: its number of positions, summed over slices that have units of their own (the columns of a grouped
+        kernel).
+    :param permuted: the number of positions that are permuted.
+    :param units: the units along this axis.
+    :param reason: why most of the other positions stay: the operator that pinned them, and its module.
+    :param chain: the axes that tie this one to the first axis of its units, or to the operator that pins it, each with
+        the operator that ties it.
     """
 
     site: str
@@ -52,7 +52,7 @@ class AxisExplanation(NamedTuple):
 
 
 class Explanation(tuple[AxisExplanation, ...]):
-    """One entry for each axis of each site; prints as a list."""
+    """One explanation for each axis of each site, printed line by line."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class Explanation(tuple[AxisExplanation, ...]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symmetry:
-    """Moves that leave a network's function unchanged, as :func:`~pyro_symmetric.find_symmetry` returns them.
+    """The group of moves that leave a network's function unchanged, found by :func:`~pyro_symmetric.find_symmetry`.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
     >>> symmetry = ps.find_symmetry(net, x)
@@ -74,10 +74,10 @@ class Symmetry:
     >>> torch.allclose(moved(x), net(x), atol=1e-4)
     True
 
-    :param group: units with all that they may do.
-    :param explanation: for every axis of every parameter, what moves it or why it stays.
-    :param logits: whether the outputs go through a softmax, so that they matter up to a constant only.
-    :param at_least: whether the network may have more: a module with parameters is called more than once.
+    :param group: the units and their moves.
+    :param explanation: for every axis of every parameter, its units or why it stays.
+    :param logits: whether the outputs go through a softmax, and so matter up to a constant only.
+    :param at_least: whether the network may have more symmetries: a module with parameters is called more than once.
     """
 
     group: Group
@@ -97,11 +97,11 @@ class Symmetry:
         )
         return "\n".join([head, *table(group.units)]) if group.units else head
 
-    # the group and its parts ----------------------------------------------------------------------------------------
+    # the group and its subgroups ------------------------------------------------------------------------------------
 
     @property
     def finite(self) -> Group:
-        """Permutations and signs: what a guide can be averaged over."""
+        """Permutations and signs, over which a guide can be averaged."""
         return self.group.finite
 
     @property
@@ -135,18 +135,18 @@ class Symmetry:
         return self.group.buffers
 
     def log_order(self) -> float:
-        """Natural logarithm of the number of permutations with signs.
+        """Return the natural logarithm of the number of permutations with signs.
 
-        It is the number of equivalent modes of a posterior whose prior has these symmetries.
+        A posterior whose prior has these symmetries has as many equivalent modes.
         """
         return self.group.log_order()
 
     def explain(self, site: str) -> Explanation:
-        """Why axes of a site or module move or stay, one line each.
+        """Explain why the axes of a site or module move or stay, one line each.
 
         >>> print(symmetry.explain("encoder.*bias"))
 
-        :param site: its name, or a pattern such as ``"*.bias"``; ``symmetry.explanation`` tells of all.
+        :param site: its name, or a pattern such as ``"*.bias"``; ``symmetry.explanation`` covers all sites.
         :raises ValueError: if no site has this name.
         """
         arguments.instance("site", site, str, "the name of a site or module")
@@ -158,18 +158,18 @@ class Symmetry:
     def sample(
         self, shape: Sequence[int] = (), spread: float = 1.0, device: torch.device | str | None = None
     ) -> Element:
-        """A batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
+        """Sample a batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
 
         :param spread: standard deviation of log-scales and shifts.
-        :param device: where they are drawn, by default on the CPU; they move weights on any.
+        :param device: where to draw them, by default on the CPU; they act on weights on any device.
         """
         return self.group.sample(shape, spread, device)
 
     def act(self, element: Element, net: nn.Module) -> nn.Module:
-        """A copy of a network with transformed weights and running statistics.
+        """Return a copy of a network with transformed weights and running statistics.
 
-        An element moves weights, or batches of them, by itself (``element(weights)``), posteriors by ``posterior.map``,
-        and Gaussian guides by :func:`~pyro_symmetric.push_forward`.
+        ``element(weights)`` transforms weights, or batches of them; ``posterior.map(element)`` a posterior, and
+        :func:`~pyro_symmetric.push_forward` a Gaussian guide.
 
         :raises ValueError: if the element is a batch, or belongs to another network.
         """
@@ -179,10 +179,9 @@ class Symmetry:
         return with_weights(net, element(self.weights_of(net)))
 
     def weights_of(self, net: nn.Module) -> Weights:
-        """The network's own tensors, site -> parameter or buffer.
+        """Return the network's own tensors, site -> parameter or buffer.
 
-        :raises ValueError: if its parameters aren't those, with the shapes, of the network that the symmetry was found
-            in.
+        :raises ValueError: if the names or shapes of its parameters differ from those of the symmetry's network.
         """
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         parameters = dict(net.named_parameters())
@@ -194,53 +193,53 @@ class Symmetry:
                 wrong[site] = f"of shape {tuple(tensors[site].shape)}, not {tuple(shape)}"
         if wrong:
             raise ValueError(
-                f"net isn't the network that the symmetry was found for: {wrong} (of a Pyro model, verify_model checks "
-                "the invariance, and elements move its sites as a dict)"
+                f"net isn't the network that the symmetry was found for: {wrong} (for a Pyro model, verify_model "
+                "checks the invariance, and elements act on its sites as a dict)"
             )
         return {site: tensors[site] for site in self.site_shapes}
 
-    # parts of it, under other names ---------------------------------------------------------------------------------
+    # restrictions, and other names ----------------------------------------------------------------------------------
 
     def holding(self, net: nn.Module | Mapping[str, Tensor]) -> Symmetry:
-        """The part of the symmetry that keeps running statistics as they are: for weights that hold parameters alone.
+        """Return the symmetries that keep running statistics fixed.
 
-        A posterior over parameters alone, of a network with batch normalisation in eval mode, has these symmetries and
-        no more: units whose running statistics differ aren't interchangeable, and can't be rescaled in front of the
-        normalisation. In a fresh network all have mean 0 and variance 1, so that permutations stay.
+        These are the symmetries of a posterior over parameters alone, of a network with batch normalisation in eval
+        mode: units whose running statistics differ aren't interchangeable, and can't be rescaled before the
+        normalisation. Running statistics of an untrained network have mean 0 and variance 1: its units may be permuted.
 
         :param net: the network, or its buffers by site.
-        :raises ValueError: if it lacks some.
+        :raises ValueError: if it lacks some of them.
         """
         if not self.buffers:
             return self
-        own = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
-        require_sites(own, self.buffers, "net")
-        kept = {site: own[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
+        buffers = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
+        require_sites(buffers, self.buffers, "net")
+        fixed = {site: buffers[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
         group = self.group
         for move in MOVES:
             for name in self.group.names(move):
-                own = {axis.site: kept[axis.site] for axis in self.group[name].axes if axis.buffer}
-                after = _moving_all(self.group, move, name).on_sites(own)
-                if not all(torch.allclose(after[site], kept[site], 1e-9, 1e-12) for site in own):
+                before = {axis.site: fixed[axis.site] for axis in self.group[name].axes if axis.buffer}
+                after = _moving_all(self.group, move, name).on_sites(before)
+                if not all(torch.allclose(after[site], before[site], 1e-9, 1e-12) for site in before):
                     group = group.without([name], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
     def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
-        """Leave units out, or some moves of theirs; what lies inside them stays.
+        """Leave units out, or some of their moves; units inside them stay.
 
-        :param moves: the moves to take from them; all by default.
+        :param moves: the moves to leave out, all by default.
         """
         return replace(self, group=self.group.without(names, moves))
 
     def prefixed(self, prefix: str) -> Symmetry:
-        """The same symmetry for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
+        """Rename sites for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
         arguments.instance("prefix", prefix, str, "the name of an attribute")
         start = f"{prefix.rstrip('.')}." if prefix else ""
         explained = Explanation(axis._replace(site=start + axis.site) for axis in self.explanation)
         return replace(self, group=self.group.renamed(lambda site: start + site), explanation=explained)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; :meth:`from_dict` reads it back."""
+        """Convert to JSON, which :meth:`from_dict` reads."""
         explanation = [axis._asdict() for axis in self.explanation]
         return {
             "group": self.group.to_dict(), "explanation": explanation, "logits": self.logits, "at_least": self.at_least
@@ -248,34 +247,34 @@ class Symmetry:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
-        """From JSON."""
+        """Read JSON that :meth:`to_dict` made."""
         axes = (axis | {name: tuple(axis[name]) for name in ("units", "chain")} for axis in data["explanation"])
         explanation = Explanation(AxisExplanation(**axis) for axis in axes)
         return cls(Group.from_dict(data["group"]), explanation, data["logits"], data["at_least"])
 
 
 def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
-    """Those of some sites that are named: by their own name, by that of a module, or by a pattern such as ``*.bias``.
+    """Select sites by name, by the name of a module, or by a pattern such as ``*.bias``.
 
     :param argument: the name of the argument that holds the names.
-    :raises ValueError: if a name fits no site.
+    :raises ValueError: if a name matches no site.
     """
-    sites, found = list(sites), set()
+    sites, selected = list(sites), set[str]()
     for name in [names] if isinstance(names, str) else arguments.listed(argument, names, str, "names"):
-        own = {site for site in sites if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)}
-        if not own:
+        matches = {site for site in sites if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)}
+        if not matches:
             raise ValueError(
                 f"{argument} names {name!r}, which is no module, parameter or buffer of the network; its sites are "
                 f"{sites[:6]}{' and others' if len(sites) > 6 else ''}, and '*' stands for any text"
             )
-        found |= own
-    return found
+        selected |= matches
+    return selected
 
 
 def _moving_all(group: Group, move: Move, name: str) -> Element:
-    """An element that moves all units at once: what it leaves alone, each move of these units leaves alone."""
+    """Return an element that moves all units at once: what it leaves unchanged, each move of these units does."""
     units = group[name]
-    if move == "permute":  # the cycle of all units of a copy
+    if move == "permute":  # cycle the units of each copy
         return group.element({name: torch.arange(units.size, device="cpu").roll(1).expand(units.shape)})
     ones = torch.ones(units.shape, dtype=torch.float64, device="cpu")
     argument = {"flip": "signs", "scale": "log_scales", "shift": "shifts"}[move]
@@ -283,12 +282,12 @@ def _moving_all(group: Group, move: Move, name: str) -> Element:
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:
-    """The weights of the network in which a group was found, detached; see :meth:`Symmetry.weights_of`."""
+    """Return the detached weights of the network in which a group was found; see :meth:`Symmetry.weights_of`."""
     return {site: value.detach() for site, value in Symmetry(group).weights_of(net).items()}
 
 
 def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a network with other weights: parameters and buffers by site, one set of them."""
+    """Copy a network, with one set of other weights: parameters and buffers by site."""
     result = copied(net)
     tensors = dict(result.named_parameters()) | dict(result.named_buffers())
     with torch.no_grad():
@@ -298,9 +297,9 @@ def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A deep copy, also of networks that keep computed tensors, such as the old weight norm; see :func:`refreshed`.
+    """Copy a network deeply, also if it keeps computed tensors, as old weight norm does; see :func:`refreshed`.
 
-    :param dtype: of the copy's real numbers; complex ones get the same precision. Each keeps its own by default.
+    :param dtype: that of the copy's real numbers; complex numbers get the same precision. Unchanged by default.
     """
     with _Detached():
         result = refreshed(copy.deepcopy(net))
@@ -308,7 +307,7 @@ def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 class _Detached(TorchFunctionMode):
-    """Copies without what a tensor was computed from, which PyTorch refuses to copy."""
+    """A mode in which copies of computed tensors are detached: PyTorch refuses to copy their graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
@@ -318,9 +317,9 @@ class _Detached(TorchFunctionMode):
 
 
 def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
-    """The network itself, which forgets what it keeps of its weights for eval mode (biases that it looked up, say).
+    """Clear what a network caches of its weights in eval mode (biases that it looked up, say), and return it.
 
-    :param train: its mode from now on; each module keeps its own by default.
+    :param train: its new mode; each module keeps its own by default.
     """
     modes = [(module, module.training) for module in net.modules()]
     net.train()
@@ -332,16 +331,17 @@ def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
 
 
 def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """``dtype`` in place of other real numbers, its complex companion in place of complex ones; integers stay."""
+    """Replace a real or complex dtype by one of the precision of ``dtype``; integers stay."""
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own
     return dtype.to_complex() if own.is_complex else dtype
 
 
 def near(value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generator | None = None) -> Tensor:
-    """A random tensor around one of a network: entries change relative to their deviation, those of constants more.
+    """Perturb a network's tensor at random, relative to the deviation of its entries.
 
-    Buffers without a negative entry are variances, and stay positive.
+    The deviation of a new layer's weights replaces that of a constant tensor. Buffers without a negative entry are
+    variances, and stay positive.
     """
     noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
     if buffer and value.is_floating_point() and bool((value >= 0).all()) and bool(value.any()):
