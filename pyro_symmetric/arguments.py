@@ -1,7 +1,8 @@
-"""Arguments at entry points: checks in one sentence (the name, what was found, what would be right), and their words.
+"""Validation of arguments at entry points, and descriptions of values for error messages.
 
-Each check raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value. What Python, PyTorch or Pyro
-would refuse anyway isn't checked.
+Each check returns the valid value. It raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value, with
+one sentence that says the argument's name, the value found and the values allowed. Arguments that Python, PyTorch or
+Pyro would refuse anyway aren't checked.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None, *, none: str = "") -> Any:
-    """A whole number, as an ``int``; a bool or 1.0 is none.
+    """Require a whole number and return it as an ``int``; refuse booleans and floats such as 1.0.
 
-    :param none: what ``None`` stands for; empty if it isn't allowed.
+    :param none: the meaning of ``None``; empty if it isn't allowed.
     """
     if value is None and none:
         return None
@@ -40,30 +41,30 @@ def number(
     below: float | None = None,
     none: str = "",
 ) -> Any:
-    """A real number, not NaN, within bounds; ``below=math.inf`` asks for a finite one."""
+    """Require a real number within bounds, not NaN; ``below=math.inf`` requires a finite one."""
     if value is None and none:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {described(value)}; it must be a number{_or_none(none)}")
     bounds = {"at least": (operator.ge, least), "more than": (operator.gt, above)}
     bounds |= {"at most": (operator.le, most), "less than": (operator.lt, below)}
-    asked = {f"{words} {bound}": fits(value, bound) for words, (fits, bound) in bounds.items() if bound is not None}
-    if math.isnan(value) or not all(asked.values()):
-        raise ValueError(f"{name} is {value}; it must be {' and '.join(asked) or 'a number, not NaN'}{_or_none(none)}")
+    holds = {f"{words} {bound}": test(value, bound) for words, (test, bound) in bounds.items() if bound is not None}
+    if math.isnan(value) or not all(holds.values()):
+        raise ValueError(f"{name} is {value}; it must be {' and '.join(holds) or 'a number, not NaN'}{_or_none(none)}")
     return value
 
 
 positive = partial(number, above=0, below=math.inf)
-"""A positive finite number."""
+"""Require a positive finite number."""
 
 fraction = partial(number, above=0, below=1)
-"""A number strictly between 0 and 1."""
+"""Require a number strictly between 0 and 1."""
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> Any:
-    """One of a few values.
+    """Require one of a few values.
 
-    :param besides: what else is allowed, in words.
+    :param besides: a description of other values that the caller allows.
     """
     choices = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
@@ -74,9 +75,9 @@ def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> 
 
 
 def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> Any:
-    """An object of one of some classes.
+    """Require an instance of one of some classes.
 
-    :param what: these classes, in words.
+    :param what: a description of these classes.
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is {described(value)}; it must be {what}")
@@ -84,13 +85,13 @@ def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -
 
 
 tensor = partial(instance, kinds=Tensor, what="a tensor")
-"""A tensor."""
+"""Require a tensor."""
 
 
 def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
-    """Weights: site -> tensor, at least one site.
+    """Require weights: a mapping from site to tensor with at least one site.
 
-    :param besides: what else the caller takes, in words.
+    :param besides: a description of other types that the caller allows.
     """
     instance(name, value, Mapping, f"weights (site -> tensor){f' or {besides}' if besides else ''}")
     if not value:
@@ -102,9 +103,9 @@ def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
 
 
 def listed(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> list[Any]:
-    """Several objects of one of some classes, and no single text.
+    """Require an iterable of instances of some classes, and return it as a list; refuse a single string or tensor.
 
-    :param what: these objects, in words.
+    :param what: a description of these instances.
     """
     if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {described(value)}; it must be a list of {what}")
@@ -112,29 +113,29 @@ def listed(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> 
 
 
 def shape(name: str, value: Any) -> torch.Size:
-    """A shape: whole numbers, at least 0."""
+    """Require a shape: whole numbers of at least 0."""
     instance(name, value, Sequence, "a tuple of whole numbers, as in (100,)")
     return torch.Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
 
 
 def dtype(name: str, value: Any) -> Any:
-    """A floating-point dtype, or ``None``."""
+    """Require a floating-point dtype, or ``None``."""
     if value is not None and not value.is_floating_point:
         raise ValueError(f"{name} is {value}; it must be a floating-point dtype such as torch.float64")
     return value
 
 
 def described_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Arguments in words."""
+    """Describe the arguments of a call."""
     parts = [described(value) for value in args] + [f"{name}={described(value)}" for name, value in kwargs.items()]
     return ", ".join(parts) or "no arguments"
 
 
 def described(value: Any) -> str:
-    """One value in words: a short one as it is written, a tensor by its shape and dtype, others by their type."""
+    """Describe a value: a short one by its ``repr``, a tensor by its shape and dtype, others by their type."""
     if isinstance(value, Tensor):
-        place = "" if value.device.type == "cpu" else f" on {value.device}"
-        return f"a tensor {tuple(value.shape)} of {value.dtype}{place}"
+        device = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"a tensor {tuple(value.shape)} of {value.dtype}{device}"
     if value is None or (isinstance(value, str | Real | torch.dtype | torch.device) and len(repr(value)) < 80):
         return repr(value)
     if isinstance(value, type):
@@ -144,7 +145,7 @@ def described(value: Any) -> str:
 
 
 def did_you_mean(found: Any, names: Iterable[str]) -> str:
-    """The end of a message about a name that isn't known: the most similar one that is; empty if none is similar.
+    """Suggest the known name most similar to an unknown one, as the end of a message; empty if none is similar.
 
     >>> did_you_mean("estimater", ["base", "estimator"])
     "; did you mean 'estimator'?"
@@ -154,7 +155,7 @@ def did_you_mean(found: Any, names: Iterable[str]) -> str:
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor where it is; a number, a list or an array on the CPU, whatever PyTorch's default device is."""
+    """Return a tensor: a tensor on its own device, numbers and arrays on the CPU whatever the default device."""
     return torch.as_tensor(value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu")
 
 

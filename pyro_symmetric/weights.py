@@ -1,11 +1,11 @@
-r"""The library's one currency: ``weights``, a dict from site to tensor; and flat vectors of unconstrained numbers.
+r"""The library's one currency: ``weights``, a dict from site to tensor; and flat vectors of unconstrained values.
 
-Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as ``MCMC.get_samples``,
-``Predictive`` and ``torch.func.functional_call`` already speak it. These helpers read, check and reshape such dicts.
+Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as in ``MCMC.get_samples``,
+``Predictive`` and ``torch.func.functional_call``. The functions here read, check and reshape such dicts.
 
-Samplers and guides move a vector :math:`z \in \mathbb R^D`. It concatenates a model's sites, each mapped to
-unconstrained values by the bijection of its support. A vector never travels without its :class:`Layout`, which is keyed
-by site name.
+Samplers and guides move a vector :math:`z \in \mathbb R^D`, the concatenation of a model's sites, each mapped to
+unconstrained values by the bijection of its support. A vector always comes with its :class:`Layout`, which is keyed by
+site name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Shapes = Mapping[str, torch.Size]
 
 
 def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
-    """The shape of each entry; entries may be tensors or shapes already."""
+    """Return the shape of each entry; entries may be tensors or shapes."""
     return {
         site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)
         for site, value in weights.items()
@@ -47,67 +47,62 @@ def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict
 
 
 def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = "weights") -> torch.Size:
-    """The leading dimensions that all of ``weights`` share in front of ``site_shapes``.
+    """Return the leading dimensions that all of ``weights`` share in front of ``site_shapes``.
 
-    Sites that ``site_shapes`` doesn't name are not looked at.
+    Sites that ``site_shapes`` lacks are ignored.
 
-    :param name: what messages call the weights.
-    :raises ValueError: naming the site whose shape doesn't fit, what was found and what would be right.
-    :raises TypeError: if they are no mapping, or an entry is no tensor.
+    :param name: the name of the weights in error messages.
+    :raises ValueError: naming the site whose shape doesn't fit, the shape found and the shape expected.
+    :raises TypeError: if ``weights`` is no mapping, or an entry is no tensor.
     """
     arguments.weights(name, weights)
-    found: dict[str, torch.Size] = {}
+    batch_shapes: dict[str, torch.Size] = {}
     for site in weights.keys() & site_shapes.keys():
-        shape, whole = site_shapes[site], weights[site].shape
-        split = len(whole) - len(shape)
-        if split < 0 or whole[split:] != shape:
+        site_shape, shape = site_shapes[site], weights[site].shape
+        batch_dims = len(shape) - len(site_shape)
+        if batch_dims < 0 or shape[batch_dims:] != site_shape:
             raise ValueError(
-                f"{name}[{site!r}] has shape {tuple(whole)}, which doesn't end in {tuple(shape)}, the site's"
+                f"{name}[{site!r}] has shape {tuple(shape)}, which doesn't end in the site's shape {tuple(site_shape)}"
             )
-        found[site] = whole[:split]
-    if len(set(found.values())) > 1:
+        batch_shapes[site] = shape[:batch_dims]
+    if len(set(batch_shapes.values())) > 1:
         raise ValueError(
-            f"{name} must have one batch shape, but they have { ({s: tuple(b) for s, b in found.items()}) }"
+            f"{name} must have one batch shape, but they have { ({s: tuple(b) for s, b in batch_shapes.items()}) }"
         )
-    if not found:
+    if not batch_shapes:
         raise ValueError(f"{name} holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
-    return next(iter(found.values()))
+    return next(iter(batch_shapes.values()))
 
 
 def is_running_statistic(site: str) -> bool:
-    """True if a site is one of a normalisation layer, which follows from the weights and the data."""
+    """Return whether a site is a running mean or variance of a normalisation layer."""
     return site.rpartition(".")[2] in ("running_mean", "running_var")
 
 
 def is_bias(site: str) -> bool:
-    """True if the last part of a site's name says so in a word of its own: ``bias``, ``in_proj_bias``, ``bias_ih_l0``.
-
-    A weight called ``unbiased`` is none.
-    """
+    """Return whether "bias" is a word of a site's name: of ``in_proj_bias`` and ``bias_ih_l0``, not of ``unbiased``."""
     return "bias" in site.rpartition(".")[2].split("_")
 
 
 def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
-    """:raises ValueError: if ``weights`` lacks one of ``sites``."""
+    """Raise ``ValueError`` if ``weights`` lacks one of ``sites``."""
     arguments.instance(name, weights, Mapping, "weights (site -> tensor)")
     if missing := [site for site in sites if site not in weights]:
         raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
 
 
 def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = "weights") -> None:
-    """Further sites of a model (a noise scale, a second network) are none of a symmetry's business; parameters are.
+    """Raise ``ValueError`` if ``sites`` holds parameters that the symmetry lacks: it is another network's symmetry.
 
-    Parameters are known by their names: they lie in the module in which all sites of the symmetry lie, and are called
-    what those are called: ``weight``, ``bias``.
-
-    :raises ValueError: if there are parameters that the symmetry doesn't know, so that it is another network's.
+    Other sites of a model, such as a noise scale or a second network, are allowed. A site counts as a parameter of the
+    symmetry's network if it has the same root module and the same kind of name (``weight``, ``bias``) as its sites.
     """
-    known = [site.split(".") for site in site_shapes if not is_running_statistic(site)]
-    levels = zip(*(parts[:-1] for parts in known), strict=False)
+    parameters = [site.split(".") for site in site_shapes if not is_running_statistic(site)]
+    levels = zip(*(parts[:-1] for parts in parameters), strict=False)
     root = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
-    kinds = {parts[-1] for parts in known}
-    found = [site for site in sites if site not in site_shapes]
-    unknown = [s for s in found if "." in s and s.split(".")[: len(root)] == root and s.rpartition(".")[2] in kinds]
+    kinds = {parts[-1] for parts in parameters}
+    others = [site for site in sites if site not in site_shapes]
+    unknown = [s for s in others if "." in s and s.split(".")[: len(root)] == root and s.rpartition(".")[2] in kinds]
     if unknown:
         raise ValueError(
             f"{name} holds the parameters {unknown}, which the symmetry doesn't know: it is that of another network, "
@@ -116,15 +111,15 @@ def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = 
 
 
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
-    """:raises ValueError: naming the first site that holds NaN or infinite values."""
+    """Raise ``ValueError`` that names the first site with NaN or infinite values."""
     for site, value in arguments.weights(name, weights).items():
-        # NaN and infinity reach the sum; a sum that overflows by itself is looked at entry by entry.
+        # NaN and infinity propagate to the sum; a sum may also overflow, so its entries are counted.
         if not bool(value.sum().isfinite()) and (bad := int((~value.isfinite()).sum())):
             raise ValueError(f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights must be finite")
 
 
 def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
-    """Vectors ``batch_shape + (D,)`` that concatenate sites of these shapes, in this order, by site."""
+    """Split vectors ``batch_shape + (D,)`` into sites of these shapes, in this order."""
     pieces = vector.split([math.prod(shape) for shape in shapes.values()], dim=-1)
     named = zip(shapes.items(), pieces, strict=True)
     return {site: piece.reshape((*vector.shape[:-1], *shape)) for (site, shape), piece in named}
@@ -136,10 +131,10 @@ ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
 
 
 class Layout:
-    """The place of each site in a flat unconstrained vector of shape ``batch_shape + (dim,)``.
+    """The order, shapes and transforms of the sites in a flat unconstrained vector of shape ``batch_shape + (dim,)``.
 
-    :param site_shapes: site -> shape of its (constrained) value, in the order in which the vector concatenates them.
-    :param transforms: site -> map from its unconstrained to its constrained values; the identity for all others.
+    :param site_shapes: site -> shape of its constrained value, in the order of concatenation.
+    :param transforms: site -> bijection from unconstrained to constrained values; default: the identity.
     :ivar unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3 has 2 coordinates.
     :ivar dim: length ``D`` of the vector.
     """
@@ -152,48 +147,49 @@ class Layout:
             site: torch.Size(self.transforms[site].inverse_shape(shape)) for site, shape in self.site_shapes.items()
         }
         self.dim = sum(shape.numel() for shape in self.unconstrained_shapes.values())
-        self._curved = tuple(site for site, transform in self.transforms.items() if not is_identity(transform))
+        self._transformed = tuple(site for site, transform in self.transforms.items() if not is_identity(transform))
 
     @classmethod
     def of(cls, sites: Mapping[str, Distribution]) -> Layout:
-        """The layout of sites with these distributions, in this order.
+        """Return the layout of sites with these distributions, in this order.
 
-        :raises ValueError: naming a site whose support no continuous sampler can move on.
+        :raises ValueError: naming a site whose support has no bijection from unconstrained values.
         """
         shapes = {site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape) for site, fn in sites.items()}
         return cls(shapes, {site: transform_of(site, fn) for site, fn in sites.items()})
 
     def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
-        """Unconstrained values by site -> vectors."""
+        """Concatenate unconstrained values by site into vectors."""
         batch = batch_shape(pieces, self.unconstrained_shapes)
         return torch.cat([pieces[site].reshape(*batch, -1) for site in self.unconstrained_shapes], dim=-1)
 
     def unflatten(self, z: Tensor) -> Weights:
-        """The inverse of :meth:`flatten`."""
+        """Invert :meth:`flatten`."""
         return unflatten(z, self.unconstrained_shapes)
 
     def constrain(self, z: Tensor) -> Weights:
-        """Vectors -> weights."""
+        """Map vectors to weights."""
         pieces = unflatten(z, self.unconstrained_shapes)
-        for site in self._curved:
+        for site in self._transformed:
             pieces[site] = self.transforms[site](pieces[site])
         return pieces
 
     def constrain_with_log_det(self, z: Tensor, sites: Iterable[str] | None = None) -> tuple[Weights, Tensor]:
-        r"""Weights, and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``.
+        r"""Map vectors to weights and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``.
 
-        :param sites: which are mapped and count, by default all that aren't mapped by the identity.
+        :param sites: the sites to transform; default: all whose transform isn't the identity.
         """
         weights = unflatten(z, self.unconstrained_shapes)
         log_det = z.new_zeros(z.shape[:-1])
-        for site in self._curved if sites is None else sites:
-            free, transform = weights[site], self.transforms[site]
-            weights[site] = transform(free)
-            log_det = log_det + transform.log_abs_det_jacobian(free, weights[site]).reshape(*z.shape[:-1], -1).sum(-1)
+        for site in self._transformed if sites is None else sites:
+            unconstrained, transform = weights[site], self.transforms[site]
+            weights[site] = transform(unconstrained)
+            site_log_det = transform.log_abs_det_jacobian(unconstrained, weights[site])
+            log_det = log_det + site_log_det.reshape(*z.shape[:-1], -1).sum(-1)
         return weights, log_det
 
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Weights -> vectors. Sites that the layout doesn't know are left out.
+        """Map weights to vectors. Sites that the layout lacks are ignored.
 
         :raises ValueError: naming a site that is missing, or whose shape doesn't fit.
         """
@@ -203,47 +199,47 @@ class Layout:
 
 
 def is_identity(transform: Transform) -> bool:
-    """True if a transform, looked into, does nothing."""
+    """Return whether a transform, or each part of a composition, is the identity."""
     if isinstance(transform, IndependentTransform):
         return is_identity(transform.base_transform)
     return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
 
 
 def transform_of(site: str, fn: Distribution) -> Transform:
-    """The map from unconstrained values to a site's support.
+    """Return the bijection from unconstrained values to a site's support.
 
-    :raises ValueError: naming a site whose support no continuous sampler can move on.
+    :raises ValueError: naming a site whose support has none.
     """
-    inner = fn
-    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
-        inner = inner.base_dist
-    if isinstance(inner, Delta):
+    base = fn
+    while isinstance(base, Independent | MaskedDistribution | ExpandedDistribution):
+        base = base.base_dist
+    if isinstance(base, Delta):
         raise ValueError(f"site {site!r} is a Delta, which leaves nothing to sample; use pyro.deterministic")
     try:
         support: Any = fn.support
-        if isinstance(inner, ANGLES):  # Pyro has them on the line, on which their densities repeat for ever
+        if isinstance(base, ANGLES):  # whose support in Pyro is the real line, where a periodic density is improper
             support = constraints.independent(constraints.interval(-math.pi, math.pi), len(fn.event_shape))
         if not support.is_discrete:
-            # A mixture's support is that of its components, wrapped in a constraint without a transform.
+            # PyTorch wraps the support of a mixture's components in a constraint without a transform.
             if isinstance(support, constraints.MixtureSameFamilyConstraint):
                 support = support.base_constraint
-            return _map_to(support)
+            return _bijection(support)
     except NotImplementedError as error:
         raise ValueError(
-            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it is no data, "
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it isn't data, "
             "reparametrise the site (pyro.poutine.reparam)"
         ) from error
     raise ValueError(
-        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it is no data, "
+        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it isn't data, "
         "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
     )
 
 
-def _map_to(support: Any) -> Transform:
-    """PyTorch's map, but for intervals without an upper end, and without its shift of positive values by 0, which is
-    felt where there are many such sites."""
+def _bijection(support: Any) -> Transform:
+    """Return PyTorch's bijection to a support, except for half-lines: an infinite upper bound counts as none, and
+    positive values aren't shifted by 0, which costs time where there are many such sites."""
     if isinstance(support, constraints.independent):
-        return IndependentTransform(_map_to(support.base_constraint), support.reinterpreted_batch_ndims)
+        return IndependentTransform(_bijection(support.base_constraint), support.reinterpreted_batch_ndims)
     upper = getattr(support, "upper_bound", None)
     if upper is not None and bool((as_tensor(upper) == torch.inf).all()):
         support = constraints.greater_than_eq(support.lower_bound)
