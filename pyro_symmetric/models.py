@@ -1,12 +1,12 @@
-r"""Bayesian neural networks as Pyro models that can also be evaluated for many weights at once.
+r"""Bayesian neural networks as Pyro models, evaluated for batches of weights at once.
 
 :class:`BayesianModel` turns any :class:`torch.nn.Module` into a Pyro model of
 
 .. math:: p(w) \prod_{i=1}^{N} p(y_i \mid f_w(x_i))^{1/T}
 
-whose latent sites are the parameters' names. Stock :class:`~pyro.infer.SVI`, :class:`~pyro.infer.Predictive` and MCMC
-take it as they take any model. Beside that it evaluates outputs and log-densities for whole batches of weights by
-:func:`torch.func.vmap`, which a plate cannot do for :class:`torch.nn.Linear`.
+whose latent sites are named after the parameters. :class:`~pyro.infer.SVI`, :class:`~pyro.infer.Predictive` and MCMC
+accept it like any Pyro model. It also evaluates outputs and log-densities for batches of weights by
+:func:`torch.func.vmap`, where Pyro's particle plates fail on :class:`torch.nn.Linear`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class GaussianPrior:
     >>> {name: float(prior.base_dist.scale.max()) for name, prior in model.priors().items()}
     {'0.weight': 0.5, '0.bias': 0.5}
 
-    :param scale: standard deviation ``s``; with ``fan_in`` that of a weight whose unit has one input.
+    :param scale: standard deviation ``s``.
     :param fan_in: divide ``s`` by the square root of the number of inputs, for parameters with at least two axes.
     :param scales: overrides of ``scale`` by pattern on the parameter's name, e.g. ``{"0.*": 0.5, "*.bias": 1.0}``; the
-        first that matches counts.
+        first match counts.
     """
 
     scale: float = 1.0
@@ -62,7 +62,7 @@ class GaussianPrior:
             arguments.positive(name, value)
 
     def scale_of(self, name: str, shape: torch.Size) -> float:
-        """The standard deviation of the parameter ``name`` of the given shape."""
+        """Return the standard deviation of the parameter ``name`` of the given shape."""
         scale = next((s for pattern, s in self.scales.items() if fnmatch.fnmatchcase(name, pattern)), self.scale)
         return scale / math.sqrt(math.prod(shape[1:])) if self.fan_in and len(shape) > 1 else scale
 
@@ -74,9 +74,9 @@ class GaussianPrior:
 class BayesianModel(nn.Module):
     r"""A Pyro model ``model(x, y=None)`` of a neural network with a prior on every parameter that isn't frozen.
 
-    The latent sites bear the names of the network's parameters (``"0.weight"``), so the symmetry group that is found in
-    ``net`` acts on its posterior as it is. The data lie in the plate ``data``; a mini-batch is scaled by ``num_data /
-    len(x)``. The observed site is ``y``. Weights with leading (particle) dimensions are evaluated at once, so
+    The latent sites have the names of the network's parameters (``"0.weight"``), so the symmetry group of ``net`` acts
+    on the posterior directly. The observed site is ``y``, in the plate ``data``; a mini-batch is scaled by ``num_data /
+    len(x)``. Weights with leading (particle) dimensions are evaluated at once, so
     ``Trace_ELBO(vectorize_particles=True)`` and ``Predictive(parallel=True)`` work with ``max_plate_nesting=1``.
 
     >>> net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -85,18 +85,19 @@ class BayesianModel(nn.Module):
     >>> model.outputs(weights, torch.randn(7, 2)).shape
     torch.Size([5, 7, 3])
 
-    :param net: any module. It is copied, put in eval mode and never trained: dropout is off, normalisation layers use
-        their running statistics as data (of a fresh network mean 0 and variance 1, which normalise nothing:
-        ``torch.optim.swa_utils.update_bn`` fills them). Parameters that are frozen (``requires_grad`` is false) stay as
-        they are and are no sites, unless all are frozen: so a posterior may be that of the last layers, or of adapters.
-        Its own parameter values stay available as :meth:`initial_weights`.
+    :param net: any module. It is copied, put in eval mode and never trained: dropout is off, and the running statistics
+        of normalisation layers are data. A fresh network's mean 0 and variance 1 normalise nothing;
+        ``torch.optim.swa_utils.update_bn`` fills them. Frozen parameters (``requires_grad`` is false) keep their values
+        and aren't sites, unless all are frozen: freeze some for a posterior of the last layers, or of adapters. The
+        values of the other parameters are :meth:`initial_weights`.
     :param prior: a standard deviation; a :class:`GaussianPrior`; or a function ``(name, parameter) -> distribution``
         whose event shape is the parameter's shape.
-    :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object as :class:`Likelihood` describes
-        it.
-    :param num_data: size ``N`` of the whole data set; ``None`` takes every call's rows as all there are.
-    :param temperature: ``T`` of a posterior :math:`\propto (p(y|x,w) p(w))^{1/T}`, cold below 1. A Gaussian prior's
-        power is one of :math:`\sqrt T` times the scale; other priors, and likelihoods of one's own, are refused.
+    :param likelihood: ``"categorical"``, ``"gaussian"`` (noise learnt), or an object with the methods of
+        :class:`Likelihood`.
+    :param num_data: size ``N`` of the whole data set; ``None``: the rows of each call.
+    :param temperature: ``T`` of a posterior :math:`\propto (p(y|x,w) p(w))^{1/T}`, cold below 1. A Gaussian prior is
+        tempered by scaling its standard deviation by :math:`\sqrt T`; other priors and user-defined likelihoods raise
+        ``ValueError``.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BayesianModel(nn.Module):
         super().__init__()
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         if other := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
-            raise ValueError(f"the parameters {other} are no real numbers; make complex ones of two real parts")
+            raise ValueError(f"the parameters {other} aren't real numbers; build complex ones from two real parts")
         num_data = arguments.whole("num_data", num_data, 1, none="the rows of each call")
         if not callable(prior) or isinstance(prior, type):
             prior = GaussianPrior(arguments.positive("prior", prior))
@@ -120,21 +121,21 @@ class BayesianModel(nn.Module):
         self.net.requires_grad_(False)
         self.prior: PriorFunction
         self.likelihood: Likelihood
-        self.prior, self.likelihood = _tempered(prior, likelihood_of(likelihood), temperature)
+        self.prior, self.likelihood = _tempered(prior, _named_likelihood(likelihood), temperature)
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
         patterns, names = getattr(self.prior, "scales", {}), list(self._parameters_of_net())
         if unmatched := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
             raise ValueError(f"prior has scales for {unmatched}, but the network's parameters are {names}")
-        self.priors()  # a prior of the wrong shape is reported here, not in the first step
+        self.priors()  # report a prior of the wrong shape here, not in the first step
 
-    # what it consists of --------------------------------------------------------------------------------------------
+    # sites --------------------------------------------------------------------------------------------------------
 
     def _parameters_of_net(self) -> dict[str, Tensor]:
         return dict(self.net.named_parameters())
 
     def priors(self) -> dict[str, dist.TorchDistribution]:
-        """Latent site -> its prior, on the network's device and in its dtype."""
+        """Return the prior of each latent site, on the network's device and in its dtype."""
         parameters = self._parameters_of_net()
         like = next(iter(parameters.values()))
         if self._prior_cache[0] != (like.device, like.dtype):
@@ -142,11 +143,11 @@ class BayesianModel(nn.Module):
             for name, prior in priors.items():
                 if prior.batch_shape or prior.event_shape != parameters[name].shape:
                     shapes = f"batch shape {tuple(prior.batch_shape)} and event shape {tuple(prior.event_shape)}"
-                    wanted = f"it must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
-                    raise ValueError(f"the prior of {name!r} has {shapes}; {wanted}")
+                    expected = f"its event shape must be {tuple(parameters[name].shape)} (did you forget .to_event?)"
+                    raise ValueError(f"the prior of {name!r} has {shapes}; {expected}")
             latents = self.likelihood.latents(like)
             if clash := (set(latents) | {"y", "data"}) & set(priors):
-                raise ValueError(f"the network's parameters {sorted(clash)} bear names that the likelihood needs")
+                raise ValueError(f"the network's parameters {sorted(clash)} have names of the likelihood's sites")
             self._prior_cache = ((like.device, like.dtype), {**priors, **latents})
         return self._prior_cache[1]
 
@@ -156,13 +157,13 @@ class BayesianModel(nn.Module):
         return {name: prior.batch_shape + prior.event_shape for name, prior in self.priors().items()}
 
     def initial_weights(self) -> Weights:
-        """The values that the network's parameters had, to start from, e.g. for ``init_to_value``."""
+        """Return the parameters of the given network as starting values, e.g. for ``init_to_value``."""
         return {name: parameter.detach().clone() for name, parameter in self._parameters_of_net().items()}
 
     # the Pyro model -------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Draw weights and, in the plate ``data``, targets; returns the network's outputs."""
+        """Sample weights and, in the plate ``data``, targets; return the network's outputs."""
         weights = {name: pyro.sample(name, prior) for name, prior in self.priors().items()}
         particles = _without_data_axis(weights, self.site_shapes)
         outputs = self.outputs(particles, x)
@@ -180,35 +181,35 @@ class BayesianModel(nn.Module):
         return outputs
 
     def _latents(self, weights: Mapping[str, Tensor]) -> Weights:
-        """The values of the likelihood's own sites."""
+        """Select the likelihood's own sites."""
         parameters = self._parameters_of_net()
         return {name: weights[name] for name in self.priors() if name not in parameters}
 
     def _size(self, x: Tensor) -> int:
         if self.num_data is not None and len(x) > self.num_data:
-            raise ValueError(f"x has {len(x)} rows, but the model was told num_data={self.num_data}")
+            raise ValueError(f"x has {len(x)} rows, but the model has num_data={self.num_data}")
         return self.num_data or len(x)
 
     def _targets(self, x: Tensor, y: Tensor) -> Tensor:
         targets = self.likelihood.targets(y)
         if len(targets) != len(x):
-            raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must be equally many")
+            raise ValueError(f"x has {len(x)} rows but y has {len(targets)}; they must have the same number of rows")
         return targets
 
-    # many weights at once -------------------------------------------------------------------------------------------
+    # batches of weights ----------------------------------------------------------------------------------------------
 
     def outputs(self, weights: Mapping[str, Tensor], x: Tensor, *, chunk_size: int | None = None) -> Tensor:
-        """The network's outputs ``batch_shape + (N, ...)`` for weights of any batch shape.
+        """Return the network's outputs ``batch_shape + (N, ...)`` for weights of any batch shape.
 
-        :param weights: every parameter of the network; running statistics beside them take the place of its own.
-        :param chunk_size: how many weights to evaluate at once; ``None`` for all.
+        :param weights: every parameter of the network; may also hold running statistics, in place of the network's.
+        :param chunk_size: number of weights to evaluate at once; ``None`` for all.
         """
         shapes = {name: parameter.shape for name, parameter in self._parameters_of_net().items()}
         require_sites(weights, shapes)
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
         own = {name: weights[name].to(x.device) for name in shapes}
-        with self._lock:  # the network holds the weights meanwhile: one thread at a time
+        with self._lock:  # functional_call puts the weights into the network: one thread at a time
             if not shape:
                 return self.call(own, x)
             flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
@@ -216,51 +217,53 @@ class BayesianModel(nn.Module):
         return result.reshape(*shape, *result.shape[1:])
 
     def twin(self) -> BayesianModel:
-        """A copy of the modules that shares their tensors. Two threads may evaluate a model and its twin at once."""
+        """Copy the model but share its tensors, so that two threads may evaluate the model and its twin at once."""
         with self._lock:
             tensors = [*self.net.parameters(), *self.net.buffers()]
             return copy.deepcopy(self, {id(tensor): tensor for tensor in tensors})
 
     def call(self, weights: Weights, x: Tensor) -> Tensor:
-        """The outputs of one network, ``(N, D)``: those without a second axis, ``(N,)``, get one."""
-        outputs = with_weights(self.net, weights, (x,))
+        """Return the outputs ``(N, D)`` of one network; outputs ``(N,)`` get a second axis."""
+        outputs = call_with_weights(self.net, weights, (x,))
         return outputs[:, None] if outputs.dim() == 1 else outputs
 
     def log_prior(self, weights: Mapping[str, Tensor], *, validate: bool = True) -> Tensor:
-        """Log-density of the prior, ``batch_shape``.
+        """Return the log-density of the prior, ``batch_shape``.
 
-        :param validate: refuse values outside of the priors' support, as far as these do.
+        :param validate: whether the priors refuse values outside their support.
         """
         priors = self.priors()
         require_sites(weights, priors)
         batch_shape(weights, self.site_shapes)
         total: Any = 0
-        place = next(self.net.parameters()).device  # draws of a run on a GPU lie on the CPU
+        device = next(self.net.parameters()).device  # a posterior's draws are on the CPU
         for name, prior in priors.items():
-            total = total + (prior if validate else unchecked(prior)).log_prob(weights[name].to(place))
+            total = total + (prior if validate else _unvalidated(prior)).log_prob(weights[name].to(device))
         return total
 
     def log_likelihood(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
-        """Log-likelihood of every row, ``batch_shape + (N,)``, untempered.
+        """Return the untempered log-likelihood of each row, ``batch_shape + (N,)``.
 
-        :param validate: look at the targets, for which a GPU is waited for; ``False`` if that has been done.
-        :raises ValueError: if a target lies outside of the likelihood's support, such as a label that isn't whole.
+        :param validate: whether to check the targets, which synchronises with a GPU.
+        :raises ValueError: if a target is outside the likelihood's support, such as a label that isn't a whole number.
         """
         require_sites(weights, self.site_shapes)
         outputs = self.outputs(weights, x)
         latents = {name: value.to(x.device) for name, value in self._latents(weights).items()}
         targets = self._targets(x, y)
-        others = not validate and type(self.likelihood) not in (CategoricalLikelihood, GaussianLikelihood)
-        with running_pyro() if others else contextlib.nullcontext():  # whose checks no map over weights can hold
+        # vmap can't trace the validation in a user-defined likelihood.
+        unvalidated = not validate and type(self.likelihood) not in (CategoricalLikelihood, GaussianLikelihood)
+        with running_pyro() if unvalidated else contextlib.nullcontext():
             distribution = self.likelihood.distribution(outputs, latents)
             if validate:
                 require_targets(self.likelihood, distribution, targets)
-            log_prob = (distribution if validate else unchecked(distribution)).log_prob(targets)
+            log_prob = (distribution if validate else _unvalidated(distribution)).log_prob(targets)
         rows = batch_shape(weights, self.site_shapes) + torch.Size([len(x)])
         return log_prob.reshape(*rows, -1).sum(-1)
 
     def log_joint(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, *, validate: bool = True) -> Tensor:
-        """Log of prior times tempered likelihood, ``batch_shape``; a mini-batch counts ``num_data / len(x)`` times."""
+        """Return the log of prior times tempered likelihood, ``batch_shape``; that of a mini-batch is scaled by
+        ``num_data / len(x)``."""
         scale = self._size(x) / len(x) / self.likelihood.temperature
         log_prior = self.log_prior(weights, validate=validate)
         return log_prior + scale * self.log_likelihood(weights, x, y, validate=validate).sum(-1)
@@ -270,24 +273,24 @@ class BayesianModel(nn.Module):
 
 
 class Likelihood(Protocol):
-    """A law of targets given outputs of the network; write your own by providing these."""
+    """A distribution of targets given the network's outputs: the interface of user-defined likelihoods."""
 
     @property
     def temperature(self) -> float:
         """``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``."""
 
     def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
-        """Priors of the likelihood's own latent sites, on the device and in the dtype of ``like``."""
+        """Return the priors of the likelihood's own latent sites, on the device and in the dtype of ``like``."""
 
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
-        """Distribution of the targets, of batch shape ``batch_shape + (N,)``, given outputs ``batch_shape + (N,
+        """Return the distribution of targets, of batch shape ``batch_shape + (N,)``, given outputs ``batch_shape + (N,
         ...)``."""
 
     def targets(self, y: Tensor) -> Tensor:
-        """The targets in the shape that :meth:`distribution` scores."""
+        """Return the targets in the shape of a value of :meth:`distribution`."""
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The expected target: class probabilities, or the regression function."""
+        """Return the expected targets: class probabilities, or the regression function."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,7 @@ class CategoricalLikelihood:
     >>> model.log_likelihood(model.initial_weights(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])).shape
     torch.Size([5])
 
-    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``; under 1 is a cold likelihood.
+    :param temperature: ``T`` of the tempered likelihood ``p(y|x,w)^(1/T)``, cold below 1.
     """
 
     temperature: float = 1.0
@@ -323,8 +326,7 @@ class CategoricalLikelihood:
 
 @dataclass(frozen=True)
 class GaussianLikelihood:
-    r"""Real targets with noise of one standard deviation; the network's outputs are means ``(N, D)``, ``(N, 1)`` or
-    ``(N,)``.
+    r"""Real targets with homoscedastic noise; the network's outputs are means ``(N, D)``, ``(N, 1)`` or ``(N,)``.
 
     >>> model = ps.BayesianModel(nn.Linear(4, 1), likelihood=ps.GaussianLikelihood(prior_scale=0.5))
     >>> sorted(model.priors())
@@ -362,36 +364,32 @@ class GaussianLikelihood:
 
 
 def require_targets(likelihood: Likelihood, distribution: dist.TorchDistribution, targets: Tensor) -> None:
-    """Check the targets of this library's likelihoods, unless Pyro's validation is off. A likelihood of one's own
-    checks what it wants to.
+    """Raise ``ValueError`` if a target is outside the support: a label that isn't a whole number, or NaN.
 
-    :raises ValueError: naming the support, if a target lies outside of it: a label that isn't whole, or NaN.
+    Nothing is checked for user-defined likelihoods, or if Pyro's validation is off.
     """
     if not Distribution._validate_args or type(likelihood) not in (CategoricalLikelihood, GaussianLikelihood):
         return
     support: Any = distribution.support
     inside = support.check(targets)
     if not inside.all():
-        found = targets[~inside][0].item()
-        raise ValueError(f"y holds {found:g}, which isn't within the support of {type(likelihood).__name__}: {support}")
+        value = targets[~inside][0].item()
+        raise ValueError(f"y holds {value:g}, which isn't within the support of {type(likelihood).__name__}: {support}")
 
 
-def likelihood_of(likelihood: str | Likelihood) -> Likelihood:
-    """A likelihood by its name, or as it is.
-
-    :raises ValueError: if it is neither.
-    """
-    known: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
-    parts = ("temperature", "latents", "distribution", "targets", "mean")
-    if not isinstance(likelihood, type) and all(hasattr(likelihood, name) for name in parts):  # a buffer is one, too
+def _named_likelihood(likelihood: str | Likelihood) -> Likelihood:
+    """Return the likelihood of a name; return a likelihood object unchanged."""
+    named: dict[str, Likelihood] = {"categorical": CategoricalLikelihood(), "gaussian": GaussianLikelihood()}
+    interface = ("temperature", "latents", "distribution", "targets", "mean")
+    if not isinstance(likelihood, type) and all(hasattr(likelihood, name) for name in interface):
         return cast(Likelihood, likelihood)
-    return known[arguments.one_of("likelihood", likelihood, sorted(known), "a likelihood object")]
+    return named[arguments.one_of("likelihood", likelihood, sorted(named), "a likelihood object")]
 
 
-# many networks at once ------------------------------------------------------------------------------------------------
+# vmap over networks ---------------------------------------------------------------------------------------------------
 
 
-# Networks that vmap has failed on, and why.
+# Networks that vmap has failed on -> the reason.
 _UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -403,9 +401,8 @@ def over_weights(
     randomness: str = "error",
     chunk_size: int | None = None,
 ) -> Any:
-    """``function(*args)`` for every index of the first axis, results stacked: by :func:`torch.func.vmap`, or by a loop,
-    with a warning, if the network has an operator that can't be mapped. Arguments are as those of ``vmap``.
-    """
+    """Map a function over the first axis of its arguments by :func:`torch.func.vmap`, or, with a warning, by a loop if
+    the network has an operator that vmap refuses. The options are those of ``vmap``."""
     axes = tuple(in_dims or [0] * len(args))
     failure: Exception | None = None
     if not unmappable(net):
@@ -414,56 +411,56 @@ def over_weights(
         except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
             raise
         except (RuntimeError, ValueError) as error:
-            # Dropout would draw other numbers for each; on a CPU memory that is missing is a plain RuntimeError.
+            # A loop would draw other dropout masks. On a CPU, out of memory is a plain RuntimeError.
             if "randomness" in str(error) or "memory" in str(error):
                 raise
             failure = error
     mapped = [value for value, axis in zip(args, axes, strict=True) if axis == 0]
     results = []
     for k in range(len(tree_leaves(mapped)[0])):
-        own = operator.itemgetter(k)
-        results.append(function(*(v if axis is None else tree_map(own, v) for v, axis in zip(args, axes, strict=True))))
-    if failure is not None:  # the network itself is in order, then
-        said = str(failure.__cause__ or failure).splitlines()[0]
-        _UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {said}"
+        entry = operator.itemgetter(k)
+        results.append(function(*(v if a is None else tree_map(entry, v) for v, a in zip(args, axes, strict=True))))
+    if failure is not None:  # of vmap, not of the network, which the loop has evaluated
+        reason = str(failure.__cause__ or failure).splitlines()[0]
+        _UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {reason}"
         warnings.warn(f"networks are evaluated one by one, which takes longer: {_UNMAPPABLE[net]}", stacklevel=3)
     return tree_map(lambda *leaves: torch.stack(leaves), *results)
 
 
-def with_weights(
+def call_with_weights(
     net: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """The network's result with these weights in place of its own, also under :func:`torch.func.vmap`."""
+    """Call a network with these weights in place of its own, also under :func:`torch.func.vmap`."""
     modules = [module for module in net.modules() if not isinstance(module, torch.jit.ScriptModule)]
     before = [(module, module._parameters.copy(), module._buffers.copy()) for module in modules]
     try:
         with without_fast_attention():
             return torch.func.functional_call(net, dict(weights), args, dict(kwargs or {}))
-    finally:  # PyTorch leaves weights in a module that has two names
+    finally:  # functional_call leaves the weights in a module that has two names
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
 
 
 def unmappable(net: nn.Module) -> str:
-    """The reason why a network can't be mapped over its weights, if one has been met; else empty."""
+    """Return the reason why vmap failed on a network; empty if it hasn't."""
     return _UNMAPPABLE.get(net, "")
 
 
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def unchecked(fn: Any) -> Any:
-    """A copy of a distribution that checks no values, nor do those that it is made of: a chain that left all numbers
-    behind mustn't stop the others, and no map over weights can hold a check."""
-    own = copy.copy(fn)
-    parts = {name: unchecked(part) for name, part in vars(fn).items() if isinstance(part, Distribution)}
-    vars(own).update(parts, _validate_args=False)
-    return own
+def _unvalidated(fn: Any) -> Any:
+    """Copy a distribution, and those inside it, without validation: a diverging chain mustn't stop the others, and vmap
+    can't trace the checks."""
+    result = copy.copy(fn)
+    inner = {name: _unvalidated(part) for name, part in vars(fn).items() if isinstance(part, Distribution)}
+    vars(result).update(inner, _validate_args=False)
+    return result
 
 
 def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) -> tuple[PriorFunction, Likelihood]:
-    """Prior and likelihood of the joint density to the power ``1 / temperature``."""
+    """Temper prior and likelihood: the power ``1 / temperature`` of the joint density."""
     if arguments.positive("temperature", temperature) == 1:
         return prior, likelihood
     if not isinstance(prior, GaussianPrior) or not isinstance(likelihood, CategoricalLikelihood | GaussianLikelihood):
@@ -479,7 +476,7 @@ def _tempered(prior: PriorFunction, likelihood: Likelihood, temperature: float) 
 
 
 def hold_frozen(net: nn.Module) -> None:
-    """Make buffers of parameters that don't require a gradient, unless none does."""
+    """Convert parameters that don't require a gradient to buffers, unless none does."""
     if not any(parameter.requires_grad for parameter in net.parameters()):
         return
     for module in list(net.modules()):
@@ -490,10 +487,10 @@ def hold_frozen(net: nn.Module) -> None:
 
 
 def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> Weights:
-    """Take off the axis of length 1 that leaves room for the plate ``data`` in weights drawn under particle plates.
+    """Remove the axis of length 1 for the plate ``data`` from weights that were drawn in particle plates.
 
-    Weights come as ``particles + (1,) + site_shape``, but ``Predictive(parallel=True)`` leaves the 1 out where the
-    site's own axes already fill the space, so each site is looked at by itself.
+    Weights have shape ``particles + (1,) + site_shape``, but ``Predictive(parallel=True)`` omits the 1 if the site's
+    own axes fill its place, so each site is treated separately.
     """
     result = {}
     for name, value in weights.items():

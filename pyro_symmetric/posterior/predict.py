@@ -24,7 +24,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK
 from pyro_symmetric.arguments import described_call
-from pyro_symmetric.models import BayesianModel, over_weights, with_weights
+from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
 from pyro_symmetric.traced import (
     Drawn,
@@ -173,7 +173,7 @@ class NetworkPredictor:
     def __call__(self, weights: Weights) -> Any:
         args, kwargs = self.args, self.kwargs
         if not isinstance(self.model, BayesianModel):
-            return over_weights(self.model, lambda own: with_weights(self.model, own, args, kwargs), weights)
+            return over_weights(self.model, lambda own: call_with_weights(self.model, own, args, kwargs), weights)
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)
