@@ -1,9 +1,9 @@
 """Posteriors with symmetries for Pyro.
 
 Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
-reference posteriors with many chains at once, and measure how close an approximation comes.
+reference posteriors with many chains at once, and measure the distance of an approximation.
 
-The names, by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
+The public names by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
 
 Symmetries of networks and models
     find_symmetry Symmetry Group verify verify_model canonicalize minimal_mass
@@ -28,9 +28,9 @@ Distances, tests and scores
 Ensembles, networks, data, errors
     ensemble networks datasets Error
 
-What is asked for less often lives in its room: ``groups`` (units, elements, actions), ``discovery`` (rules of
-operators, completeness, priors), ``canonical``, ``alignment`` (costs, results), ``compare`` (diversity, dynamics,
-results), ``guides``, ``mcmc`` (kernels of one's own), ``likelihoods``, ``checkpoints``, ``store``.
+Subpackages hold the rest: ``groups`` (units, elements, actions), ``discovery`` (rules of operators, completeness,
+priors), ``canonical``, ``alignment`` (costs, results), ``compare`` (diversity, dynamics, results), ``guides``, ``mcmc``
+(user-defined kernels), ``models`` (user-defined likelihoods), ``checkpoints``, ``store``.
 """
 
 from pyro_symmetric import datasets, networks

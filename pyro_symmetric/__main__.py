@@ -1,4 +1,4 @@
-"""``python -m pyro_symmetric``: the command line."""
+"""``python -m pyro_symmetric`` runs the command line."""
 
 import sys
 

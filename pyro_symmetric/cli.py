@@ -1,4 +1,7 @@
-"""The command line: reads arguments, calls the study, prints. Errors end in one sentence and a non-zero exit."""
+"""The command line: ``compare`` runs a study, ``symmetries`` prints those of a network.
+
+An error prints one sentence and exits with a non-zero code.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ from pyro_symmetric.study.methods import list_methods
 
 
 def widths(text: str) -> tuple[int, ...]:
-    """``32,32`` -> (32, 32)."""
+    """Parse ``32,32`` as (32, 32)."""
     return tuple(int(part) for part in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """``a,b`` -> ("a", "b")."""
+    """Parse ``a,b`` as ("a", "b")."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-# argparse answers a ValueError of these by the option's name and what was given
-KINDS = {"str": str, "int": int, "float": float, "tuple[int, ...]": widths, "tuple[str, ...]": names}
+# argparse reports a ValueError of these parsers with the option's name and value.
+PARSERS = {"str": str, "int": int, "float": float, "tuple[int, ...]": widths, "tuple[str, ...]": names}
 EXAMPLES = """\
 examples:
   pyro-symmetric compare                                   scikit-learn's digits, all methods, in runs/digits
@@ -44,11 +47,11 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the return value is the exit code."""
+    """Run the command line and return its exit code."""
     options = build_parser().parse_args(arguments)
     try:
-        with warnings.catch_warnings():  # without the file and the line of source that raised one
-            warnings.showwarning = lambda said, *_, **__: print(f"pyro-symmetric: {said}", file=sys.stderr)
+        with warnings.catch_warnings():  # print warnings without file and source line
+            warnings.showwarning = lambda message, *_, **__: print(f"pyro-symmetric: {message}", file=sys.stderr)
             return options.run(options)
     except KeyboardInterrupt:
         print("\nStopped. Methods that had finished are kept; the same command resumes there.", file=sys.stderr)
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="pyro-symmetric", description="Posteriors of neural networks, and their symmetries."
     )
@@ -74,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``compare``: the study, an option for each of its settings."""
+    """Add the command ``compare``, with an option for each field of :class:`StudySettings`."""
     parser = commands.add_parser(
         "compare",
         help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
@@ -83,18 +86,18 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for one in fields(StudySettings):
-        said: dict[str, Any] = {"default": one.default, **one.metadata}
-        if one.type == "bool":
-            said["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
-            del said["metavar"]
+    for field in fields(StudySettings):
+        option: dict[str, Any] = {"default": field.default, **field.metadata}
+        if field.type == "bool":
+            option["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            del option["metavar"]
         else:
-            said["type"] = KINDS[one.type.split(" |")[0]]
-        parser.add_argument(f"--{one.name.replace('_', '-')}", **said)
+            option["type"] = PARSERS[field.type.split(" |")[0]]
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
     parser.add_argument(
         "--out",
         metavar="FOLDER",
-        help="where everything is written (default: runs/<data>, with --quick runs/<data>-quick)",
+        help="output folder (default: runs/<data>, with --quick runs/<data>-quick)",
     )
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -102,13 +105,13 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run the study and say where the report is."""
+    """Run the study, and print its summary and the path of the report."""
     if options.methods == ("help",):
         print(list_methods(options.quick))
         return 0
     out = options.out or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
     study = run_study(settings_of(options), out, progress=options.progress)
-    from pyro_symmetric.study.report import summary_table  # with matplotlib, which the study has found
+    from pyro_symmetric.study.report import summary_table  # imports matplotlib, which the study has required
 
     tables = summary_table(study.results["methods"], study.problem.is_classification)
     print(f"\n{tables}\n\nReport: {study.report}")
@@ -116,31 +119,33 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def settings_of(options: argparse.Namespace) -> StudySettings:
-    """The settings that the options of ``compare`` describe."""
-    return StudySettings(**{one.name: getattr(options, one.name) for one in fields(StudySettings)})
+    """Return the study's settings from the options of ``compare``."""
+    return StudySettings(**{field.name: getattr(options, field.name) for field in fields(StudySettings)})
 
 
 def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """``symmetries``: the group of a network."""
+    """Add the command ``symmetries``."""
     parser = commands.add_parser(
         "symmetries",
         help="print the weight-space symmetries of a network",
-        description="Find the permutations, scalings and signs of a network's weights that leave its function alone, "
-        "check them on a copy, and say of every axis of every parameter which of them moves it, or why none does.",
+        description="Find the permutations, scalings and signs of a network's weights that preserve its function, "
+        "verify them on a copy, and explain for each axis of each parameter which of them moves it, or why none does.",
         epilog="examples:\n  pyro-symmetric symmetries resnet50\n"
         "  pyro-symmetric symmetries my_package.nets:build --input 2,3,32,32 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "net",
-        help="name of a torchvision model, or package.module:callable, called as callable(input_shape, num_outputs) or "
+        help="name of a torchvision model; package.module:callable, called as callable(input_shape, num_outputs) or "
         "without arguments; or package.module:network",
     )
-    about = "shape of the network's input, batch first (default: 2,3,224,224)"
-    parser.add_argument("--input", type=widths, metavar="N,N,...", help=about)
-    about = "num_outputs of a callable that takes it (default: 10)"
-    parser.add_argument("--outputs", type=int, default=10, metavar="N", help=about)
-    parser.add_argument("--explain", action="store_true", help="say of every axis what moves it, or why it stays")
+    shape_help = "shape of the network's input, batch first (default: 2,3,224,224)"
+    parser.add_argument("--input", type=widths, metavar="N,N,...", help=shape_help)
+    outputs_help = "num_outputs of a callable that takes it (default: 10)"
+    parser.add_argument("--outputs", type=int, default=10, metavar="N", help=outputs_help)
+    parser.add_argument(
+        "--explain", action="store_true", help="explain for each axis what moves it, or why nothing does"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=symmetries)
@@ -150,28 +155,30 @@ def symmetries(options: argparse.Namespace) -> int:
     """Print the symmetries of a network."""
     rows, *shape = options.input or (2, 3, 224, 224)
     net = load_net(options.net, tuple(shape), options.outputs)
-    x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch of one can't be told from an axis that is broadcast
+    x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch axis of length 1 looks like a broadcast axis
     try:
         symmetry = find_symmetry(net, x)
     except ValueError as error:
         if options.input is not None:
             raise
-        raise ValueError(f"{error}\n\nIf the network takes another input, say its shape: --input 2,10") from error
-    order = symmetry.log_order()
+        raise ValueError(f"{error}\n\nIf the network takes another input, give its shape: --input 2,10") from error
+    log_order = symmetry.log_order()
     if options.json:
-        print(json.dumps({"log_order": order, **symmetry.to_dict()}))
+        print(json.dumps({"log_order": log_order, **symmetry.to_dict()}))
         return 0
-    count = f"{round(math.exp(order)):,}" if order < math.log(1e6) else f"exp({order:.1f})"
-    print(f"{symmetry}\n\nlog |G| = {order:.1f}: permutations and signs give {count} equivalent copies of every mode.")
+    count = f"{round(math.exp(log_order)):,}" if log_order < math.log(1e6) else f"exp({log_order:.1f})"
+    print(
+        f"{symmetry}\n\nlog |G| = {log_order:.1f}: permutations and signs give {count} equivalent copies of each mode."
+    )
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0
 
 
 def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch.nn.Module:
-    """A torchvision model, with random weights, or what a user's callable returns, as ``compare --net`` calls it.
+    """Build a torchvision model with random weights, or a user's network as ``compare --net`` does.
 
-    :raises ValueError: if there is none of that name.
+    :raises ValueError: if there is no network of that name.
     """
     if ":" in name:
         return net_from_callable(name, input_shape, num_outputs).eval()

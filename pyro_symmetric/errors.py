@@ -1,8 +1,8 @@
-"""The base of the library's own errors."""
+"""The base class of the library's errors."""
 
 
 class Error(Exception):
-    """Base class of the errors that only this library raises, so that one ``except`` catches them.
+    """Base class of the library's own errors, so that one ``except`` catches them.
 
     >>> from pathlib import Path
     >>> _ = ps.Posterior({"w": torch.zeros(1, 3, 2)}, kind="chains").save("kept")
@@ -13,6 +13,6 @@ class Error(Exception):
     ...     print(type(error).__name__)
     StoreError
 
-    They are ``ValueError`` at the same time: ``discovery.UntraceableError``, ``discovery.InconclusiveError`` and
-    ``store.StoreError``. Arguments that can't be right raise plain ``TypeError`` or ``ValueError``.
+    Its subclasses are ``discovery.UntraceableError``, ``discovery.InconclusiveError`` and ``store.StoreError``, which
+    are also ``ValueError``. Invalid arguments raise plain ``TypeError`` or ``ValueError``.
     """

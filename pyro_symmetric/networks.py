@@ -1,5 +1,5 @@
-"""Networks by name: of the literature on posteriors, each built from the shape of one input and the number of outputs;
-and a user's own, which ``package.module:callable`` names.
+"""Networks of the literature on posteriors, built from the shape of one input and the number of outputs; users' own
+networks by ``package.module:callable``; and the import of torchvision.
 
 >>> ps.networks.optunet()(torch.zeros(2, 1, 28, 28)).shape
 torch.Size([2, 10])
@@ -23,10 +23,10 @@ Shape = Sequence[int]
 
 
 def optunet(input_shape: Shape = (1, 28, 28), num_outputs: int = 10) -> nn.Module:
-    """OptuNet (Laurent, Aldea & Franchi 2024, arXiv 2310.08287): 392 parameters for images of 28 x 28 in ten classes.
+    """Build OptuNet (Laurent, Aldea & Franchi 2024, arXiv 2310.08287): 392 parameters for 28 x 28 images in 10 classes.
 
-    Two convolutions without biases, the second in two groups, and a linear layer. The paper gives the sum only; kernel
-    sizes, channels and pooling are chosen here, by accuracy among those that give 392.
+    It has two convolutions without biases, the second in two groups, and a linear layer. The paper gives the number of
+    parameters only; kernel sizes, channels and pooling are the most accurate choice among those with 392 parameters.
     """
     return nn.Sequential(
         nn.Conv2d(_image(input_shape)[0], 2, 4, bias=False),
@@ -41,8 +41,7 @@ def optunet(input_shape: Shape = (1, 28, 28), num_outputs: int = 10) -> nn.Modul
 
 
 class FilterResponse(nn.Module):
-    """Filter-response normalisation (Singh & Krishnan 2020, arXiv 1911.09737), with SiLU in place of its thresholded
-    unit."""
+    """Filter-response normalisation (Singh & Krishnan 2020, arXiv 1911.09737) with SiLU in place of the TLU."""
 
     def __init__(self, channels: int, device: torch.device | str | None = None):
         super().__init__()
@@ -55,7 +54,7 @@ class FilterResponse(nn.Module):
 
 
 class FilterResponseBlock(nn.Module):
-    """Two convolutions and a shortcut that, where channels double, pads with zeros."""
+    """Residual block of two convolutions; where channels double, the shortcut is padded with zeros."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -65,14 +64,14 @@ class FilterResponseBlock(nn.Module):
         self.stride, self.pad = stride, (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        short = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
-        return short + self.norm2(self.conv2(self.norm1(self.conv1(x))))
+        shortcut = nn.functional.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.pad, self.pad))
+        return shortcut + self.norm2(self.conv2(self.norm1(self.conv1(x))))
 
 
 def resnet20(input_shape: Shape = (3, 32, 32), num_outputs: int = 10, width: int = 16) -> nn.Module:
-    """ResNet-20 (He et al. 2016) with filter-response normalisation and SiLU, as in Laurent, Aldea & Franchi 2024.
+    """Build ResNet-20 (He et al. 2016) with filter-response normalisation and SiLU, as Laurent, Aldea & Franchi 2024.
 
-    :param width: channels of the first stage; the paper's have 16.
+    :param width: channels of the first stage; 16 in the paper.
     """
     blocks = [FilterResponseBlock(width, width, 1) for _ in range(3)]
     for outputs in (2 * width, 4 * width):
@@ -82,9 +81,9 @@ def resnet20(input_shape: Shape = (3, 32, 32), num_outputs: int = 10, width: int
 
 
 def resnet18(input_shape: Shape = (3, 32, 32), num_outputs: int = 10) -> nn.Module:
-    """torchvision's ResNet-18 for small images: the first convolution is 3 x 3 at stride 1, without pooling after it.
+    """Build torchvision's ResNet-18 for small images: the first convolution is 3 x 3 with stride 1, without pooling.
 
-    It has batch normalisation: in a Bayesian model its running statistics are data.
+    It has batch normalisation, whose running statistics are data in a Bayesian model.
     """
     net = import_torchvision().models.resnet18(weights=None, num_classes=num_outputs)
     net.conv1 = nn.Conv2d(_image(input_shape)[0], 64, 3, 1, 1, bias=False)
@@ -97,15 +96,15 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "resnet20": resnet20,
     "resnet18": resnet18,
 }
-"""The networks that a study's ``net`` may name by their bare names."""
+"""The networks that a study's ``net`` may name without a module."""
 
 
 def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """The network that ``package.module:callable`` makes, of ``(input_shape, num_outputs)`` or of no arguments; or is.
+    """Build a network by ``package.module:callable``, called with ``(input_shape, num_outputs)`` or without arguments.
 
-    Modules of the current folder count.
+    The name may also be that of a network. Modules are also looked for in the current folder.
 
-    :param input_shape: of one row.
+    :param input_shape: shape of one row.
     :raises ValueError: if there is no such callable, it takes other arguments, or returns no network.
     """
     if os.getcwd() not in sys.path:
@@ -115,15 +114,17 @@ def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int)
     try:
         build = pkgutil.resolve_name(spec)
     except (ValueError, ImportError, AttributeError) as error:
-        known = ", ".join(NETWORKS)
-        raise ValueError(f"{spec!r} can't be imported ({error}); write package.module:callable, or {known}") from error
+        names = ", ".join(NETWORKS)
+        raise ValueError(f"{spec!r} can't be imported ({error}); write package.module:callable, or {names}") from error
     if isinstance(build, nn.Module):
         return build
-    taken = [p for p in inspect.signature(build).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    needed = sum(p.default is p.empty for p in taken)
-    if len(taken) != 2 and needed:
-        raise ValueError(f"{spec} needs {needed} arguments; it is called with (input_shape, num_outputs), or with none")
-    net = build(input_shape, num_outputs) if len(taken) == 2 else build()
+    named = [p for p in inspect.signature(build).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = sum(p.default is p.empty for p in named)
+    if len(named) != 2 and required:
+        raise ValueError(
+            f"{spec} needs {required} arguments; it is called with (input_shape, num_outputs) or with none"
+        )
+    net = build(input_shape, num_outputs) if len(named) == 2 else build()
     if not isinstance(net, nn.Module):
         raise ValueError(f"{spec} returned a {type(net).__name__}; it must return a torch.nn.Module")
     return net
@@ -139,22 +140,22 @@ def _image(shape: Shape) -> Shape:
 
 
 def import_torchvision() -> ModuleType:
-    """``import torchvision``, also beside a torch that its compiled operators don't fit.
+    """Import torchvision, even if its compiled operators don't match the installed torch.
 
-    PyPI's Linux wheels of torchvision carry operators compiled for CUDA, which can't load beside a CPU-only torch. Then
-    ``import torchvision`` fails (``operator torchvision::nms does not exist``), because it attaches shape functions to
-    two operators that were never registered, although its data sets and network definitions need none of them.
-    Registering the two without a kernel lets the import through; calling such an operator still ends in an error.
+    PyPI's Linux wheels of torchvision contain operators compiled for CUDA, which a CPU-only torch can't load. Then
+    ``import torchvision`` fails (``operator torchvision::nms does not exist``): it attaches shape functions to two
+    operators that were never registered, although its data sets and network definitions need neither. Registering the
+    two without a kernel lets the import succeed; calling them still raises an error.
 
-    :raises ImportError: if torchvision is missing, or fails for any other reason; it says what to install.
+    :raises ImportError: if torchvision is missing, or fails for any other reason; says what to install.
     """
     try:
         with contextlib.suppress(RuntimeError):
             return importlib.import_module("torchvision")
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]  # Python drops the package whose import failed, not the submodules that it had loaded
+            del sys.modules[name]  # after a failed import Python removes the package, but not its loaded submodules
         for name in ("torchvision::nms", "torchvision::qnms"):
-            with contextlib.suppress(RuntimeError):  # of one that is registered
+            with contextlib.suppress(RuntimeError):  # already registered
                 torch.library.define(name, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         return importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:  # OSError: a library of another CUDA release
@@ -167,7 +168,6 @@ def import_torchvision() -> ModuleType:
 
 
 def prepare_torchvision() -> None:
-    """To call before an import of torchmetrics or Lightning, which import torchvision if there is one, and fail with
-    it."""
+    """Import torchvision, if installed, before torchmetrics or Lightning do, whose imports would fail with its own."""
     with contextlib.suppress(ImportError):
         import_torchvision()
