@@ -1,7 +1,4 @@
-"""The command line: ``compare`` runs a study, ``symmetries`` prints those of a network.
-
-An error prints one sentence and exits with a non-zero code.
-"""
+"""The command line: ``compare`` and ``symmetries``. An error prints one sentence and exits with a non-zero code."""
 
 from __future__ import annotations
 
@@ -167,9 +164,7 @@ def symmetries(options: argparse.Namespace) -> int:
         print(json.dumps({"log_order": log_order, **symmetry.to_dict()}))
         return 0
     count = f"{round(math.exp(log_order)):,}" if log_order < math.log(1e6) else f"exp({log_order:.1f})"
-    print(
-        f"{symmetry}\n\nlog |G| = {log_order:.1f}: permutations and signs give {count} equivalent copies of each mode."
-    )
+    print(f"{symmetry}\n\nlog |G| = {log_order:.1f}: permutations and signs give {count} copies of every mode.")
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0

@@ -1,7 +1,7 @@
 """Data sets for examples, studies and tests: tables and images, split, standardised and ready for a network.
 
-:func:`load` reads a data set by name, :func:`ood` adds a second one as out-of-distribution inputs. Both give a
-:class:`Dataset`, whose tensors hold inputs that are standardised by the statistics of its own training rows.
+:func:`load` reads a data set by name; :func:`ood` adds the inputs of a second one as out-of-distribution inputs. Both
+return a :class:`Dataset`, whose inputs are standardised by the statistics of its training rows.
 
 >>> data = ps.datasets.load("wine")
 >>> data.input_shape, data.num_outputs
@@ -32,8 +32,8 @@ IMAGES = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
-TEST_SHARE = 0.2  # of the rows of a data set that has no test part
-MOST_CLASSES = 20  # different whole numbers in a target that are taken as classes
+TEST_SHARE = 0.2  # of the rows of a data set without an official test part
+MOST_CLASSES = 20  # a target with at most so many different whole numbers holds classes
 KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 """The names that :func:`load` reads."""
 
@@ -42,17 +42,17 @@ KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 class Dataset:
     """Training, test and out-of-distribution rows of one data set.
 
-    Inputs are standardised by the training rows: ``x = (raw - x_mean) / x_scale``, per channel for images (whose pixels
-    are brought to 0..1 first) and per feature for tables. Targets of a regression are standardised likewise.
+    Inputs are standardised by the training rows: ``x = (raw - x_mean) / x_scale``, per feature for tables and per
+    channel for images, whose pixels are scaled to 0..1 first. Regression targets are standardised likewise.
 
-    :param name: the name that it was loaded by.
+    :param name: the name passed to :func:`load`.
     :param train_x: ``(num_train, *input_shape)``; ``input_shape`` is ``(channels, height, width)`` or ``(features,)``.
     :param train_y: ``(num_train,)``, class indices ``0..num_outputs-1`` as int64, or standardised targets.
-    :param ood_x: ``(num_ood, *input_shape)`` inputs that don't belong to the training distribution, or ``None``.
-    :param ood_name: where ``ood_x`` comes from, e.g. ``"digits: 8, 9"``.
-    :param class_names: one name a class, in the order of the indices; empty for regression.
-    :param feature_names: one name a feature of a table; empty for images.
-    :param x_scale: broadcasts against ``input_shape``; 1 where a feature is constant.
+    :param ood_x: ``(num_ood, *input_shape)`` out-of-distribution inputs, or ``None``.
+    :param ood_name: the source of ``ood_x``, e.g. ``"digits: 8, 9"``.
+    :param class_names: the name of each class, in the order of the indices; empty for regression.
+    :param feature_names: the name of each feature of a table; empty for images.
+    :param x_scale: broadcasts with ``input_shape``; 1 where a feature is constant.
     :param y_scale: scalar, 1 for classification.
     """
 
@@ -78,26 +78,28 @@ class Dataset:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that a network for this task has: one a class, or 1 for regression."""
+        """Number of outputs of a network for this task: one for each class, or 1 for regression."""
         return len(self.class_names) or 1
 
     def unstandardize_y(self, y: Tensor) -> Tensor:
-        """Bring standardised targets or predicted means, of any shape, back to the data's units."""
+        """Transform standardised targets or predicted means, of any shape, to the data's units."""
         return y * self.y_scale + self.y_mean
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dataset:
-        """The same data on another device, or with floats of another type; class indices stay integers."""
+        """Move the data to another device or floating-point dtype; class indices stay integers."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {n: v.to(device=device, dtype=dtype if v.is_floating_point() else None) for n, v in tensors.items()}
         return replace(self, **moved)  # type: ignore[arg-type]
 
     def describe(self) -> str:
-        """A sentence for a report: rows, inputs and targets."""
+        """Describe rows, inputs and targets in a sentence for a report."""
         size, classes = "x".join(map(str, self.input_shape)), self.class_names
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
             f"{'images of' if len(self.input_shape) == 3 else 'features:'} {size}",
-            f"{len(classes)} classes ({shorten(classes)})" if classes else f"targets of deviation {self.y_scale:.4g}",
+            f"{len(classes)} classes ({shorten(classes)})"
+            if classes
+            else f"targets of standard deviation {self.y_scale:.4g}",
         ]
         if self.ood_x is not None:
             parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
@@ -127,32 +129,32 @@ def load(
 
     :param name: one of :data:`KNOWN`: a table or the digits of scikit-learn; images, read by torchvision from ``root``;
         ``uci/<name>``, a folder under ``root``; ``csv:FILE``, the user's own table; ``images:FOLDER``, the user's own
-        pictures, a folder for each class.
-    :param root: the folder in which data sets are looked for, and to which they are downloaded.
-    :param download: fetch an image data set that is missing.
+        images, in a folder for each class.
+    :param root: the folder of data sets, also for downloads.
+    :param download: whether to download an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
-    :param task: for tables whose target allows both; guessed by default.
-    :param hold_out: classes, by name, that are kept out of training and test and become the out-of-distribution inputs;
-        ``"auto"`` the last fifth where there are at least 5. Of a test part of its own, where there is one.
-    :param split: number of the split. UCI sets bring theirs; a fifth of the rows of data sets without a test part is
-        split off anew for each (stratified by class).
-    :param image_size: the side in pixels to which the pictures of ``images:FOLDER`` are scaled and cut.
+    :param task: the task of a table whose target allows both; guessed by default.
+    :param hold_out: classes, by name, whose rows are left out of training and test; those of the official test part, or
+        else of all rows, become the out-of-distribution inputs. ``"auto"``: the last fifth of at least 5 classes.
+    :param split: number of the split: one of the official splits of a UCI data set; of other data sets without a test
+        part, a random split (stratified by class) with a fifth of the rows for test.
+    :param image_size: side in pixels to which ``images:FOLDER`` is resized and cropped.
     :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
-    :param seed: of the split and the subsets, whatever the state of PyTorch's generator.
-    :param dtype: of the inputs and regression targets; PyTorch's default by default.
-    :raises ValueError: if the name is unknown, or what was read can't be used; says what was found.
-    :raises FileNotFoundError: if the data are not where they were looked for.
+    :param seed: seed of the split and the subsets, independent of PyTorch's generator.
+    :param dtype: dtype of the inputs and regression targets; PyTorch's default by default.
+    :raises ValueError: if the name is unknown, or the data can't be used; says what was found.
+    :raises FileNotFoundError: if the data aren't in ``root``.
     """
     arguments.one_of("task", task, (None, *get_args(Task)))
     arguments.whole("max_train", max_train, 2, none="all")
     arguments.whole("max_test", max_test, 1, none="all")
     raw = _read(name, Path(root).expanduser(), download, target, split, task, image_size)
     if task not in (None, raw.task):
-        raise ValueError(f"{name} is a {raw.task} data set; task={task!r} doesn't fit it")
+        raise ValueError(f"{name} is a {raw.task} data set, so task={task!r} doesn't fit")
     rng = np.random.default_rng([seed, split])
-    held = _held_out(name, raw, hold_out)
-    known = np.array([label not in held for label in raw.class_names])  # of each class
-    inside = known[raw.y] if held else np.ones(len(raw.y), dtype=bool)
+    held_out = _held_out(name, raw, hold_out)
+    is_kept = np.array([label not in held_out for label in raw.class_names])  # of each class
+    inside = is_kept[raw.y] if held_out else np.ones(len(raw.y), dtype=bool)
     train, test = raw.parts or (np.arange(len(raw.y)),) * 2
     train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
     if not raw.parts:
@@ -162,9 +164,9 @@ def load(
     train, test, outside = (
         rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most] for rows, most in sizes
     )
-    if held:
-        kept = tuple(label for label in raw.class_names if label not in held)
-        raw = replace(raw, y=known.cumsum()[raw.y] - 1, class_names=kept)
+    if held_out:
+        kept = tuple(label for label in raw.class_names if label not in held_out)
+        raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=kept)
     _require_sound(name, raw, train)
     train_x, y = _inputs(raw.x[train]), torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x)
@@ -181,7 +183,7 @@ def load(
         test_x=test_x,
         test_y=y[test],
         ood_x=ood_x if len(outside) else None,
-        ood_name=f"{name}: {shorten(held)}" if len(outside) else None,
+        ood_name=f"{name}: {shorten(held_out)}" if len(outside) else None,
         class_names=raw.class_names,
         feature_names=raw.feature_names,
         x_mean=x_mean,
@@ -200,18 +202,18 @@ def ood(
     max_rows: int | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """``like`` with the inputs of another data set as its out-of-distribution inputs, standardised as its own are.
+    """Return ``like`` with the inputs of another data set as out-of-distribution inputs, standardised as its own.
 
-    They must have the same shape; the features of ``csv:FILE`` are taken by name (a target column may be missing). The
-    test part is used where a data set has one, all rows otherwise.
+    They must have the same shape. The features of ``csv:FILE`` are selected by name, so it needs no target column. Of
+    a data set with an official test part only this part is used.
 
     :param max_rows: most rows, a random subset drawn by ``seed``; ``None`` for all.
     :raises ValueError: if the data set is ``like`` itself, or has another shape.
-    :raises FileNotFoundError: if the data are not where they were looked for.
+    :raises FileNotFoundError: if the data aren't in ``root``.
     """
     arguments.whole("max_rows", max_rows, 1, none="all")
     if name == like.name:
-        raise ValueError(f"ood is {name!r}, which is the data set itself; name another, or hold classes out")
+        raise ValueError(f"ood is {name!r}, the data set itself; name another data set, or hold out classes")
     if name.startswith("csv:"):
         raw = Raw(numbers(frame(name, like.feature_names)[list(like.feature_names)]), np.zeros(0))
     else:
@@ -219,8 +221,8 @@ def ood(
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
     if x.shape[1:] != like.input_shape:
-        found, wanted = tuple(x.shape[1:]), tuple(like.input_shape)
-        raise ValueError(f"rows of {name} have shape {found}, but of {like.name} {wanted}")
+        shape, expected = tuple(x.shape[1:]), tuple(like.input_shape)
+        raise ValueError(f"rows of {name} have shape {shape}, but of {like.name} {expected}")
     return replace(like, ood_x=(x.to(like.x_mean) - like.x_mean) / like.x_scale, ood_name=name)
 
 
@@ -244,27 +246,27 @@ def _read(name: str, root: Path, download: bool, target: str | None, split: int,
 
 
 def _held_out(name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int] | None) -> list[str]:
-    """The names of the classes that are kept out."""
-    known = raw.class_names
+    """Return the names of the classes to hold out."""
+    names = raw.class_names
     if classes == "auto":
-        classes = known[len(known) - round(len(known) / 5) :] if len(known) >= 5 else ()
-    held = [str(label) for label in arguments.listed("hold_out", classes or (), (str, int), "classes")]
-    if held and (not set(held) <= set(known) or len(set(known) - set(held)) < 2):
-        raise ValueError(f"hold_out is {held}; it must leave at least 2 of the classes of {name}: {shorten(known)}")
-    return held
+        classes = names[len(names) - round(len(names) / 5) :] if len(names) >= 5 else ()
+    held_out = [str(label) for label in arguments.listed("hold_out", classes or (), (str, int), "classes")]
+    if held_out and (not set(held_out) <= set(names) or len(set(names) - set(held_out)) < 2):
+        raise ValueError(f"hold_out is {held_out}; it must leave at least 2 of the classes of {name}: {shorten(names)}")
+    return held_out
 
 
 def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:
-    """``rows`` in a random order in which every prefix holds each class in close to its share.
+    """Return ``rows`` in a random order in which each prefix has nearly the class frequencies of all rows.
 
-    Row number k of the n rows of a class (in random order) is placed at (k + 1/2) / n of the whole.
+    The k-th of the n rows of a class, in random order, has the relative position (k + 1/2) / n.
     """
     rows = rows[rng.permutation(len(rows))]
-    place = np.zeros(len(rows))
+    position = np.zeros(len(rows))
     for label in range(len(raw.class_names)):
         of_class = raw.y[rows] == label
-        place[of_class] = (np.arange(of_class.sum()) + 0.5) / max(1, of_class.sum())
-    return rows[np.argsort(place, kind="stable")]  # so that ties between classes stay in random order
+        position[of_class] = (np.arange(of_class.sum()) + 0.5) / max(1, of_class.sum())
+    return rows[np.argsort(position, kind="stable")]  # stable: ties between classes keep their random order
 
 
 def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
@@ -273,17 +275,17 @@ def _require_sound(name: str, raw: Raw, train: np.ndarray) -> None:
         raise ValueError(f"{name} holds values that are NaN, infinite, or too large for single precision")
     missing = [label for k, label in enumerate(raw.class_names) if k not in raw.y[train]]
     if missing or len(train) < 2:
-        raise ValueError(f"{name} has too few rows: none of the {len(train)} training rows is of {missing}")
+        raise ValueError(f"{name} has too few rows: the {len(train)} training rows lack the classes {missing}")
 
 
 def _inputs(rows: np.ndarray) -> Tensor:
-    """Rows as floats, bytes in 0..1. Single precision is exact enough for these and half the memory."""
+    """Convert rows to floats: bytes to single precision in 0..1, others to double precision."""
     x = torch.from_numpy(rows)
     return x.float() / 255 if x.dtype == torch.uint8 else x.double()
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (with 1/N, as the literature's), of images by channel; 1 for constants."""
+    """Return mean and standard deviation (with 1/N, as in the literature; 1 for constants), of images by channel."""
     dims = (0, 2, 3) if x.dim() == 4 else (0,)
     variance, mean = torch.var_mean(x, dim=dims, correction=0, keepdim=True)
     constant = x.amax(dims, keepdim=True) == x.amin(dims, keepdim=True)
@@ -291,21 +293,21 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shorten(names: Sequence[str], most: int = 12) -> str:
-    """The names, with commas, and dots in place of what goes beyond ``most``."""
+    """Join names by commas, with an ellipsis for those beyond ``most``."""
     return ", ".join(names if len(names) <= most else [*names[: most - 1], f"... {names[-1]}"])
 
 
-# readers: scikit-learn, torchvision, a CSV file, folders of pictures, UCI folders -------------------------------------
+# readers: scikit-learn, torchvision, folders of images, CSV files, UCI folders ----------------------------------------
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A data set as read, before it is split, subset or standardised.
+    """A data set before it is split, subset or standardised.
 
-    :param x: rows, ``(N, C, H, W)`` unsigned bytes, or floats of 0 to 1, for images, ``(N, F)`` floats for tables.
+    :param x: inputs: for images ``(N, C, H, W)`` unsigned bytes, or floats from 0 to 1; for tables ``(N, F)`` floats.
     :param y: ``(N,)`` class indices (integers) or targets (floats).
-    :param class_names: one name a class; empty for regression.
-    :param parts: training and test rows, if the data set has parts of its own.
+    :param class_names: the name of each class; empty for regression.
+    :param parts: rows of the official training and test parts, or ``None``.
     """
 
     x: np.ndarray
@@ -316,16 +318,16 @@ class Raw:
 
     @property
     def task(self) -> Task:
-        """The task that its targets set."""
+        """The task: classification if there are classes."""
         return "classification" if self.class_names else "regression"
 
 
 def read_sklearn(name: str) -> Raw:
-    """Read one of :data:`SKLEARN`, which need no files and no network."""
-    from sklearn import datasets  # which the extra ``study`` brings
+    """Read one of :data:`SKLEARN`, which are part of scikit-learn."""
+    from sklearn import datasets  # installed by the extra ``study``
 
-    more = {"scaled": False} if name == "diabetes" else {}
-    bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**more)
+    options = {"scaled": False} if name == "diabetes" else {}
+    bunch = getattr(datasets, f"load_{name.replace('-', '_')}")(**options)
     features, classes = (tuple(map(str, bunch.get(part, ()))) for part in ("feature_names", "target_names"))
     if name == "digits":
         return Raw(bunch.images[:, None] / 16, bunch.target.astype(np.int64), classes)
@@ -333,9 +335,9 @@ def read_sklearn(name: str) -> Raw:
 
 
 def read_images(name: str, root: Path, download: bool) -> Raw:
-    """Read the official training and test parts of one of :data:`IMAGES`, bytes as they are.
+    """Read the official training and test parts of one of :data:`IMAGES` as bytes.
 
-    :raises FileNotFoundError: if the data are not there, can't be read, or can't be downloaded.
+    :raises FileNotFoundError: if the data are missing, can't be read, or can't be downloaded.
     """
     import_torchvision()
     from torchvision import datasets
@@ -356,29 +358,29 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
 
 
 def read_folder(name: str, side: int) -> Raw:
-    """Read ``images:FOLDER``: a folder of pictures for each class, or such folders in ``train`` and ``test``.
+    """Read ``images:FOLDER``: a folder of images for each class, or such folders in ``train`` and ``test`` or ``val``.
 
-    TinyImageNet, Textures and their like are laid out so. Of ``train`` alone, or beside other classes, only it is read.
+    TinyImageNet and Textures have this layout. If ``train`` and ``test`` differ in classes, only ``train`` is read.
 
-    :param side: of the square that pictures are scaled and cut to, in pixels.
-    :raises FileNotFoundError: if there is no such folder, or no picture in it.
+    :param side: side in pixels of the square to which images are resized and cropped.
+    :raises FileNotFoundError: if there is no such folder, or no image in it.
     """
     import_torchvision()
     from torchvision import datasets, transforms
 
     root = Path(name.removeprefix("images:")).expanduser()
-    cut = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
-    parts = [root / part for part in ("train", "test", "val") if (root / part).is_dir()]
-    read = [datasets.ImageFolder(part, cut, allow_empty=True) for part in (parts[:2] or [root])]
-    read = read if read[0].classes == read[-1].classes else read[:1]
-    x = np.stack([np.asarray(picture).transpose(2, 0, 1) for part in read for picture, _ in part])
-    y, rows = np.concatenate([part.targets for part in read]), np.arange(len(x))
-    official = (rows[: len(read[0])], rows[len(read[0]) :]) if len(read) > 1 else None
-    return Raw(x, y, tuple(read[0].classes), official)
+    crop = transforms.Compose([transforms.Resize(side), transforms.CenterCrop(side)])
+    folders = [root / part for part in ("train", "test", "val") if (root / part).is_dir()]
+    parts = [datasets.ImageFolder(folder, crop, allow_empty=True) for folder in (folders[:2] or [root])]
+    parts = parts if parts[0].classes == parts[-1].classes else parts[:1]
+    x = np.stack([np.asarray(image).transpose(2, 0, 1) for part in parts for image, _ in part])
+    y, rows = np.concatenate([part.targets for part in parts]), np.arange(len(x))
+    official = (rows[: len(parts[0])], rows[len(parts[0]) :]) if len(parts) > 1 else None
+    return Raw(x, y, tuple(parts[0].classes), official)
 
 
 def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Images ``(N, C, H, W)`` as bytes and labels ``(N,)``, without a detour over single Pillow images."""
+    """Return images ``(N, C, H, W)`` as bytes and labels ``(N,)``, without converting single Pillow images."""
     images = np.asarray(dataset.data)
     if images.ndim == 3:
         images = images[:, None]
@@ -389,11 +391,11 @@ def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
-    """Read ``csv:FILE``: a header row, one target column, everything else features, which are numbers.
+    """Read ``csv:FILE``: a header row, one target column, and numerical features in all other columns.
 
-    :param task: by default classification where the target holds words, or at most :data:`MOST_CLASSES` different whole
-        numbers; regression otherwise.
-    :raises ValueError: naming the columns, if the target isn't one of them; or what can't be used.
+    :param task: default: classification if the target holds words or at most :data:`MOST_CLASSES` different whole
+        numbers, regression otherwise.
+    :raises ValueError: if ``target`` isn't a column, or a column can't be used; names the columns.
     """
     table = frame(name)
     if target not in table:
@@ -406,38 +408,38 @@ def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
 
 
 def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
-    """Some columns of ``csv:FILE``, by default all, as a data frame without missing values."""
-    import pandas as pd  # half a second, which only those who read a file should wait for
+    """Read some columns of ``csv:FILE``, by default all, as a data frame; refuse missing values."""
+    import pandas as pd  # takes half a second to import
 
     path = Path(name.removeprefix("csv:")).expanduser()
-    found = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
-    if (missing := found.columns[found.isna().any()]).any():
+    table = pd.read_csv(path, usecols=columns, index_col=False, skipinitialspace=True, encoding="utf-8-sig")
+    if (missing := table.columns[table.isna().any()]).any():
         raise ValueError(f"{path} has missing values in the columns {list(missing)}")
-    return found
+    return table
 
 
 def numbers(table: Any) -> np.ndarray:
-    """A data frame of numbers as an array."""
+    """Convert a data frame of numbers to an array."""
     if words := [name for name, values in table.items() if values.dtype.kind not in "biuf"]:
         raise ValueError(f"the columns {words} hold words; code them as numbers, with pandas.get_dummies, say")
     return table.to_numpy(np.float64)
 
 
 def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw:
-    """Read ``uci/<set>`` with the given one of its splits; a regression unless told otherwise.
+    """Read ``uci/<set>`` with one of its splits, by default as a regression.
 
-    The layout that the Bayesian-network literature shares (Hernandez-Lobato & Adams 2015; Gal & Ghahramani 2016): a
+    The layout is that of the Bayesian-network literature (Hernandez-Lobato & Adams 2015; Gal & Ghahramani 2016): a
     folder with ``data.txt`` (numbers, separated by blanks), ``index_features.txt`` and ``index_target.txt`` (columns,
     from 0), ``index_train_<k>.txt`` and ``index_test_<k>.txt`` (rows, from 0).
 
-    :param root: a folder that holds ``uci/<set>`` or ``<set>``.
-    :raises FileNotFoundError: if the folder, or a file of it, is missing.
+    :param root: the folder of ``uci/<set>`` or ``<set>``.
+    :raises FileNotFoundError: if the folder, or a file in it, is missing.
     :raises ValueError: if a file doesn't fit the layout.
     """
-    places = [root / up / name.removeprefix("uci/") / down for up in ("uci", "") for down in ("", "data")]
-    folder = next((place for place in places if (place / "data.txt").is_file()), None)
+    folders = [root / up / name.removeprefix("uci/") / down for up in ("uci", "") for down in ("", "data")]
+    folder = next((folder for folder in folders if (folder / "data.txt").is_file()), None)
     if folder is None:
-        raise FileNotFoundError(f"{name} was not found in {root.resolve()}; root (--data-root) says where uci is")
+        raise FileNotFoundError(f"{name} wasn't found in {root.resolve()}; set root (--data-root) to the folder of uci")
     data = np.loadtxt(folder / "data.txt", ndmin=2)
     features, target = (_indices(folder / f"index_{part}.txt", data.shape[1]) for part in ("features", "target"))
     train, test = (_indices(folder / f"index_{part}_{split}.txt", len(data)) for part in ("train", "test"))
@@ -448,7 +450,7 @@ def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw
 
 
 def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Targets ``(N,)`` as floats, or as class indices with the classes' names in sorted order."""
+    """Convert targets ``(N,)`` to floats, or to class indices and the sorted names of the classes."""
     if task == "regression":
         return values.astype(np.float64), ()
     classes, indices = np.unique(values, return_inverse=True)
@@ -456,7 +458,7 @@ def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]
 
 
 def _indices(path: Path, size: int) -> np.ndarray:
-    """Rows or columns; some of the shared files write them as floats ("3.000000e+00")."""
+    """Read indices of rows or columns; some of the files write them as floats ("3.000000e+00")."""
     values = np.loadtxt(path, ndmin=1).ravel()
     if not set(values) <= set(range(size)) or len(set(values)) < len(values):
         raise ValueError(f"{path} must hold different whole numbers from 0 to {size - 1}")

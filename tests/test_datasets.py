@@ -103,7 +103,7 @@ def test_classes_are_held_out_only_if_that_is_asked_for():
     ("name", "arguments", "sentence"),
     [
         ("digits", {"hold_out": range(9)}, "it must leave at least 2 of the classes of digits"),
-        ("digits", {"max_train": 5}, "too few rows: none of the 5 training rows is of"),
+        ("digits", {"max_train": 5}, "too few rows: the 5 training rows lack the classes"),
     ],
 )
 def test_what_would_leave_out_classes_is_refused(name, arguments, sentence):
