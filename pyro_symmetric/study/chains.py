@@ -1,4 +1,4 @@
-"""Markov chains, many at once, from independent initial values of the network; ``chains`` is their number."""
+"""Markov chains, all at once, from independent initial values of the network; ``chains`` is their number."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ MOST: dict[str, Any] = {"most_draws": lambda budget: budget.chains * budget.draw
 
 @register("sghmc", {**STOCHASTIC, "step_size": 0.005, "friction": 5.0}, quick={**QUICK, "num_steps": 10}, **MOST)
 def sghmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Stochastic-gradient Hamiltonian Monte Carlo: chains on mini-batches, without an accept step (Chen et al.
-    2014)."""
+    """Sample by stochastic-gradient Hamiltonian Monte Carlo on mini-batches, without a Metropolis correction (Chen et
+    al. 2014)."""
     return _run(SGHMC, problem, budget, progress)
 
 
 @register("sgld", STOCHASTIC, quick={**QUICK, "num_steps": 10}, **MOST)
 def sgld(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Stochastic-gradient Langevin dynamics: chains on mini-batches, without momentum or accept step (Welling & Teh
-    2011)."""
+    """Sample by stochastic-gradient Langevin dynamics on mini-batches, without momentum or a Metropolis correction
+    (Welling & Teh 2011)."""
     return _run(SGLD, problem, budget, progress)
 
 
 @register("psgld", STOCHASTIC, quick={**QUICK, "num_steps": 10}, **MOST)
 def psgld(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Preconditioned stochastic-gradient Langevin dynamics: each weight has a step size of its own (Li et al. 2016)."""
+    """Sample by preconditioned stochastic-gradient Langevin dynamics, with a step size per weight (Li et al. 2016)."""
     return _run(pSGLD, problem, budget, progress)
 
 
 @register("hmc", {**CHAINS, "num_steps": 32}, quick={**QUICK, "num_steps": 16}, **MOST)
 def hmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Hamiltonian Monte Carlo on all data, many chains at once, step size and mass matrix adapted: the reference."""
+    """Sample by Hamiltonian Monte Carlo on all data, with adapted step size and mass matrix: the default reference."""
     return _run(HMC, problem, budget, progress)
 
 
@@ -50,17 +50,17 @@ def hmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     **MOST,
 )
 def nuts(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """The No-U-Turn Sampler (Hoffman & Gelman 2014) on all data: trajectories that find their own length."""
+    """Sample by the No-U-Turn Sampler on all data, with trajectories of adaptive length (Hoffman & Gelman 2014)."""
     return _run(NUTS, problem, budget, progress)
 
 
-def _run(kind: Any, problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Parts of the budget that don't count chains and draws are the kernel's own options."""
-    own = {part: value for part, value in vars(budget).items() if part not in CHAINS}
-    if "batch_size" in own:
-        own["batch_size"] = min(own["batch_size"], len(problem.x))
+def _run(kernel: Any, problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """Sample with a kernel, whose options are the parts of the budget other than :data:`CHAINS`."""
+    options = {part: value for part, value in vars(budget).items() if part not in CHAINS}
+    if "batch_size" in options:
+        options["batch_size"] = min(options["batch_size"], len(problem.x))
     posterior = sample(
-        kind(problem.model, **own),
+        kernel(problem.model, **options),
         problem.x,
         problem.y,
         num_samples=budget.draws,
@@ -75,6 +75,6 @@ def _run(kind: Any, problem: Problem, budget: Any, progress: bool) -> Iterator[F
         progress=progress,
     )
     if posterior.metadata.get("interrupted"):
-        raise KeyboardInterrupt  # a shorter run than was asked for is not a finished method
+        raise KeyboardInterrupt  # a run cut short is no finished method
     energy = (-posterior.statistics["lp"]).mean(0).tolist()
     yield Fit(posterior, {"losses": {"mean potential energy (nats)": energy}})

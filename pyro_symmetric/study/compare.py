@@ -1,8 +1,8 @@
-"""A whole study: fit every method, keep each as it finishes, compare all with the reference, write the report.
+"""A whole study: fit every method, save each as it finishes, compare all with the reference, write the report.
 
-Its folder holds ``settings.json``, by which a study is known, ``results.json``, ``report.html``, the draws of finished
-methods in ``samples`` and what the others have so far in ``unfinished``. Nothing of these names is touched in a folder
-that is no study's.
+Its folder holds ``settings.json``, which identifies the study, ``results.json``, ``report.html``, the draws of finished
+methods in ``samples`` and the progress of others in ``unfinished``. In any other folder, files of these names are left
+alone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pyro_symmetric.study.problem import Problem, StudySettings, build_problem
 
 Say = Callable[[str], None]
 
-# Module -> the package that brings it: what a study is made with.
+# What a study needs: module -> package.
 PACKAGES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "sklearn": "scikit-learn", "laplace": "laplace-torch"}
 SMALL_PROBLEM = 10_000_000  # weights times rows below which one thread computes as fast as several
 FORMAT = "pyro-symmetric study"
-NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
+SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED = "settings.json", "results.json", "report.html", "samples", "unfinished"
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Study:
     """The findings of a study.
 
     :param problem: the data, model and symmetry.
-    :param fits: label -> what was fitted, in the order of the methods.
+    :param fits: label -> fit, in the order of the methods.
     :param draws: label -> the draws that were compared.
-    :param results: all that the report's tables hold, as JSON.
-    :param out: the folder that holds everything.
+    :param results: the numbers of the report, as JSON.
+    :param out: the study's folder.
     """
 
     problem: Problem
@@ -59,26 +59,25 @@ class Study:
 
     @property
     def report(self) -> Path:
-        """The report to open."""
+        """The path of the report."""
         return self.out / REPORT
 
 
 def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True, say: Say = print) -> Study:
-    """Do the study that ``settings`` describe, in the folder ``out``.
+    """Run the study that ``settings`` describe, in the folder ``out``.
 
-    Every method is written to ``out/samples`` when it finishes; chains and ensembles are written to ``out/unfinished``
-    as they go. Run again with the same settings and folder, the study resumes where it stopped; with other settings it
-    is refused, and so is a folder that holds other things in their place.
+    Every method is saved to ``out/samples`` when it finishes; chains and ensembles save their progress to
+    ``out/unfinished``. Called again with the same settings and folder, the study resumes where it stopped. The caller's
+    random generators and Pyro parameters are left alone: see :func:`own_randomness`.
 
-    The caller's random generators and Pyro parameters stay as they are: see :func:`own_randomness`.
-
+    :param say: receives progress messages, a line each.
     :raises ValueError: if the settings can't be met, or differ from those of the study in ``out``.
     :raises ImportError: if a package is missing that the methods or the report need.
-    :raises OSError: if the folder can't be written, or holds files of these names that no study wrote.
+    :raises OSError: if ``out`` can't be written, or holds files of a study's names that no study wrote.
     """
     if missing := [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]:
         names = " and ".join(missing)
-        raise ImportError(f"the study needs {names}, not installed here; pip install 'pyro-symmetric[study]' brings it")
+        raise ImportError(f"the study needs {names}; pip install 'pyro-symmetric[study]'")
     methods = [make_method(title, settings.quick) for title in settings.methods]
     settings = replace(settings, reference=named_reference(methods, settings))
     with own_randomness(settings.seed, settings.torch_device):
@@ -88,43 +87,46 @@ def run_study(settings: StudySettings, out: str | Path, *, progress: bool = True
 
 
 def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool, say: Say) -> Study:
-    settings, mark = problem.settings, claim(out, problem)
+    """Fit, or load, and measure the methods one by one; then write results and report."""
+    settings, fingerprint = problem.settings, claim_folder(out, problem)
     for line in problem.describe():
         say(line)
-    basis, fits, doubts = settings.reference, dict[str, Fit](), list[str]()
-    if basis not in settings.methods:
-        say(f"No distances will be measured: the reference {basis} is not among {', '.join(settings.methods)}.")
+    reference_label, fits, remarks = settings.reference, dict[str, Fit](), list[str]()
+    if reference_label not in settings.methods:
+        say(f"No distances are measured: the reference {reference_label} is not among {', '.join(settings.methods)}.")
     for method in methods:
-        if found := load(method, out, mark, say):
+        if fitted := load(method, out, fingerprint, say):
             say(f"Reusing {method.title} from {out / SAMPLES}.")
         else:
             say(f"Fitting {method.title} ...")
             try:
-                fit_and_save(method, problem, out, mark, progress, say)
+                fit_and_save(method, problem, out, fingerprint, progress, say)
             except TooLarge as error:
-                doubts.append(f"{method.title} is left out: {error}.")
-                say(doubts[-1])
+                remarks.append(f"{method.title} is left out: {error}.")
+                say(remarks[-1])
                 continue
-            found = load(method, out, mark, say)
-        fits |= found
+            fitted = load(method, out, fingerprint, say)
+        fits |= fitted
     if not fits:
         raise ValueError("the problem is too large for every method")
     draws = {label: draws_of(fit.posterior, problem) for label, fit in fits.items()}
-    reference = reference_of(basis, fits[basis].posterior, draws[basis], problem) if basis in fits else None
+    reference = None
+    if reference_label in fits:
+        reference = reference_of(reference_label, fits[reference_label].posterior, draws[reference_label], problem)
     rows = {}
     for label, fit in fits.items():
         say(f"Measuring {label} ...")
-        with own_randomness(settings.seed, problem.x.device):  # some tests simulate their null distribution
+        with own_randomness(settings.seed, problem.x.device):  # a test may simulate its null distribution
             rows[label] = measure(label, fit, draws[label], reference, problem)
-    doubts += concerns(rows, basis)
-    for line in doubts:
+    remarks += concerns(rows, reference_label)
+    for line in remarks:
         say(line)
     results = {
         "settings": settings.to_dict(),
         "problem": problem.describe(),
         "environment": environment(settings),
         "methods": rows,
-        "concerns": doubts,
+        "concerns": remarks,
     }
     study = Study(problem, fits, draws, plain(results), out)
     write_whole(out / RESULTS, json.dumps(study.results, indent=1, allow_nan=False).encode(), "table of results")
@@ -135,9 +137,9 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
 
 
 def named_reference(methods: Sequence[Method], settings: StudySettings) -> str:
-    """The title of the method that the reference names, with or without its budget.
+    """Return the title of the method that ``settings.reference`` names, with or without its budget.
 
-    :raises ValueError: if it will have too few draws to be split.
+    :raises ValueError: if it gives too few draws to be split in halves.
     """
     make_method(settings.reference)
     named = [method for method in methods if settings.reference in (method.title, method.name)]
@@ -153,11 +155,11 @@ def named_reference(methods: Sequence[Method], settings: StudySettings) -> str:
 # fitting ------------------------------------------------------------------------------------------------------------
 
 
-def fit_and_save(method: Method, problem: Problem, out: Path, mark: Any, progress: bool, say: Say) -> None:
-    """Fit a method, or resume where it was stopped, and write each of its fits."""
-    # Its own seed, so that a method gives the same draws whichever others run before it.
+def fit_and_save(method: Method, problem: Problem, out: Path, fingerprint: Any, progress: bool, say: Say) -> None:
+    """Fit a method, or resume it where it stopped, and save each of its fits."""
+    # A seed of its own: its draws don't depend on the methods before it.
     seed = int(digest([problem.settings.seed, method.title])[:8], 16)
-    scratch, start = scratch_of(out, method), time.perf_counter()
+    scratch, start = scratch_path(out, method), time.perf_counter()
     resumed, own = scratch.exists(), replace(problem, seed=seed, scratch=scratch)
 
     def attempt() -> list[Fit]:
@@ -165,44 +167,46 @@ def fit_and_save(method: Method, problem: Problem, out: Path, mark: Any, progres
             return list(method.fit(own, method.parts, progress))
 
     try:
-        found = attempt()
+        fits = attempt()
     except StoreError as error:
         if not resumed:
             raise
-        say(f"{scratch} can't resume and is made anew: {error}")
+        say(f"{scratch} can't be resumed and is started again: {error}")
         shutil.rmtree(scratch)
-        found = attempt()
+        fits = attempt()
     if problem.x.is_cuda:
         torch.cuda.synchronize()
-    # Of a method that was stopped, the earlier parts count as well.
-    seconds = max(time.perf_counter() - start, sum(map(_noted_seconds, found)))
-    for label, fit in zip(method.rows, found, strict=True):
-        noted = {"study": marked(method, label, mark), "found": {**fit.found, "seconds": seconds}}
-        shutil.rmtree(store_of(out, label), ignore_errors=True)  # another study's, or damaged
-        replace(fit.posterior, metadata={**fit.posterior.metadata, **noted}).save(store_of(out, label))
+    # The time before an interrupt counts, too.
+    seconds = max(time.perf_counter() - start, sum(map(_recorded_seconds, fits)))
+    for label, fit in zip(method.rows, fits, strict=True):
+        metadata = {"study": identity(method, label, fingerprint), "found": {**fit.found, "seconds": seconds}}
+        shutil.rmtree(store_path(out, label), ignore_errors=True)  # another study's, or damaged
+        replace(fit.posterior, metadata={**fit.posterior.metadata, **metadata}).save(store_path(out, label))
     say(f"  {method.title} took {seconds:.1f} s.")
 
 
-def _noted_seconds(fit: Fit) -> float:
-    """Seconds that the draws took, if that was noted as they were made."""
-    noted = fit.posterior.metadata.get("seconds", 0.0)
-    return float(sum(noted.values()) if isinstance(noted, Mapping) else noted)
+def _recorded_seconds(fit: Fit) -> float:
+    """Return the seconds that the posterior's metadata record for its draws, or 0."""
+    recorded = fit.posterior.metadata.get("seconds", 0.0)
+    return float(sum(recorded.values()) if isinstance(recorded, Mapping) else recorded)
 
 
 @contextlib.contextmanager
 def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
-    """PyTorch's generators (the CPU's and the device's) that begin at a seed, and an empty parameter store; the
-    caller's are put back afterwards. They belong to the process, so one thread at a time has them."""
+    """Run with PyTorch's generators (CPU and device) seeded and an empty parameter store, then restore the caller's.
+
+    They belong to the process, so one thread at a time has them.
+    """
     with forked(seed, device), pyro.get_param_store().scope():
         yield
 
 
 @contextlib.contextmanager
 def threads_for(problem: Problem) -> Iterator[None]:
-    """One thread where the network and the data are small.
+    """Run on one thread if the network and the data are small.
 
-    Threads that meet after every tiny operation gain little on an idle machine and lose severalfold on a busy one. The
-    choice depends on the problem alone, so that a seed reproduces a run to the last bit.
+    Synchronising threads after every tiny operation gains little on an idle machine and loses severalfold on a busy
+    one. The choice depends on the problem alone, so that a seed reproduces a run to the last bit.
     """
     before = torch.get_num_threads()
     if problem.num_weights * len(problem.x) < SMALL_PROBLEM:
@@ -214,7 +218,7 @@ def threads_for(problem: Problem) -> Iterator[None]:
 
 
 def environment(settings: StudySettings) -> dict[str, Any]:
-    """Versions and machine, for whoever repeats the study."""
+    """Return the versions and the machine, for the record."""
     device = settings.torch_device
     cpu = f"CPU, {torch.get_num_threads()} threads"
     return {
@@ -228,60 +232,61 @@ def environment(settings: StudySettings) -> dict[str, Any]:
 # the folder ---------------------------------------------------------------------------------------------------------
 
 
-def claim(path: Path, problem: Problem) -> dict[str, Any]:
-    """Make the folder and note in it whose it is, or check that it is this study's; the study's fingerprint.
+def claim_folder(path: Path, problem: Problem) -> dict[str, Any]:
+    """Make the folder and record in it the study's fingerprint, or check that it is this study's.
 
+    :returns: the fingerprint.
     :raises ValueError: if the folder is another study's.
     :raises OSError: if it holds files of these names that no study wrote, or can't be made.
     """
-    mark, noted = problem.fingerprint(), dict[str, Any]()
+    fingerprint, record = problem.fingerprint(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, TypeError):
-        noted = dict(json.loads((path / NOTED).read_text()))
-    held = [name for name in (NOTED, RESULTS, REPORT, SAMPLES, UNFINISHED) if os.path.lexists(path / name)]
-    if held and noted.get("format") != FORMAT:
+        record = dict(json.loads((path / SETTINGS).read_text()))
+    held = [name for name in (SETTINGS, RESULTS, REPORT, SAMPLES, UNFINISHED) if os.path.lexists(path / name)]
+    if held and record.get("format") != FORMAT:
         raise FileExistsError(
-            f"{path} is no study's folder, but holds {', '.join(held)}, where a study would write; choose another "
-            "--out. It was left as it is"
+            f"{path} is not the folder of a study but holds {', '.join(held)}, which a study would overwrite; choose "
+            "another --out. Nothing was changed"
         )
-    if held and (differing := differences(noted.get("fingerprint"), mark)):
+    if held and (differing := differences(record.get("fingerprint"), fingerprint)):
         raise ValueError(f"{path} holds another study ({'; '.join(differing)}); choose another --out")
     path.mkdir(parents=True, exist_ok=True)
-    note = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": mark}
-    write_whole(path / NOTED, json.dumps(note, indent=1).encode(), "settings")  # first: whose the rest is
+    record = {"format": FORMAT, "settings": problem.settings.to_dict(), "fingerprint": fingerprint}
+    write_whole(path / SETTINGS, json.dumps(record, indent=1).encode(), "settings")  # first: it claims the folder
     (path / SAMPLES).mkdir(exist_ok=True)
-    return mark
+    return fingerprint
 
 
-def load(method: Method, out: Path, mark: Any, say: Say) -> dict[str, Fit]:
-    """The fits of a method that finished earlier; empty if any is missing, damaged or another's."""
+def load(method: Method, out: Path, fingerprint: Any, say: Say) -> dict[str, Fit]:
+    """Load the fits of a method that has finished; return none if one is missing, damaged or another study's."""
     fits = {}
     for label in method.rows:
-        path = store_of(out, label)
+        path = store_path(out, label)
         if not path.exists():
             return {}
         try:
             posterior = Posterior.load(path)
             fits[label] = Fit(posterior, posterior.metadata["found"])
         except (StoreError, KeyError, FileNotFoundError) as error:
-            say(f"{path} is damaged and will be made anew: {error}")
+            say(f"{path} is damaged and will be fitted again: {error}")
             return {}
-        if posterior.metadata.get("study") != marked(method, label, mark):
-            say(f"{path} is of another study, method or budget and will be made anew.")
+        if posterior.metadata.get("study") != identity(method, label, fingerprint):
+            say(f"{path} is of another study, method or budget and will be fitted again.")
             return {}
-    shutil.rmtree(scratch_of(out, method), ignore_errors=True)
+    shutil.rmtree(scratch_path(out, method), ignore_errors=True)
     return fits
 
 
-def marked(method: Method, label: str, mark: Any) -> dict[str, Any]:
-    """All by which a written fit is known."""
-    return {"study": mark, "method": method.title, "label": label, "budget": dict(method.budget)}
+def identity(method: Method, label: str, fingerprint: Any) -> dict[str, Any]:
+    """Identify a saved fit."""
+    return {"study": fingerprint, "method": method.title, "label": label, "budget": dict(method.budget)}
 
 
-def store_of(out: Path, label: str) -> Path:
-    """The folder of the draws of a fit."""
+def store_path(out: Path, label: str) -> Path:
+    """Return the folder of a fit's draws."""
     return out / SAMPLES / label.replace(" ", "-").replace(":", ",")
 
 
-def scratch_of(out: Path, method: Method) -> Path:
-    """The folder in which a method keeps what it has before it is finished, on this budget."""
+def scratch_path(out: Path, method: Method) -> Path:
+    """Return the folder of the progress of a method on its budget."""
     return out / UNFINISHED / f"{method.name}-{digest([method.title, dict(method.budget)])[:8]}"

@@ -1,4 +1,4 @@
-"""Everything that is measured of a fit: its predictions, its distance to the reference, how its chains mixed."""
+"""The measurements of a fit: scores of its predictions, distances to the reference, invariance, convergence."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pyro_symmetric.study.methods import Fit
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Weights
 
-TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100  # that are enough to tell an underfit from an overfit
+TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100  # enough to tell underfitting from overfitting
 MIN_REFERENCE = 4
-OWN_HALF = "its own other half"  # of the draws, to which the reference is compared
-FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains: enough for a worst case
+OWN_HALF = "its own other half"  # of the draws, with which the reference is compared
+FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains
 CHUNK = 32
 
 Distances = dict[str, dict[str, DistanceResult]]  # "raw", "removed" and "prediction" -> distance -> result
@@ -33,17 +33,17 @@ Distances = dict[str, dict[str, DistanceResult]]  # "raw", "removed" and "predic
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws of a fit, thinned evenly to at most as many as are compared.
+    """Draws of a fit, thinned evenly to the number that is compared.
 
-    :param raw: as they are.
-    :param canonical: in canonical form.
-    :param law: what they predict on the test rows, as :func:`~pyro_symmetric.compare.total_variation` takes it.
+    :param raw: the draws as they came.
+    :param canonical: the draws in canonical form.
+    :param predictive: predictions on the test rows, as :func:`~pyro_symmetric.compare.total_variation` takes them.
     :param nll: the mean negative log-likelihood of the test targets.
     """
 
     raw: Weights
     canonical: Weights
-    law: Prediction
+    predictive: Prediction
     nll: float
 
     @property
@@ -56,8 +56,8 @@ class Draws:
 class Reference:
     """The method that all others are compared with.
 
-    :param halves: as many draws as are compared from each half of its chains.
-    :param own: the distances of the halves, how far the reference is from itself; their kernels serve for all methods.
+    :param halves: the two halves of its chains, each thinned to the number of draws that is compared.
+    :param own: the distances between the halves, whose kernels serve all methods.
     """
 
     label: str
@@ -67,15 +67,16 @@ class Reference:
 
 
 def draws_of(posterior: Posterior, problem: Problem) -> Draws:
-    """The draws that are compared, thinned evenly over all chains, on the study's device."""
+    """Select the draws to compare, evenly spaced over all chains, on the study's device."""
     keep = evenly_spaced(posterior.num_chains * posterior.num_samples, problem.settings.draws)
     raw = {site: value[keep].to(problem.x.device) for site, value in posterior.get_samples().items()}
-    law = predictive(raw, problem, problem.dataset.test_x)
-    return Draws(raw, canonical_frame(raw, problem.symmetry), law, nll(_scores(law, problem, problem.dataset.test_y)))
+    prediction = predictive(raw, problem, problem.dataset.test_x)
+    scored = nll(_scores(prediction, problem, problem.dataset.test_y))
+    return Draws(raw, canonical_frame(raw, problem.symmetry), prediction, scored)
 
 
 def reference_of(label: str, posterior: Posterior, draws: Draws, problem: Problem) -> Reference:
-    """Make a fit the reference."""
+    """Make a fit the reference: split it in halves, by chains if it has several, and measure their distances."""
     by_chain = "chains" if posterior.num_chains > 1 else "draws"
     half = (posterior.num_chains if by_chain == "chains" else posterior.num_samples) // 2
     cuts = (posterior.select(**{by_chain: part}) for part in (slice(0, half), slice(half, None)))
@@ -84,21 +85,21 @@ def reference_of(label: str, posterior: Posterior, draws: Draws, problem: Proble
 
 
 def between(first: Draws, second: Draws, symmetry: Symmetry, like: Distances | None = None) -> Distances:
-    """Distances between two samples: of what they predict, and of their weights, as they come, and with the symmetries
-    removed: in the frame in which the draws of both lie closest together.
+    """Measure distances between two samples: of predictions, of weights as drawn, and with symmetries removed, in the
+    frame that brings the draws of both closest together.
 
-    :param like: earlier results, whose kernels are used again.
+    :param like: earlier distances, whose kernels are reused.
     """
-    found = {"prediction": {"total_variation": total_variation_of(first.law, second.law)}}
+    distances = {"prediction": {"total_variation": total_variation_of(first.predictive, second.predictive)}}
     removed = pooled_frame([first.canonical, second.canonical], symmetry)
     for kind, (p, q) in {"raw": (first.raw, second.raw), "removed": removed}.items():
         kernels = None if like is None else like[kind]["mmd"]
-        found[kind] = {"mmd": mmd(p, q, bandwidths=kernels), "wasserstein": marginal_wasserstein(p, q)}
-    return found
+        distances[kind] = {"mmd": mmd(p, q, bandwidths=kernels), "wasserstein": marginal_wasserstein(p, q)}
+    return distances
 
 
 def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem) -> dict[str, Any]:
-    """One row of the report, as JSON."""
+    """Measure one row of the report, as JSON."""
     data, posterior = problem.dataset, fit.posterior
     is_chain, is_sample = posterior.kind == "chains", draws.count > 1  # a single network is no sample
     independent = min(draws.count, max(2, independent_draws(posterior))) if is_chain else draws.count
@@ -106,7 +107,7 @@ def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, pro
     return {
         **fit.found,
         "draws": draws.count,
-        "prediction": _scores(draws.law, problem, data.test_y, outside),
+        "prediction": _scores(draws.predictive, problem, data.test_y, outside),
         "training": _training_scores(draws.raw, problem),
         "invariance": _invariance(draws, problem, independent) if is_sample else None,
         "chains": _chains(posterior, problem) if is_chain else None,
@@ -115,32 +116,34 @@ def measure(label: str, fit: Fit, draws: Draws, reference: Reference | None, pro
 
 
 def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]:
-    """Facts that a reader must know before believing the comparison, a sentence each."""
-    chains, found = (rows.get(reference) or {}).get("chains"), []
+    """Return a sentence for each fault of the reference that puts the comparison in doubt."""
+    chains, sentences = (rows.get(reference) or {}).get("chains"), []
     if chains and not chains["r_hat_predictions"] <= R_HAT[1]:
-        found.append(
-            f"The reference has not converged: R-hat of its predictions is {chains['r_hat_predictions']:.2f}, over "
-            f"{R_HAT[1]}. Distances to it say little; give it more draws."
+        sentences.append(
+            f"The reference has not converged: R-hat of its predictions is {chains['r_hat_predictions']:.2f}, above "
+            f"{R_HAT[1]}. Distances to it mean little; run it for longer."
         )
     if chains and chains["divergences"]:
-        found.append(f"{chains['divergences']} draws of the reference diverged; it may miss parts of the posterior.")
-    return found
+        sentences.append(
+            f"{chains['divergences']} trajectories of the reference diverged; it may miss regions of the posterior."
+        )
+    return sentences
 
 
 @torch.no_grad()
 def predictions(weights: Weights, problem: Problem, x: Tensor) -> Tensor:
-    """Members' class probabilities ``(S, N, C)`` or regression means ``(S, N, D)``."""
+    """Predict class probabilities ``(S, N, C)`` or regression means ``(S, N, D)``, one for each draw."""
     return problem.model.likelihood.mean(problem.model.outputs(weights, x, chunk_size=CHUNK))
 
 
 def predictive(weights: Weights, problem: Problem, x: Tensor) -> Prediction:
-    """The members' class probabilities ``(S, N, C)``, or a regression's means ``(S, N, D)`` and noise."""
+    """Predict as :func:`predictions` does; a regression's means come with the noise scale."""
     members = predictions(weights, problem, x)
     return members if problem.is_classification else (members, noise_scale(problem.model, weights))
 
 
 def nll(scores: Mapping[str, Any]) -> float:
-    """The mean negative log-likelihood among scores."""
+    """Return the mean negative log-likelihood of a method's scores."""
     return float(scores["nll"] if "nll" in scores else -scores["log_predictive_density"])
 
 
@@ -148,44 +151,48 @@ def nll(scores: Mapping[str, Any]) -> float:
 
 
 def _distance(label: str, draws: Draws, reference: Reference, problem: Problem) -> dict[str, Any]:
+    """Measure the distance to the reference, or that of the reference's own halves."""
     itself = label == reference.label
     first, second = reference.halves if itself else (draws, reference.draws)
-    found = reference.own if itself else between(first, second, problem.symmetry, reference.own)
-    predicted = {"total_variation": plain(found["prediction"]["total_variation"].totals)}
+    distances = reference.own if itself else between(first, second, problem.symmetry, reference.own)
+    predicted = {"total_variation": plain(distances["prediction"]["total_variation"].totals)}
     return {
         "to": OWN_HALF if itself else reference.label,
         "prediction": {**predicted, "nll_gap": first.nll - second.nll},
-        **{kind: {name: result.to_dict() for name, result in found[kind].items()} for kind in ("raw", "removed")},
+        **{kind: {name: result.to_dict() for name, result in distances[kind].items()} for kind in ("raw", "removed")},
     }
 
 
 def _training_scores(weights: Weights, problem: Problem) -> dict[str, Any]:
-    """Scores of some training rows, by some of the draws."""
+    """Score some training rows by some of the draws."""
     rows = evenly_spaced(len(problem.x), TRAINING_ROWS)
     kept = evenly_spaced(len(next(iter(weights.values()))), TRAINING_DRAWS)
-    law = predictive({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows])
-    return _scores(law, problem, problem.y[rows])
+    prediction = predictive({site: value[kept] for site, value in weights.items()}, problem, problem.x[rows])
+    return _scores(prediction, problem, problem.y[rows])
 
 
-def _scores(law: Prediction, problem: Problem, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
-    """Accuracy, likelihood, calibration and out-of-distribution scores; of a regression in the data's own units."""
-    if not isinstance(law, tuple):
-        return scores.classification(law, y, outside).to_dict()
-    (means, noise), data = law, problem.dataset
+def _scores(prediction: Prediction, problem: Problem, y: Tensor, outside: Tensor | None = None) -> dict[str, Any]:
+    """Score predictions, a regression's in the data's own units.
+
+    :param outside: class probabilities of out-of-distribution inputs.
+    """
+    if not isinstance(prediction, tuple):
+        return scores.classification(prediction, y, outside).to_dict()
+    (means, noise), data = prediction, problem.dataset
     targets = data.unstandardize_y(problem.model.likelihood.targets(y))
     return scores.regression(data.unstandardize_y(means), noise * data.y_scale, targets).to_dict()
 
 
 def _invariance(draws: Draws, problem: Problem, independent: int) -> dict[str, Any]:
-    """Corollary tests of permutation invariance, on as many draws as are independent."""
+    """Test permutation invariance on as many draws as count as independent."""
     keep = evenly_spaced(draws.count, independent)
-    known = {site: value[keep] for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
-    return {**invariance_tests(known, problem.symmetry.permutations).to_dict(), "num_draws": len(keep)}
+    weights = {site: value[keep] for site, value in draws.raw.items() if site in problem.symmetry.site_shapes}
+    return {**invariance_tests(weights, problem.symmetry.permutations).to_dict(), "num_draws": len(keep)}
 
 
 @torch.no_grad()
 def _chains(posterior: Posterior, problem: Problem) -> dict[str, Any]:
-    """R-hat and ESS of weights and of predictions, divergences, acceptance."""
+    """Measure convergence: R-hat and effective sample size of weights and predictions, and the sampler's statistics."""
     weights = {site: value.to(problem.x.device) for site, value in posterior.samples.items()}
     followed = chain_statistics(predictions(weights, problem, problem.dataset.test_x[:FOLLOWED_ROWS]).cpu()).summary()
     sites = [chain_statistics(value).summary() for value in posterior.samples.values()]

@@ -1,8 +1,8 @@
-"""The methods of a study, by name. To add one, write a function, whose docstring describes it in reports:
+"""The methods of a study, by name. A new one is a function whose docstring describes it in reports:
 
 >>> @register("prior", {"draws": 400})  # its budget: --methods prior:draws=100
 ... def prior(problem, budget, progress):
-...     "Draws from the prior."
+...     "Draw from the prior."
 ...     weights = {site: prior.sample((budget.draws,)) for site, prior in problem.model.priors().items()}
 ...     yield Fit(Posterior.from_samples(weights, kind="independent"), {})
 """
@@ -22,15 +22,15 @@ from pyro_symmetric.study.problem import Problem
 
 
 class TooLarge(ValueError):
-    """A problem is too large for a method, which is left out of the study."""
+    """A problem too large for a method, which is then left out of the study."""
 
 
 class Fit(NamedTuple):
     """A method's answer to a problem.
 
-    :param posterior: draws of the weights; chains where the method has chains, else independent draws.
-    :param found: what else it can tell, as JSON: ``"losses"``, a curve to look at, under what it shows; ``"evidence"``,
-        ELBO and symmetrised ELBO; ``"barrier"``, loss barrier curves; ``"details"``, further numbers.
+    :param posterior: draws of the weights: chains, or independent draws.
+    :param found: further results, as JSON: ``"losses"``, label -> the training curve; ``"evidence"``, ELBO and
+        symmetrised ELBO; ``"barrier"``, loss barrier curves; ``"details"``, other numbers.
     """
 
     posterior: Posterior
@@ -42,16 +42,16 @@ FitFunction = Callable[[Problem, Any, bool], Iterator[Fit]]
 
 @dataclass(frozen=True)
 class Method:
-    """One way of approximating the posterior, on a budget.
+    """An approximation of the posterior, on a budget.
 
     :param fit: (problem, budget, progress) -> a :class:`Fit` for each of ``labels``. It may draw from the global
-        generators and use Pyro's parameter store: the study lends it its own, which begin at ``problem.seed``. Of a
-        problem that is too large for it, it raises :class:`TooLarge`.
+        generators and use Pyro's parameter store: the study lends it its own, seeded with ``problem.seed``. If the
+        problem is too large for it, it raises :class:`TooLarge`.
     :param budget: part -> number.
-    :param quick: the parts that are others under ``--quick``.
+    :param quick: the parts that differ under ``--quick``.
     :param labels: its rows in the report; by default its name.
-    :param most_draws: budget -> the draws that it gives at most, if that isn't what the study compares.
-    :param asked: the parts of the budget that were asked for, as they were written: ``":modes=10"``.
+    :param most_draws: budget -> the largest number of draws that it gives; by default as many as the study compares.
+    :param asked: the parts of the budget that the user set, as typed: ``":modes=10"``.
     """
 
     name: str
@@ -64,22 +64,22 @@ class Method:
 
     @property
     def title(self) -> str:
-        """The name under which it was asked for, with its budget."""
+        """The name as typed, with its budget."""
         return self.name + self.asked
 
     @property
     def rows(self) -> list[str]:
-        """The rows of the report that it makes."""
+        """The names of its rows in the report."""
         return [label + self.asked for label in self.labels or (self.name,)]
 
     @property
     def parts(self) -> SimpleNamespace:
-        """The parts of its budget, by name."""
+        """The parts of its budget, as attributes."""
         return SimpleNamespace(**self.budget)
 
     @property
     def description(self) -> str:
-        """The sentences that describe it in the report."""
+        """Its description in the report."""
         budget = ", ".join(f"{part}={value}" for part, value in self.budget.items())
         return f"{' '.join((inspect.getdoc(self.fit) or '').split())} Budget: {budget}."
 
@@ -88,9 +88,9 @@ METHODS: dict[str, Method] = {}
 
 
 def register(name: str, budget: Mapping[str, Any], **more: Any) -> Callable[[FitFunction], FitFunction]:
-    """Make a function known as a method; ``more`` are fields of :class:`Method`.
+    """Register a function as a method; ``more`` are fields of :class:`Method`.
 
-    :raises ValueError: if another method has its name.
+    :raises ValueError: if the name is taken.
     """
 
     def registered(fit: FitFunction) -> FitFunction:
@@ -103,9 +103,9 @@ def register(name: str, budget: Mapping[str, Any], **more: Any) -> Callable[[Fit
 
 
 def make_method(title: str, quick: bool = False) -> Method:
-    """The method that ``name:part=number:...`` asks for, with its default, or its quick, budget for all other parts.
+    """Make the method of ``name:part=number:...``; the other parts of its budget keep their (quick) defaults.
 
-    :raises ValueError: if there is none, or a part of the budget isn't known or is no such number.
+    :raises ValueError: if the method or a part of its budget is unknown, or a number isn't one.
     """
     name, *asked = title.split(":")
     if name not in METHODS:
@@ -127,6 +127,6 @@ def make_method(title: str, quick: bool = False) -> Method:
 
 
 def list_methods(quick: bool = False) -> str:
-    """All methods, what they are, and their budgets, for a person to read."""
+    """Describe all methods and their budgets, for the terminal."""
     lines = [f"{name}: {make_method(name, quick).description}" for name in METHODS]
     return "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in lines)

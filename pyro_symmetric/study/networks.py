@@ -1,4 +1,4 @@
-"""Methods that start from trained networks: ensembles, Monte Carlo dropout, SWAG, Laplace approximations (of
+"""Methods that start from trained networks: ensembles, Monte Carlo dropout, SWAG, Laplace approximations (by
 laplace-torch, Daxberger et al. 2021). All networks train at once."""
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Layout, Weights, unflatten
 
-TOGETHER = 100  # networks of an ensemble that are trained at once
+TOGETHER = 100  # networks of an ensemble trained at once
 NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
 QUICK = {"steps": 300, "learning_rate": 0.02}
-MOST_WEIGHTS = 10_000  # a full covariance of more takes longer to invert than all else to run
-# Numbers in the inputs of one batch. Curvature is a sum over rows, but of convolutions it takes per-row, per-class
-# patches: 512 images of 28 x 28 filled 20 GB.
+MOST_WEIGHTS = 10_000  # of a full covariance: inverting a larger one takes longer than the rest of a study
+# Numbers in a batch of inputs. Curvature is a sum over rows, but that of convolutions takes patches per row and class:
+# 512 images of 28 x 28 filled 20 GB.
 MOST_INPUTS = 32_768
 
 
 @register("ensemble", {**NETWORKS, "modes": 100}, quick={**QUICK, "modes": 40}, most_draws=lambda budget: budget.modes)
 def deep_ensemble(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """A deep ensemble: networks trained independently, each to a mode of the posterior (MAP)."""
+    """Train a deep ensemble: independent networks, each to a mode of the posterior (MAP)."""
     trained = train(problem, budget, progress)
     yield Fit(trained, losses_of(trained, problem))
 
 
 @register("mc-dropout", {**NETWORKS, "rate": 0.1}, quick=QUICK)
-def dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Monte Carlo dropout (Gal & Ghahramani 2016): a trained network whose hidden units are dropped at random; each
-    draw is the network with one set of units dropped, as weights."""
-    group, model = leaving(problem.symmetry.permutations), copy.deepcopy(problem.model)
+def mc_dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """Train a network with dropout of its hidden units, and keep dropping them (Monte Carlo dropout, Gal & Ghahramani
+    2016). A draw is the weights of the network without the dropped units."""
+    group, model = outgoing_scales(problem.symmetry.permutations), copy.deepcopy(problem.model)
     call = model.call
-    model.call = lambda weights, x: call(dropped(weights, group, budget.rate), x)  # type: ignore[method-assign]
+    model.call = lambda weights, x: call(drop_units(weights, group, budget.rate), x)  # type: ignore[method-assign]
     trained = train(replace(problem, model=model), budget, progress)
-    shape = (budget.modes, draws_each(problem, budget))
+    shape = (budget.modes, draws_per_mode(problem, budget))
     repeated = {s: v[:, None].expand(*shape, *v.shape[1:]) for s, v in weights_of(trained, problem).items()}
-    samples = {site: value.cpu() for site, value in dropped(repeated, group, budget.rate).items()}
-    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
+    yield independent_fit(drop_units(repeated, group, budget.rate), trained, problem)
 
 
 @register(
@@ -58,8 +57,8 @@ def dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     quick={**QUICK, "iterates": 20, "every": 10},
 )
 def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic
-    gradient descent at a constant step size, begun at a trained network."""
+    """Fit SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic
+    gradient descent at a constant step size, started at a trained network."""
     trained = train(problem, budget, progress)
     path: list[Weights] = []
 
@@ -81,29 +80,28 @@ def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit
     if ended.num_samples < budget.modes:
         raise ValueError(f"swag: the descent diverged; its descent_rate {budget.descent_rate} is too large")
     iterates = {site: torch.stack([weights[site] for weights in path], 1) for site in path[0]}
-    draws = swag(problem.model, iterates, budget.rank, draws_each(problem, budget))
-    samples = {site: value.cpu() for site, value in draws.items()}
-    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
+    draws = swag(problem.model, iterates, budget.rank, draws_per_mode(problem, budget))
+    yield independent_fit(draws, trained, problem)
 
 
 @register("laplace-full", NETWORKS, quick=QUICK)
-def full(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """A Laplace approximation (Daxberger et al. 2021): a Gaussian at a trained network, with the curvature of all
-    weights together (laplace-torch)."""
+def laplace_full(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """Fit a Laplace approximation: a Gaussian at a trained network, with the curvature of all weights jointly
+    (laplace-torch, Daxberger et al. 2021)."""
     if (count := problem.num_weights) > MOST_WEIGHTS:
         raise TooLarge(f"it needs a covariance of {count} x {count} numbers")
     return _laplace(problem, budget, progress, "full")
 
 
 @register("laplace-diagonal", NETWORKS, quick=QUICK)
-def diagonal(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """A Laplace approximation with the curvature of each weight by itself (laplace-torch)."""
+def laplace_diagonal(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """Fit a Laplace approximation with the diagonal of the curvature (laplace-torch)."""
     return _laplace(problem, budget, progress, "diag")
 
 
 @register("laplace-last-layer", NETWORKS, quick=QUICK)
-def last_layer(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """A Laplace approximation with the curvature of the last layer as a Kronecker product (laplace-torch)."""
+def laplace_last_layer(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
+    """Fit a Laplace approximation of the last layer, with its curvature as a Kronecker product (laplace-torch)."""
     return _laplace(problem, budget, progress, "kron", "last_layer")
 
 
@@ -111,7 +109,7 @@ def last_layer(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
 
 
 def train(problem: Problem, budget: Any, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
-    """Train ``modes`` networks, each to a mode of the posterior, for about as many steps."""
+    """Train ``modes`` networks, each to a mode of the posterior, for about ``steps`` steps (default: the budget's)."""
     batch_size = min(budget.batch_size, len(problem.x))
     options = {
         "epochs": max(1, round((steps or budget.steps) / (len(problem.x) // batch_size))),
@@ -124,30 +122,36 @@ def train(problem: Problem, budget: Any, progress: bool, steps: int | None = Non
     return ensemble(problem.model, (problem.x, problem.y), budget.modes, **{**options, **more})
 
 
+def independent_fit(draws: Weights, trained: Posterior, problem: Problem) -> Fit:
+    """Return independent draws ``(modes, draws, ...)`` around trained networks as a fit."""
+    samples = {site: value.cpu() for site, value in draws.items()}
+    return Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
+
+
 def losses_of(trained: Posterior, problem: Problem) -> dict[str, Any]:
-    """The mean loss of an ensemble in each epoch, in nats: it is trained by the row."""
+    """Return the mean loss of each epoch in nats; networks are trained on the loss per row."""
     return {"losses": {"negative log-posterior (nats)": [len(problem.x) * loss for loss in trained.metadata["losses"]]}}
 
 
 def weights_of(trained: Posterior, problem: Problem) -> Weights:
-    """The networks' weights, of batch shape ``(modes,)``, where the data are."""
+    """Return the weights of trained networks, of batch shape ``(modes,)``, on the study's device."""
     return {site: value[0].to(problem.x.device) for site, value in trained.samples.items()}
 
 
-def draws_each(problem: Problem, budget: Any) -> int:
-    """Draws from each mode, so that all together are as many as are compared."""
+def draws_per_mode(problem: Problem, budget: Any) -> int:
+    """Return how many draws each mode must give for all together to be as many as are compared."""
     return -(-problem.settings.draws // budget.modes)
 
 
 @torch.no_grad()
 def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weights:
-    """Draw from the SWAG posterior (section 3 of the paper); sites with constraints are averaged unconstrained.
+    """Draw from the SWAG posterior (Maddox et al. 2019, section 3); constrained sites are averaged unconstrained.
 
-    Deviations of the last ``rank`` iterates are taken from the final mean, not from the mean as it stood at each: with
-    all of them, the low-rank part is half of the iterates' covariance.
+    The low-rank part takes the deviations of the last ``rank`` iterates from the final mean, where the paper takes
+    those from the running mean: with all iterates, it is half of their covariance.
 
-    :param iterates: weights of batch shape ``(..., S)``, in the order in which SGD went through them.
-    :return: draws of batch shape ``(..., count)``.
+    :param iterates: weights of batch shape ``(..., S)``, in the order of SGD's path.
+    :returns: draws of batch shape ``(..., count)``.
     """
     layout = Layout.of(model.priors())
     path = layout.unconstrain(iterates)
@@ -159,25 +163,25 @@ def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weig
     return layout.constrain(mean + spread + low_rank)
 
 
-def leaving(group: Group) -> Group:
-    """Scales of the outgoing weights of innermost permuted units.
+def outgoing_scales(group: Group) -> Group:
+    """Return the group that scales the outgoing weights of innermost permuted units.
 
-    These lie along second axes or, those into grouped convolutions, along several axes at once.
+    Outgoing weights lie along second axes or, into a grouped convolution, along several axes at once.
     """
-    parents, found = {units.parent for units in group.units.values()}, []
+    parents, scaled = {units.parent for units in group.units.values()}, []
     for units in group.units.values():
         axes = tuple(replace(axis, exponent=1) for axis in units.axes if axis.dim == 1 or axis.span > 1)
         if units.name not in parents:
-            found.append(replace(units, axes=axes, parent=None, moves=frozenset({"scale"})))
-    return Group(found, group.site_shapes)
+            scaled.append(replace(units, axes=axes, parent=None, moves=frozenset({"scale"})))
+    return Group(scaled, group.site_shapes)
 
 
-def dropped(weights: Weights, outgoing: Group, rate: float) -> Weights:
-    """Weights with the outgoing weights of random hidden units at zero, and those of the others scaled up in return.
+def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
+    """Drop random hidden units: their outgoing weights become zero, those of the others are divided by ``1 - rate``.
 
-    :param weights: of any batch shape; each member has its own units dropped.
-    :param outgoing: as :func:`leaving` gives it.
-    :param rate: the probability with which a unit is dropped.
+    :param weights: of any batch shape; each member drops units of its own.
+    :param outgoing: the group of :func:`outgoing_scales`.
+    :param rate: the probability of dropping a unit.
     """
     batch, like = outgoing.batch_shape(weights), next(iter(weights.values()))
     factors = {
@@ -188,17 +192,18 @@ def dropped(weights: Weights, outgoing: Group, rate: float) -> Weights:
 
 
 def _laplace(problem: Problem, budget: Any, progress: bool, structure: str, subset: str = "all") -> Iterator[Fit]:
+    """Draw around trained networks; ``structure`` and ``subset`` of the curvature as laplace-torch names them."""
     trained = train(problem, budget, progress)
-    weights, draws = weights_of(trained, problem), draws_each(problem, budget)
-    each = [{site: value[mode] for site, value in weights.items()} for mode in range(budget.modes)]
-    drawn = [_around(problem, mode, draws, structure, subset) for mode in each]
-    samples = {site: torch.stack([mode[site] for mode in drawn]).cpu() for site in problem.model.site_shapes}
-    yield Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
+    weights, draws = weights_of(trained, problem), draws_per_mode(problem, budget)
+    modes = [{site: value[k] for site, value in weights.items()} for k in range(budget.modes)]
+    drawn = [_laplace_draws(problem, mode, draws, structure, subset) for mode in modes]
+    samples = {site: torch.stack([own[site] for own in drawn]) for site in problem.model.site_shapes}
+    yield independent_fit(samples, trained, problem)
 
 
-def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset: str) -> Weights:
-    """Weights ``(draws, ...)`` around one trained network. A noise that is learnt stays at its trained value."""
-    prepare_torchvision()  # which laplace-torch imports on its way, if there is one
+def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, subset: str) -> Weights:
+    """Draw weights ``(draws, ...)`` around one trained network. A learnt noise keeps its trained value."""
+    prepare_torchvision()  # laplace-torch imports it if it is installed
     from laplace import Laplace
 
     model = problem.model
@@ -211,7 +216,7 @@ def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset:
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"{last}.")}
     prior: Any = model.prior
     precisions = [problem.x.new_tensor(prior.scale_of(name, shape) ** -2) for name, shape in shapes.items()]
-    if structure != "kron":  # which takes one for each parameter, the others one for each weight
+    if structure != "kron":  # one precision per weight; "kron" takes one per parameter
         pairs = zip(precisions, shapes.values(), strict=True)
         precisions = [value for one, shape in pairs for value in one.expand(shape.numel())]
     fitted = Laplace(
@@ -225,16 +230,16 @@ def _around(problem: Problem, mode: Weights, draws: int, structure: str, subset:
     )
     targets = problem.y if problem.is_classification else model.likelihood.targets(problem.y)[:, None].to(problem.x)
     size = max(1, min(512, MOST_INPUTS // problem.x[0].numel()))
-    # laplace-torch makes an identity where the default device is, and maps gradients over rows.
+    # laplace-torch makes an identity on the default device, and maps gradients over rows.
     with problem.x.device, without_fast_attention():
         rows = torch.utils.data.TensorDataset(problem.x, targets)
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
-        moved = unflatten(fitted.sample(draws).detach(), shapes)
-    return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **moved}
+        drawn = unflatten(fitted.sample(draws).detach(), shapes)
+    return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **drawn}
 
 
 def _last_layer(net: nn.Module) -> str:
     linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise ValueError("the network has no nn.Linear, which a last-layer Laplace approximation needs")
+        raise ValueError("a last-layer Laplace approximation needs a network with an nn.Linear")
     return linear[-1]

@@ -1,4 +1,4 @@
-"""The settings of a study, and the data set, the Bayesian network and the symmetry of its posterior that they name."""
+"""The settings of a study, and the problem that they name: data set, Bayesian network and its symmetry."""
 
 from __future__ import annotations
 
@@ -23,33 +23,30 @@ from pyro_symmetric.networks import NETWORKS, net_from_callable
 KINDS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU)
 ACTIVATIONS = {**{kind.__name__.lower(): kind for kind in KINDS}, "leaky-relu": nn.LeakyReLU}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-STATISTICS_ROWS = 256  # of which batch normalisation takes the moments at a time
+STATISTICS_ROWS = 256  # of a batch whose moments batch normalisation takes
 
 DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
 
-# Neither changes what a finished method has computed, so a study may be continued with others.
+# They leave the results of finished methods alone, so a study may resume with other values.
 FREE_TO_CHANGE = frozenset({"methods", "reference", "device", "data_root", "download"})
 
 
 def option(default: Any, text: str, metavar: str | None = None) -> Any:
-    """A setting that the command line offers under its name.
-
-    :param text: the option's help.
-    """
+    """Declare a setting, with the help that the command line shows for it."""
     return field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclass(frozen=True)
 class StudySettings:
-    """Everything that determines a study: each field is an option of ``pyro-symmetric compare``, whose help is its."""
+    """The settings of a study; each field is an option of ``pyro-symmetric compare``, documented by its help."""
 
     data: str = option(
         "digits",
         "digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; uci/<name>; "
-        "csv:FILE; images:FOLDER, a folder of pictures for each class",
+        "csv:FILE; images:FOLDER, with a subfolder of images per class",
         "NAME",
     )
-    data_root: str = option("data", "where data sets lie (default: data)", "FOLDER")
+    data_root: str = option("data", "folder of the data sets (default: data)", "FOLDER")
     download: bool = option(False, "download a missing data set to the data root")
     target: str | None = option(None, "target column of csv:FILE", "COLUMN")
     split: int = option(0, "number of the train/test split (default: 0)", "K")
@@ -66,25 +63,24 @@ class StudySettings:
     )
     prior_scale: tuple[str, ...] = option(
         ("1",),
-        "standard deviation of the Gaussian prior (default: 1); after a pattern on parameters' names, that of these: "
-        "2,1.*=0.5",
+        "standard deviation of the Gaussian prior (default: 1), also by pattern of parameter names: 2,1.*=0.5",
         "S[,PATTERN=S...]",
     )
     prior_fan_in: bool = option(
-        True, "divide it, for weight matrices, by the square root of the layer's number of inputs (default: yes)"
+        True, "divide the prior scale of weight matrices by the square root of their number of inputs (default: yes)"
     )
     noise: float | None = option(None, "fixed noise of a regression on standardised targets (default: learnt)", "S")
     temperature: float = option(1.0, "likelihood temperature (default: 1)", "T")
     methods: tuple[str, ...] = option(
         DEFAULT_METHODS,
-        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); a method may come more than once, on other "
-        "budgets: swag,swag:modes=10,hmc:chains=64:draws=100; help lists all of them, with their budgets",
+        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); one may appear on several budgets: "
+        "swag,swag:modes=10,hmc:chains=64:draws=100; 'help' lists all methods and their budgets",
         "A[:PART=N...][,B...]",
     )
-    reference: str = option("hmc", "the method that the others are compared with (default: hmc)", "METHOD")
-    draws: int = option(400, "weight samples of each method to compare (default: 400)", "N")
-    quick: bool = option(False, "small budgets: see that all works in under two minutes")
-    seed: int = option(0, "seed of everything random (default: 0)", "N")
+    reference: str = option("hmc", "method that the others are compared with (default: hmc)", "METHOD")
+    draws: int = option(400, "draws of each method to compare (default: 400)", "N")
+    quick: bool = option(False, "small budgets, to see in under two minutes that everything works")
+    seed: int = option(0, "random seed (default: 0)", "N")
     device: str = option("auto", "cpu, cuda or auto (default)")
     dtype: str = option("float32", "float32 (default) or float64")
 
@@ -106,35 +102,35 @@ class StudySettings:
             raise ValueError("--device is cuda, but PyTorch sees no CUDA device here; use cpu or auto")
         arguments.whole("--seed", self.seed, 0, 2**31 - 1)
         arguments.whole("--draws", self.draws, 8)
-        arguments.positive("--noise", self.noise, none="one that is learnt")
+        arguments.positive("--noise", self.noise, none="a learnt one")
         arguments.positive("--temperature", self.temperature)
 
     @property
     def torch_device(self) -> torch.device:
-        """The device that ``device`` stands for here."""
+        """The device, with ``auto`` resolved."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
     def prior(self) -> GaussianPrior:
-        """The prior of the network's parameters."""
+        """Return the prior of the network's parameters."""
         scales = {pattern: float(scale) for pattern, _, scale in (one.rpartition("=") for one in self.prior_scale)}
         return GaussianPrior(scales.pop("", 1.0), self.prior_fan_in, scales)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the settings as JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def deciding(self) -> dict[str, Any]:
-        """The settings that decide results, as JSON."""
+        """Return the settings that results depend on, as JSON."""
         return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}
 
     def command(self, out: str | Path) -> str:
-        """The command line that repeats the study, as one types it: what differs from the defaults."""
+        """Return the command line that repeats the study, with the options that differ from their defaults."""
         words = ["pyro-symmetric", "compare"]
-        for one in fields(self):
-            value, name = getattr(self, one.name), one.name.replace("_", "-")
-            if value == one.default:
+        for setting in fields(self):
+            value, name = getattr(self, setting.name), setting.name.replace("_", "-")
+            if value == setting.default:
                 continue
             words.append(f"--{name}" if value is not False else f"--no-{name}")
             if not isinstance(value, bool):
@@ -146,13 +142,13 @@ class StudySettings:
 class Problem:
     """The data, the model and its symmetry, on the study's device.
 
-    :param settings: what was asked for.
+    :param settings: the settings of the study.
     :param dataset: training, test and out-of-distribution rows.
     :param model: the Bayesian network.
-    :param symmetry: of the posterior: of the network with its running statistics, if any, held as they are.
-    :param seed: from which the method that is being fitted takes its random numbers.
-    :param scratch: where the method that is being fitted may keep what it has so far, to resume after a stop; a folder
-        that needn't exist yet. ``None``: nowhere.
+    :param symmetry: of the posterior: that of the network with its running statistics, if any, held fixed.
+    :param seed: seed of the method being fitted.
+    :param scratch: folder in which the method being fitted may save its progress, to resume after an interrupt; it
+        needn't exist yet. ``None``: nowhere.
     """
 
     settings: StudySettings
@@ -179,23 +175,24 @@ class Problem:
 
     @property
     def num_weights(self) -> int:
-        """The number of weights, and of a learnt noise."""
+        """The number of weights, a learnt noise included."""
         return sum(shape.numel() for shape in self.model.site_shapes.values())
 
     def describe(self) -> list[str]:
-        """The problem in a few lines."""
-        data, symmetry = self.dataset, self.symmetry
-        permuted = ", ".join(f"{n} units of layer {name}" for name, n in symmetry.permutations.factors.items())
+        """Describe data, network and symmetry, a line each."""
+        symmetry = self.symmetry
+        permuted = ", ".join(f"the {n} units of layer {name}" for name, n in symmetry.permutations.factors.items())
         flips, order = sum(symmetry.signs.factors.values()), symmetry.log_order()
         return [
-            f"Data: {data.describe()}",
-            f"Network: {self.num_weights} weights; symmetries permute {permuted or 'nothing'}"
-            + (f" and flip the signs of {flips}" if flips else "")
-            + (f": every mode has exp({order:.1f}) copies (log |G| = {order:.1f})" if order else ""),
+            f"Data: {self.dataset.describe()}",
+            f"Network: {self.num_weights:,} weights.",
+            f"Symmetry: permutations of {permuted or 'nothing'}"
+            + (f", sign flips of {flips} units" if flips else "")
+            + (f"; every mode has exp({order:.1f}) copies (log |G| = {order:.1f})." if order else "."),
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """All that decides results: the settings, and by their hash the data and the network that these only name."""
+        """Identify the study: its settings, and hashes of the data and the network, which settings only name."""
         data = self.dataset
         shapes = {name: tuple(shape) for name, shape in self.model.site_shapes.items()}
         return as_json(
@@ -206,20 +203,20 @@ class Problem:
 
 
 def build_problem(settings: StudySettings) -> Problem:
-    """Load the data, build the network, find its symmetries.
+    """Load the data, build the network and find its symmetry.
 
     The network's initial values are drawn from PyTorch's global generator.
 
     :raises ValueError: if the data, the network or their combination can't be used.
-    :raises FileNotFoundError: if the data aren't there.
+    :raises FileNotFoundError: if the data are missing.
     """
-    place: Any = {"dtype": DTYPES[settings.dtype], "device": settings.torch_device}
-    there: Any = {"root": settings.data_root, "download": settings.download, "seed": settings.seed}
-    asked = {name: getattr(settings, name) for name in ("target", "split", "max_train", "max_test")}
-    held = None if settings.ood else "auto"  # some classes are the inputs from out of the distribution
-    dataset = datasets.load(settings.data, hold_out=held, **place, **asked, **there)
+    placement: Any = {"dtype": DTYPES[settings.dtype], "device": settings.torch_device}
+    source: Any = {"root": settings.data_root, "download": settings.download, "seed": settings.seed}
+    rows = {name: getattr(settings, name) for name in ("target", "split", "max_train", "max_test")}
+    hold_out = None if settings.ood else "auto"  # held-out classes serve as out-of-distribution inputs
+    dataset = datasets.load(settings.data, hold_out=hold_out, **placement, **rows, **source)
     if settings.ood:
-        dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **there)
+        dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **source)
     is_classification = dataset.task == "classification"
     if settings.noise is not None and is_classification:
         raise ValueError(f"--noise {settings.noise} is for regressions; {dataset.name} is a classification data set")
@@ -233,7 +230,7 @@ def build_problem(settings: StudySettings) -> Problem:
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
-    """The network by name, by widths (an MLP), or by the user's own callable, where the data are and in their dtype.
+    """Build the network by name, from the user's callable, or as an MLP; on the data's device and in their dtype.
 
     :raises ValueError: if it doesn't fit the data.
     """
@@ -251,18 +248,18 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
     try:
         with torch.no_grad():
             net = net.to(dataset.train_x).eval()
-            found = tuple(net(dataset.train_x[:2]).shape)
+            output = tuple(net(dataset.train_x[:2]).shape)
     except Exception as error:
         raise ValueError(f"the network fails on two rows of {dataset.name}, of shape {shape} each: {error}") from error
-    if found != (2, outputs) and not (found == (2,) and outputs == 1):
-        raise ValueError(f"the network's output for two rows has shape {found}; {dataset.name} needs {(2, outputs)}")
+    if output != (2, outputs) and not (output == (2,) and outputs == 1):
+        raise ValueError(f"the network's output for two rows has shape {output}; {dataset.name} needs {(2, outputs)}")
     return net
 
 
 def settle_statistics(net: nn.Module, x: Tensor) -> None:
-    """Give batch normalisation that has seen no data the statistics of these, at the weights that ``net`` has.
+    """Set the running statistics of batch normalisation that has seen no data to those of ``x`` at initial weights.
 
-    A Bayesian network holds them fixed; at mean 0 and variance 1, where they start, such layers normalise nothing.
+    A Bayesian network holds them fixed; at their initial mean 0 and variance 1 they would normalise nothing.
     """
     layers = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not any(layer.num_batches_tracked is None or int(layer.num_batches_tracked) for layer in layers):
@@ -270,6 +267,6 @@ def settle_statistics(net: nn.Module, x: Tensor) -> None:
 
 
 def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
-    """Standard deviation of a regression's noise: fixed, or one for each draw."""
+    """Return the noise scale of a regression: the fixed one, or one per draw."""
     fixed = getattr(model.likelihood, "scale", None)
     return weights["noise_scale"] if fixed is None else fixed

@@ -1,6 +1,6 @@
-"""The report of a study: one HTML file with its tables and plots inside, to be opened by double click.
+"""The report of a study: one HTML file with its tables and figures inside.
 
-``tables.toml`` lists the tables: which numbers, under which heading, and what each means.
+``tables.toml`` lists the tables: their columns, which numbers these hold, and what each means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pyro_symmetric.posterior.tables import table
 from pyro_symmetric.store import write_whole
 from pyro_symmetric.study.measure import OWN_HALF, nll
 from pyro_symmetric.study.methods import make_method
-from pyro_symmetric.study.problem import Problem
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
@@ -34,14 +33,9 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Array = NDArray[np.floating[Any]]
 
-FEWEST_ROWS = 5  # bins of confidence with fewer test rows say nothing about accuracy
+FEWEST_ROWS = 5  # test rows of a bin of confidence, for its accuracy to mean anything
 MISSING = "–"  # in place of a number
 BEST = {"max": max, "min": min}
-# Why a symmetrised guide may lie further away once symmetries are removed.
-RISES = (
-    "With symmetries removed the number can rise: as drawn, a method that is spread over all copies resembles any "
-    "reference that is, whatever its shape within a copy; removed, only that shape is left to be compared."
-)
 TABLES = tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text("utf-8"))
 
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#97bbf5", "#3ca951", "#9498a0", "#ff8ab7")
@@ -56,7 +50,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 
-styled = matplotlib.rc_context(STYLE)  # the library's style, without touching the user's
+styled = matplotlib.rc_context(STYLE)  # the user's own style stays
 
 
 def write_report(study: Study) -> None:
@@ -68,7 +62,7 @@ def write_report(study: Study) -> None:
     )
     rows, settings = study.results["methods"], study.problem.settings
     text = environment.get_template("report.html").render(
-        title=f"Posteriors of a neural network on {study.problem.dataset.name}",
+        title=f"Approximate posteriors of a neural network on {study.problem.dataset.name}",
         problem=study.results["problem"],
         conclusion=conclusion(rows, settings.reference),
         command=settings.command(study.out),
@@ -88,55 +82,58 @@ def write_report(study: Study) -> None:
 
 
 def tables(methods: Mapping[str, Row], is_classification: bool) -> list[dict[str, Any]]:
-    """All tables of a report with any number in them. Methods without any are left out of a table."""
+    """Return the tables that hold any number."""
     other = "regression" if is_classification else "classification"
-    found = [table_of(name, methods) for name in TABLES if name != other]
-    return [one for one in found if one["rows"]]
+    filled = [table_of(name, methods) for name in TABLES if name != other]
+    return [one for one in filled if one["rows"]]
 
 
 def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
-    """One of the tables that ``tables.toml`` lists, with ``rows``: method -> of each column the text, and whether it is
-    the best."""
-    about, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
-    for _, path, form, best, _ in about["columns"]:
+    """Fill a table of ``tables.toml``.
+
+    :returns: its entries there, and ``rows``: method -> (text, whether it is the column's best) of each cell; without
+        the methods that have no number.
+    """
+    entries, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
+    for _, path, form, best, _ in entries["columns"]:
         values = {method: value_at(row, path) for method, row in methods.items()}
-        # In a table of distances the reference, compared with its own half, doesn't compete.
-        rivals = [m for m in values if about.get("rivals", True) or value_at(methods[m], "distance/to") != OWN_HALF]
-        known = [values[m] for m in rivals if values[m] is not None]
-        top = BEST[best](known) if best and len(known) > 1 else None
+        # The reference's distance is that of its own halves.
+        rivals = [m for m in values if entries.get("rivals", True) or value_at(methods[m], "distance/to") != OWN_HALF]
+        compared = [values[m] for m in rivals if values[m] is not None]
+        top = BEST[best](compared) if best and len(compared) > 1 else None
         for method, value in values.items():
-            rows.setdefault(method, []).append(
-                (_text(value, form), method in rivals and top is not None and value == top)
-            )
+            is_best = method in rivals and top is not None and value == top
+            rows.setdefault(method, []).append((_text(value, form), is_best))
     shown = {method: cells for method, cells in rows.items() if any(text != MISSING for text, _ in cells)}
-    return {**about, "rows": shown}
+    return {**entries, "rows": shown}
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
-    """The findings in up to three sentences: of predictions, of distances in them, and in weights."""
+    """Sum up in at most three sentences: predictions, distances of predictions, distances of weights."""
     scored = {name: nll(row["prediction"]) for name, row in rows.items()}
     best = min(scored, key=scored.__getitem__)
-    other = (
-        f" (the reference {reference}: {scored[reference]:.4f})" if reference in scored and best != reference else ""
+    aside = (
+        f" ({reference}, the reference: {scored[reference]:.4f})" if reference in scored and best != reference else ""
     )
-    said = [f"{best} predicts the test rows best, at {scored[best]:.4f} nats a row{other}."]
-    for words, path in (
-        ("in what they predict", "distance/prediction/total_variation/mean"),
-        ("in weights (symmetries removed)", "distance/removed/mmd/median"),
+    score = f"{scored[best]:.4f} nats per row{aside}"
+    sentences = [f"{best} predicts the test rows best: its negative log-likelihood is {score}."]
+    for space, path in (
+        ("predictions (total variation)", "distance/prediction/total_variation/mean"),
+        ("weights, symmetries removed (squared MMD)", "distance/removed/mmd/median"),
     ):
         values = {name: value_at(row, path) for name, row in rows.items()}
-        found = {name: value for name, value in values.items() if name != reference and value is not None}
-        if len(found) > 1:
-            near, far = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-            said.append(
-                f"Closest to the reference {words} is {near} ({found[near]:.3g}; the reference's own halves "
-                f"{values[reference]:.3g}), furthest {far} ({found[far]:.3g})."
+        others = {name: value for name, value in values.items() if name != reference and value is not None}
+        if len(others) > 1:
+            closest, farthest = min(others, key=others.__getitem__), max(others, key=others.__getitem__)
+            sentences.append(
+                f"In {space}, {closest} is closest to the reference ({others[closest]:.3g}) and {farthest} farthest "
+                f"({others[farthest]:.3g}); the two halves of the reference are {values[reference]:.3g} apart."
             )
-    return said
+    return sentences
 
 
 def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
-    """The tables for a terminal."""
+    """Format the tables for a terminal."""
     parts = []
     for one in tables(methods, is_classification):
         lines = [(method, *(text for text, _ in cells)) for method, cells in one["rows"].items()]
@@ -145,17 +142,17 @@ def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
 
 
 def value_at(row: Row, path: str) -> Any:
-    """The number at a place in a row of results, keys parted by /; ``None`` if there is none."""
-    found: Any = row
+    """Look up a path ``key/key/...`` in a row of results; ``None`` if it leads nowhere."""
+    value: Any = row
     for key in path.split("/"):
-        found = None if found is None else found.get(key)
-    return found
+        value = None if value is None else value.get(key)
+    return value
 
 
 def _text(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
         return value or MISSING
-    # Smaller p-values say nothing more, and their digits are those of an approximation.
+    # The digits of smaller p-values are those of an approximation.
     return "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
 
 
@@ -163,63 +160,52 @@ def _text(value: Any, form: str) -> str:
 
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:
-    """Heading, caption and figure of everything that there is to see."""
+    """Draw the figures of a report: heading, caption, figure."""
     rows, reference = study.results["methods"], study.problem.settings.reference
     shown = []
     if distances := {name: row["distance"] for name, row in rows.items() if row["distance"]}:
-        pairs = {n: (d["raw"]["mmd"]["median"], d["removed"]["mmd"]["median"]) for n, d in distances.items()}
-        caption = "Squared MMD before and after symmetries are removed. Zero means that the draws can't be told apart. "
-        figure = before_and_after(pairs, "squared MMD, median over kernels")
-        shown.append(("Distance to the reference", caption + RISES, figure))
+        caption = "Squared MMD before and after symmetries are removed. Zero: the draws can't be told apart. The text "
+        caption += "above the table says why removing symmetries can raise a distance."
+        shown.append(("Distance to the reference", caption, before_and_after(distances)))
     raw = {name: draws.raw for name, draws in study.draws.items()}
     together = pooled_frame([draws.canonical for draws in study.draws.values()], study.problem.symmetry)
     frames = {"as drawn": raw, "symmetries removed": dict(zip(study.draws, together, strict=True))}
-    caption = "The first two principal components of all methods' weights, those of the reference in grey."
+    caption = "First two principal components of the weights of all methods; the reference in grey."
     for title, weights in frames.items():
         shown.append((f"All draws, {title}", caption, projections(_project(weights), reference)))
-    shown.append(_calibration(rows, study.problem))
-    caption = "Loss along the Wasserstein geodesic between two fits; the hump over the straight line is the barrier."
+    if study.problem.is_classification:
+        caption = (
+            f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} rows. Above the diagonal "
+        )
+        caption += "a method is underconfident, below it overconfident."
+    else:
+        caption = "Share of test targets inside the central predictive interval of each level. Above the diagonal the "
+        caption += "intervals are too wide, below it too narrow."
+    shown.append(("Calibration", caption, calibration({n: r["prediction"] for n, r in rows.items()}, reference)))
+    caption = (
+        "Loss along the Wasserstein geodesic between two fits. The barrier is its largest height above the straight "
+    )
+    caption += "line between its ends."
     paths = {name: row["barrier"] for name, row in rows.items() if row.get("barrier")}
     shown += [(f"Loss barrier of {name}", caption, barriers(curves)) for name, curves in paths.items()]
-    losses = {name: row["losses"] for name, row in rows.items() if row.get("losses")}
-    if losses:
-        shown.append(("Training", "What each method minimised, or followed, step by step.", loss_curves(losses)))
+    if losses := {name: row["losses"] for name, row in rows.items() if row.get("losses")}:
+        caption = "The objective of each method by step; of chains, the potential energy."
+        shown.append(("Training", caption, loss_curves(losses)))
     return shown
 
 
 def _project(draws: Mapping[str, Weights]) -> dict[str, Array]:
+    """Project all draws on their first two principal components."""
     from sklearn.decomposition import PCA
 
     flat = {
         name: torch.cat([v.reshape(len(v), -1) for v in own.values()], 1).double().cpu() for name, own in draws.items()
     }
-    # Every method counts alike, however many draws it gave.
+    # Every method counts alike, however many draws it has.
     fewest = min(len(points) for points in flat.values())
     pca = PCA(2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0)
     pca.fit(torch.cat([points[:fewest] for points in flat.values()]).numpy())
     return {name: pca.transform(points.numpy()) for name, points in flat.items()}
-
-
-def _calibration(rows: Mapping[str, Any], problem: Problem) -> tuple[str, str, Figure]:
-    if problem.is_classification:
-        labels = "confidence", "accuracy"
-        caption = (
-            f"Accuracy of test rows against the confidence in them, in bins of at least {FEWEST_ROWS} rows; above the "
-            f"diagonal a method is too cautious, below too sure."
-        )
-    else:
-        labels = "level of the interval", "share of targets inside"
-        caption = "Share of test targets inside the central predictive interval of each level."
-    curves = {}
-    for name, row in rows.items():
-        if problem.is_classification:
-            bins = row["prediction"]["calibration"]
-            filled = [i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS]
-            curves[name] = ([bins["confidence"][i] for i in filled], [bins["accuracy"][i] for i in filled])
-        else:
-            covered = row["prediction"]["coverage"]
-            curves[name] = ([float(level) for level in covered], list(covered.values()))
-    return "Calibration", caption, calibration(curves, *labels, problem.settings.reference)
 
 
 def _as_image(figure: Figure) -> str:
@@ -228,12 +214,9 @@ def _as_image(figure: Figure) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-# one figure each, of plain arrays by name -----------------------------------------------------------------------------
-
-
 @styled
 def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """One panel for each method: what its curve shows -> the curve, without the first tenth, which is too high."""
+    """Plot method -> label -> losses, a panel per method; the first tenth, which is too high, is left out."""
     figure, panels = _panels(list(curves), 3.6, 2.4)
     for name, ax in panels.items():
         for label, values in curves[name].items():
@@ -244,10 +227,20 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
 
 
 @styled
-def calibration(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], xlabel: str, ylabel: str, reference: str
-) -> Figure:
-    """Reliability, a panel for each method: (expected, observed) points beside the diagonal, and the reference's."""
+def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
+    """Plot reliability curves of method -> scores beside the diagonal, a panel per method, each with the reference's.
+
+    A classifier's curve is accuracy against confidence, a regression's coverage of intervals against their level.
+    """
+    xlabel, ylabel, curves = "confidence", "accuracy", {}
+    for name, row in scores.items():
+        if "coverage" in row:
+            xlabel, ylabel = "level of the interval", "share of targets inside"
+            curves[name] = ([float(level) for level in row["coverage"]], list(row["coverage"].values()))
+        else:
+            bins = row["calibration"]
+            filled = [i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS]
+            curves[name] = ([bins["confidence"][i] for i in filled], [bins["accuracy"][i] for i in filled])
     figure, panels = _panels(_others(curves, reference), 2.7, 2.7)
     for name, ax in panels.items():
         ax.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
@@ -260,18 +253,18 @@ def calibration(
 
 @styled
 def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Loss along paths: name of the path -> a barrier curve as JSON; one panel for each data set."""
+    """Plot the loss along paths, name -> barrier curve as JSON, a panel per data set."""
     figure, panels = _panels(list(next(iter(curves.values()))["losses"]), 4.2, 3.2)
     for name, ax in panels.items():
-        for (path, curve), shade in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
-            ax.plot(curve["t"], curve["losses"][name], marker=".", color=shade, label=path)
+        for (path, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+            ax.plot(curve["t"], curve["losses"][name], marker=".", color=colour, label=path)
         ax.set(title=f"{name} data", xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
     return _with_legend(figure, next(iter(panels.values())))
 
 
 @styled
 def projections(points: Mapping[str, Array], reference: str) -> Figure:
-    """Scatter plots, a panel for each method: method -> points ``(draws, 2)``, with the reference's in grey."""
+    """Scatter points ``(draws, 2)`` of each method in a panel of its own, those of the reference in grey."""
     figure, panels = _panels(_others(points, reference), 2.1, 2.2)
     # A few stray draws must not shrink all others to a dot.
     low, high = np.quantile(np.concatenate(list(points.values())), (0.005, 0.995), axis=0)
@@ -288,28 +281,27 @@ def projections(points: Mapping[str, Array], reference: str) -> Figure:
 
 
 @styled
-def before_and_after(values: Mapping[str, tuple[float, float]], xlabel: str) -> Figure:
-    """For each method a line from its value before to its value after."""
-    figure, panels = _panels([""], 6.4, 0.9 + 0.34 * len(values))
-    ax, heights = panels[""], range(len(values))
-    before, after = zip(*values.values(), strict=True)
+def before_and_after(distances: Mapping[str, Row]) -> Figure:
+    """Join the squared MMD of each method as drawn and with symmetries removed by a line."""
+    figure, panels = _panels([""], 6.4, 0.9 + 0.34 * len(distances))
+    ax, heights = panels[""], range(len(distances))
+    before, after = ([row[kind]["mmd"]["median"] for row in distances.values()] for kind in ("raw", "removed"))
     ax.hlines(heights, before, after, color="#bbb", lw=1.5, zorder=1)
     ax.scatter(before, heights, color=COLOURS[2], label="as drawn", zorder=2)
     ax.scatter(after, heights, color=COLOURS[0], label="symmetries removed", zorder=2)
     ax.axvline(0, color=GREY, lw=0.8, ls="--")
-    ax.set(yticks=list(heights), yticklabels=list(values), xlabel=xlabel)
+    ax.set(yticks=list(heights), yticklabels=list(distances), xlabel="squared MMD, median over kernels")
     ax.invert_yaxis()
     return _with_legend(figure, ax)
 
 
 def _others(names: Mapping[str, Any], reference: str) -> list[str]:
-    """All but the reference, unless that is all there is."""
+    """Return all names but the reference's, or that alone if there are no others."""
     return [name for name in names if name != reference] or list(names)
 
 
 def _panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, dict[str, Axes]]:
-    """A panel for each name, at most three in a row, of a figure that belongs to no window: many of them leak
-    nothing."""
+    """Make a figure of a panel per name, at most three in a row. It has no window, and needs no closing."""
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -320,7 +312,7 @@ def _panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, 
 
 
 def _with_legend(figure: Figure, ax: Axes) -> Figure:
-    """The figure with one panel's legend below."""
+    """Put the legend of one panel below the figure."""
     handles, labels = ax.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(3, len(labels))))
     return figure

@@ -1,4 +1,4 @@
-"""Variational methods: guides, of which each maximises the ELBO of a mean-field or a unit-block Gaussian."""
+"""Variational methods: mean-field and unit-block Gaussians, plain, symmetrised and aligned, fitted by SVI."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ PARTICLES = 4
 
 @register("mean-field", BUDGET, quick=QUICK)
 def mean_field(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Pyro's stock AutoNormal: one independent Gaussian for each weight, fitted by SVI."""
+    """Fit Pyro's AutoNormal by SVI: an independent Gaussian for each weight."""
     yield pooled([_fit(problem, *_mean_field(problem, budget, progress)) for _ in range(budget.modes)])
 
 
 @register("symmetrized", {**BUDGET, "proposals": 4}, quick=QUICK)
 def symmetrized(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units, and over all flips of their
-    signs if the network has these (Gelberg et al. 2024), trained with SinkhornImportance, which matches units. Its
-    draws come from all copies alike."""
+    """Fit AutoSymmetrized: the mean-field guide averaged over all permutations of hidden units and, where they are
+    symmetries, all sign flips (Gelberg et al. 2024), trained with SinkhornImportance. Its draws visit all copies
+    equally."""
     yield pooled([_symmetrized(problem, budget, AutoDiagonalNormal, progress) for _ in range(budget.modes)])
 
 
 @register(
     "symmetrized-blocks",
-    {**BUDGET, "proposals": 4, "largest": 500_000},  # a step costs the cube of a unit's weights
+    {**BUDGET, "proposals": 4, "largest": 500_000},  # a step costs the cube of the number of weights of a unit
     quick=QUICK,
 )
 def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """AutoSymmetrized over AutoUnitBlocks: the weights of each hidden unit are correlated, units are independent;
-    averaged over the same group, and trained likewise. Left out of networks with too many weights a unit."""
+    """Fit AutoSymmetrized over AutoUnitBlocks: correlated weights within each hidden unit, independent units; the same
+    group and estimator. Left out if units have too many weights."""
     shapes = problem.model.site_shapes
     positions = unit_positions(Action(problem.symmetry.finite, list(shapes), shapes))
-    entries = sum(where.shape[0] * where.shape[1] ** 2 for where in positions)
+    entries = sum(units * weights**2 for units, weights in (block.shape for block in positions))
     if entries > budget.largest:
         raise TooLarge(
             f"the covariances of its units have {entries:,} entries, more than {budget.largest:,}; "
-            f"symmetrized-blocks:largest={entries} fits it all the same"
+            f"symmetrized-blocks:largest={entries} fits it nevertheless"
         )
     yield pooled([_symmetrized(problem, budget, AutoUnitBlocks, progress) for _ in range(budget.modes)])
 
@@ -73,14 +73,15 @@ def symmetrized_blocks(problem: Problem, budget: Any, progress: bool) -> Iterato
     quick={**QUICK, "path_points": 11, "path_draws": 16},
 )
 def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Two independent mean-field fits; the second is pushed forward by the permutation of hidden units, and the flips
-    of their signs if the network has these, that bring it closest to the first in Wasserstein distance (Rossi et al.
-    2023). The midpoints lie half-way along the Wasserstein geodesic between the two, with and without that move. Of
-    several runs all are brought to the first and drawn from alike; the midpoint is their barycentre."""
+    """Fit two independent mean-field guides and align the second with the first: push it forward by the permutation of
+    hidden units (and the sign flips, where they are symmetries) that minimises their Wasserstein distance (Rossi et al.
+    2023). The midpoints are those of the Wasserstein geodesic between the two, with and without alignment. With
+    modes=2 or more, all fits are aligned with the first and pooled, and the midpoints are their barycentres."""
     fits = [_mean_field(problem, budget, progress) for _ in range(max(2, budget.modes))]
     first, *others = (guide for guide, _ in fits)
-    found = [align(other, first, problem.symmetry.finite, cost="wasserstein", progress=progress) for other in others]
-    moved = [push_forward(other, alignment.element) for other, alignment in zip(others, found, strict=True)]
+    finite = problem.symmetry.finite
+    alignments = [align(other, first, finite, cost="wasserstein", progress=progress) for other in others]
+    moved = [push_forward(other, alignment.element) for other, alignment in zip(others, alignments, strict=True)]
     drawn = moved if budget.modes == 1 else [first, *moved]
     both = pooled([_fit(problem, guide, fits[1][1]) for guide in drawn])
     data = problem.dataset
@@ -89,8 +90,8 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     ends = {"aligned": moved[0], "unaligned": others[0]}
     curves = {name: loss_barrier(first, end, problem.model, rows, **path).to_dict() for name, end in ends.items()}
     details = {
-        "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in found),
-        "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in found),
+        "squared_wasserstein_before": statistics.fmean(alignment.initial_cost for alignment in alignments),
+        "squared_wasserstein_after": statistics.fmean(alignment.cost for alignment in alignments),
     }
     yield Fit(both.posterior, {**both.found, "barrier": curves, "details": details})
     yield _fit(problem, barycentre([first, *moved]), [])
@@ -101,7 +102,7 @@ def aligned(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
 
 
 def pooled(fits: list[Fit]) -> Fit:
-    """One fit whose draws are those of several independent ones, with equal shares. No bound is known of a mixture."""
+    """Combine independent fits into their mixture of equal shares. No evidence bound is known of it."""
     if len(fits) == 1:
         return fits[0]
     draws = Posterior.concat([Posterior(fit.posterior.samples, kind=fit.posterior.kind) for fit in fits])
@@ -109,7 +110,7 @@ def pooled(fits: list[Fit]) -> Fit:
 
 
 def _mean_field(problem: Problem, budget: Any, progress: bool) -> tuple[WeightsGuide, list[float]]:
-    """Fit the stock mean-field guide from fresh initial values of the network; a copy that draws without data."""
+    """Fit Pyro's mean-field guide from fresh initial values; return a copy that draws without data, and the losses."""
     stock = AutoNormal(problem.model, init_loc_fn=_start(problem), init_scale=budget.init_scale)
     losses = _train(problem, budget, stock, progress)
     return gaussian_copy(stock), losses
@@ -128,21 +129,22 @@ def _start(problem: Problem) -> Any:
 
 
 def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
-    # A symmetrised guide is compared as what it is: with all its copies.
+    # A symmetrised guide is compared with all its copies.
     orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
     draws = guide.sample_posterior((problem.settings.draws,), **orbit)
     joint = functools.partial(problem.model.log_joint, x=problem.x, y=problem.y)
-    worth = evidence(guide, log_joint=joint, group=problem.symmetry.finite)
+    bounds = evidence(guide, log_joint=joint, group=problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")
-    return Fit(posterior, {"losses": {"negative ELBO (nats)": losses}, "evidence": asdict(worth)})
+    return Fit(posterior, {"losses": {"negative ELBO (nats)": losses}, "evidence": asdict(bounds)})
 
 
 def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> list[float]:
-    """Maximise the ELBO by SVI on random mini-batches with Adam, its step size falling a hundredfold; the losses.
+    """Maximise the ELBO by SVI on random mini-batches, with an Adam step size that falls a hundredfold.
 
-    :raises ValueError: if the loss stops being finite.
+    :returns: the loss of each step.
+    :raises ValueError: if a loss isn't finite.
     """
-    pyro.clear_param_store()  # in which another guide of its class has parameters of the same names
+    pyro.clear_param_store()  # guides of one class name their parameters alike
     x, y, losses = problem.x, problem.y, list[float]()
     optimizer = ClippedAdam({"lr": budget.learning_rate, "lrd": 0.01 ** (1 / budget.steps), "clip_norm": 1e3})
     elbo = Trace_ELBO(num_particles=PARTICLES, vectorize_particles=True, max_plate_nesting=1)
@@ -151,5 +153,7 @@ def _train(problem: Problem, budget: Any, guide: AutoGuide, progress: bool) -> l
         rows = torch.randperm(len(x), device=x.device)[: budget.batch_size]
         losses.append(svi.step(x[rows], y[rows]))
         if not math.isfinite(losses[-1]):
-            raise ValueError(f"SVI: the loss is {losses[-1]} at step {step}; are the data and the prior sensible?")
+            raise ValueError(
+                f"SVI: the loss is {losses[-1]} at step {step}; check the scales of the data and of the prior"
+            )
     return losses

@@ -13,7 +13,7 @@ import pyro_symmetric as ps
 from pyro_symmetric.guides.base import layout_of
 from pyro_symmetric.study import StudySettings, variational
 from pyro_symmetric.study.methods import Fit, make_method
-from pyro_symmetric.study.networks import dropped, leaving, swag
+from pyro_symmetric.study.networks import drop_units, outgoing_scales, swag
 from pyro_symmetric.study.problem import build_problem
 
 
@@ -26,9 +26,9 @@ def test_dropped_weights_compute_what_dropped_units_compute() -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(6, 5))
     net.extend([nn.Tanh(), nn.Linear(5, 2)])
     x = torch.randn(3, 1, 4, 4)
-    group = leaving(ps.find_symmetry(net.eval(), x).permutations)
+    group = outgoing_scales(ps.find_symmetry(net.eval(), x).permutations)
     torch.manual_seed(1)
-    weights = dropped(
+    weights = drop_units(
         {name: value.detach().expand(7, *value.shape) for name, value in net.named_parameters()}, group, 0.4
     )
     outputs = torch.func.vmap(lambda w: torch.func.functional_call(net, w, (x,)))(weights)
@@ -46,8 +46,8 @@ def test_dropped_weights_compute_what_dropped_units_compute() -> None:
 @pytest.mark.stochastic
 def test_the_mean_of_dropped_weights_is_the_weights() -> None:
     net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
-    group = leaving(ps.find_symmetry(net, torch.randn(2, 2)).permutations)
-    many = dropped(
+    group = outgoing_scales(ps.find_symmetry(net, torch.randn(2, 2)).permutations)
+    many = drop_units(
         {name: value.detach().expand(20000, *value.shape) for name, value in net.named_parameters()}, group, 0.3
     )
     # Standard error sqrt(0.3 / 0.7 / 20000) = 0.0046 of a weight; five of them: false alarms in 1e-5 of the seeds.

@@ -181,7 +181,9 @@ def test_a_folder_that_holds_no_study_is_refused_and_left_as_it_is(name: str, tm
     theirs = tmp_path / name
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text(THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
-    with pytest.raises(FileExistsError, match=rf"is no study's folder, but holds {Path(name).parts[0]}, .* left as it"):
+    with pytest.raises(
+        FileExistsError, match=rf"is not the folder of a study but holds {Path(name).parts[0]}, .* Nothing was changed"
+    ):
         run_study(settings(methods=("mean-field",)), tmp_path, progress=False)
     assert [(file, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [
         (theirs, THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
@@ -315,7 +317,7 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
     for file in left.rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     again, said = run(tmp_path, methods=(method,), reference=method)
-    assert any("made anew" in line for line in said)
+    assert any("started again" in line for line in said)
     assert again.fits[method].posterior.num_samples > 0
 
 
