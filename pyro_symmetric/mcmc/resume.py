@@ -1,15 +1,15 @@
-"""The state that a run resumes from, and a check that it is the run that a call asks for, never another's.
+"""The identity and the saved state of a run: a call resumes a stored run only if it describes that very run.
 
-Runs are the same if all that decides their draws is: the kernel and its settings, sites, counts, seed, dtype, the data
-by their hash, the model's code with the constants that it reads (:func:`digest`), and the density where the chains
-stand. ``num_samples`` is left out, so that more may be added. ``resume=True`` resumes though code or versions differ.
-All is told before anything is drawn.
+Two calls describe one run if everything that decides its draws agrees: kernel and settings, sites, counts, seed, dtype,
+hashes of the data and of the model's code with the constants that it reads (:func:`digest`), and the potential energies
+at the stored positions. ``num_samples`` is left out, so that a run can be extended. ``resume=True`` accepts other code
+and other versions. Differences are reported before anything is drawn.
 
-The hash is the same in every process. It sees tensors, numbers, texts and containers by what they hold (lists and
-tuples are alike, and dictionaries in any order); networks by their modules, parameters, buffers and public attributes;
+The hash is the same in every process. It covers tensors, numbers, strings and containers by their contents (lists equal
+tuples; dictionaries and sets have no order); networks by their modules, parameters, buffers and public attributes;
 functions by their code, constants, defaults, closures and the globals that they read; classes by their bases and
-methods; other objects by their class and what pickle would keep. Functions and classes of installed libraries count by
-their names.
+methods; other objects by their class and the state that pickle would keep. Functions and classes of installed libraries
+count by name.
 """
 
 from __future__ import annotations
@@ -47,24 +47,25 @@ if TYPE_CHECKING:
 KERNELS = Kernel.__module__.rpartition(".")[0]
 OTHER_MODEL = "the model (its density at the same weights is another)"
 OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative: another processor sums in another order
-MOST_COMPARED = 64  # chains
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative; processors differ in the order of summation
+MAX_COMPARED = 64  # chains
 VERSIONS = {"pyro_symmetric": __version__, "torch": torch.__version__, "pyro": pyro.__version__}
 LIBRARIES = {*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1])}
 METHODS = types.FunctionType | property | staticmethod | classmethod
 NAMED = types.BuiltinFunctionType | types.ModuleType | torch.dtype | torch.device
 
 
-# the run that a call asks for ---------------------------------------------------------------------------------------
+# the identity of a run ------------------------------------------------------------------------------------------------
 
 
 def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
-    """The fingerprint of a run: what must be the same, what may differ if the user insists, and what rounds sums.
+    """Return the fingerprint of a run: its call, which must match; its code and versions, which must match unless
+    ``resume=True``; and its sources of rounding, which only warn.
 
-    :param seed: the settings' own, or the one that was drawn for them.
+    :param seed: from the settings, or drawn for this run.
     """
     initial, device, model = settings.initial, density.device, settings.kernel.model
-    if isinstance(model, BayesianModel):  # whose weights are sampled, and have no values of their own
+    if isinstance(model, BayesianModel):  # the initial values of sampled weights don't matter
         model = copy.deepcopy(model)
         for name, weight in model.net.named_parameters():
             if name in model.priors():
@@ -73,11 +74,11 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
         "kernel": type(settings.kernel).__name__,
         "settings": settings.kernel.settings(),
         **{name: getattr(settings, name) for name in ("num_chains", "num_warmup", "thinning")},
-        # Of guides and functions, whose draws can't be foretold, the type only.
+        # Guides and functions count by type, since their draws aren't reproducible here.
         "initial": initial if isinstance(initial, Mapping | str | None) else type(initial).__name__,
         "data": digest([settings.args, settings.kwargs]),
         "sites": {site: list(shape) for site, shape in density.layout.site_shapes.items()},
-        "device": device.type,  # cuda and cuda:0 are one; which GPU it is stands under rounding
+        "device": device.type,  # "cuda" equals "cuda:0"; the model of the GPU belongs to rounding
         "dtype": str(density.dtype).removeprefix("torch."),
         "chain_chunk": density.chain_chunk,
         "seed": seed,
@@ -92,17 +93,17 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
     return as_json(call=call, code=digest(model), versions=VERSIONS, rounding=rounding)
 
 
-def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check the fingerprint of a store against that of a call.
+def require_same(settings: Settings, stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Check that a stored fingerprint matches the current call's.
 
-    :raises StoreError: naming what differs.
+    :raises StoreError: listing the differences.
     """
-    newer = differences(found["versions"], now["versions"]) + [OTHER_CODE] * (found["code"] != now["code"])
-    if differing := differences(found["call"], now["call"]):
-        raise _other_run(settings, differing)
-    if newer and settings.resume is not True:
-        raise _other_run(settings, newer, "; or pass resume=True to resume all the same")
-    if changed := newer + differences(found["rounding"], now["rounding"]):
+    changed = differences(stored["versions"], current["versions"]) + [OTHER_CODE] * (stored["code"] != current["code"])
+    if other_call := differences(stored["call"], current["call"]):
+        raise _other_run(settings, other_call)
+    if changed and settings.resume is not True:
+        raise _other_run(settings, changed, "; or pass resume=True to resume all the same")
+    if changed := changed + differences(stored["rounding"], current["rounding"]):
         warnings.warn(
             f"the draw store {settings.store} is resumed, but from here its draws may differ from an unbroken run's, "
             f"since what decides them or their rounding has changed: {'; '.join(changed)}",
@@ -111,21 +112,21 @@ def require_same(settings: Settings, found: Mapping[str, Any], now: Mapping[str,
         )
 
 
-def require_same_energies(settings: Settings, density: Density, z: Tensor, before: Tensor) -> None:
-    """Check the energies ``before`` of chains at ``z`` against those of the call's density, but for rounding; if one
-    isn't finite, the other mustn't be either.
+def require_same_energies(settings: Settings, density: Density, z: Tensor, stored: Tensor) -> None:
+    """Check that the density gives the stored energies at the stored positions ``z``, up to rounding.
 
-    :raises StoreError: if they differ.
+    :raises StoreError: if they differ, or only one of two is finite.
     """
-    now, near = energies(density, z), TOLERANCE.get(density.dtype, 1e-2) * before.abs().clamp(min=1.0)
-    same = (before.isfinite() == now.isfinite()) & (((before - now).abs() <= near) | ~before.isfinite())
-    if before.shape != now.shape or not bool(same.all()):
+    current, tolerance = energies(density, z), TOLERANCE.get(density.dtype, 1e-2) * stored.abs().clamp(min=1.0)
+    close = ((stored - current).abs() <= tolerance) | ~stored.isfinite()
+    same = (stored.isfinite() == current.isfinite()) & close
+    if stored.shape != current.shape or not bool(same.all()):
         raise _other_run(settings, [OTHER_MODEL])
 
 
 def energies(density: Density, z: Tensor) -> Tensor:
-    """Energies of the chains where they stand, of some of the chains if there are many; with all rows of the data."""
-    z = z[:MOST_COMPARED]
+    """Evaluate the potential energy of the first :data:`MAX_COMPARED` chains at ``z``, on all rows of the data."""
+    z = z[:MAX_COMPARED]
     counts = density.row_counts.items()
     rows = {name: torch.arange(size, device=z.device).expand(len(z), size) for name, (_, size) in counts}
     with torch.no_grad():
@@ -139,70 +140,71 @@ def _other_run(settings: Settings, differing: list[str], hint: str = "") -> Stor
     )
 
 
-# the state that it resumes from -------------------------------------------------------------------------------------
+# the saved state ------------------------------------------------------------------------------------------------------
 
 
-def packed(at: Mapping[str, Any], where: Tensor) -> memoryview:
-    """The parts of a run's state, and the energies where its chains stand, as bytes that can be written without another
-    copy."""
-    state, buffer = replace(at["state"], generator=None), io.BytesIO()
-    torch.save({"at": {**at, "state": state}, "energies": where}, buffer)
+def pack(fields: Mapping[str, Any], potential: Tensor) -> memoryview:
+    """Serialise the fields of a run's state and the energies at its positions, without another copy in memory."""
+    state, buffer = replace(fields["state"], generator=None), io.BytesIO()
+    torch.save({"at": {**fields, "state": state}, "energies": potential}, buffer)
     return buffer.getbuffer()
 
 
-def unpacked(content: bytes | memoryview, kernel: Kernel) -> tuple[dict[str, Any], Tensor]:
-    """The parts that :func:`packed` was given: tensors, plain values and dataclasses of the kernels here and of the
-    modules that this kernel's classes come from.
+def unpack(content: bytes | memoryview, kernel: Kernel) -> tuple[dict[str, Any], Tensor]:
+    """Return the fields and energies that :func:`pack` serialised.
 
-    :raises pickle.UnpicklingError: if there is anything else.
+    :raises pickle.UnpicklingError: if they hold more than tensors, plain values, and dataclasses of this package's
+        kernels and of the modules that define the classes of ``kernel``.
     """
-    names = {kind.__module__ for kind in type(kernel).__mro__}
-    names |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
-    kinds = [value for name in names for value in vars(sys.modules[name]).values() if isinstance(value, type)]
-    parts: list[Any] = [k for k in kinds if is_dataclass(k) and k.__module__ in names and not issubclass(k, Kernel)]
-    with LOCK, torch.serialization.safe_globals(parts):  # a list of the whole process
-        found = torch.load(io.BytesIO(content), weights_only=True)
-    at = found["at"]
-    generator = torch.Generator(at["state"].z.device)
-    generator.set_state(at["generator"])
-    return {**at, "state": replace(at["state"], generator=generator)}, found["energies"]
+    modules = {kind.__module__ for kind in type(kernel).__mro__}
+    modules |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
+    classes = [value for name in modules for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    allowed: list[Any] = [
+        k for k in classes if is_dataclass(k) and k.__module__ in modules and not issubclass(k, Kernel)
+    ]
+    with LOCK, torch.serialization.safe_globals(allowed):  # a list of the whole process
+        saved = torch.load(io.BytesIO(content), weights_only=True)
+    fields = saved["at"]
+    generator = torch.Generator(fields["state"].z.device)
+    generator.set_state(fields["generator"])
+    return {**fields, "state": replace(fields["state"], generator=generator)}, saved["energies"]
 
 
-def require_storable(at: Mapping[str, Any], kernel: Kernel) -> None:
-    """:raises TypeError: if the kernel's state holds what a store can't keep."""
+def require_storable(fields: Mapping[str, Any], kernel: Kernel) -> None:
+    """Raise ``TypeError`` if a store can't keep the kernel's state."""
     try:
-        unpacked(packed(at, at["state"].energy), kernel)
+        unpack(pack(fields, fields["state"].energy), kernel)
     except (AttributeError, TypeError, pickle.PickleError) as error:
-        said = str(error).splitlines()[0]
-        raise TypeError(f"the kernel's state holds what a store can't keep: {said}; see State") from error
+        reason = str(error).splitlines()[0]
+        raise TypeError(f"the kernel's state holds what a store can't keep: {reason}; see State") from error
 
 
-# data and code by a hash ----------------------------------------------------------------------------------------------
+# hashes of data and code ----------------------------------------------------------------------------------------------
 
 
 def as_json(**parts: Any) -> dict[str, Any]:
-    """These parts as JSON; what JSON can't hold goes in by its hash."""
+    """Convert values to JSON; those that JSON can't represent are replaced by their hash."""
     return json.loads(json.dumps(parts, default=lambda value: f"{type(value).__name__} {digest(value)}"))
 
 
-def differences(found: Any, now: Any, name: str = "") -> list[str]:
-    """The differences between two fingerprints, in words: the one that was stored, and that of the call.
+def differences(stored: Any, current: Any, name: str = "") -> list[str]:
+    """List the differences between a stored and a current fingerprint.
 
-    :param name: of what is compared.
+    :param name: of the entry that is compared.
     """
-    if isinstance(found, dict) and isinstance(now, dict):
-        keys = sorted(found.keys() | now.keys())
-        return [line for k in keys for line in differences(found.get(k), now.get(k), f"{name}.{k}".lstrip("."))]
-    return [] if found == now else [f"{name}: {found!r} there, {now!r} here"]
+    if isinstance(stored, dict) and isinstance(current, dict):
+        keys = sorted(stored.keys() | current.keys())
+        return [line for k in keys for line in differences(stored.get(k), current.get(k), f"{name}.{k}".lstrip("."))]
+    return [] if stored == current else [f"{name}: {stored!r} there, {current!r} here"]
 
 
 def digest(value: Any) -> str:
-    """The hash, in hexadecimal."""
+    """Return the hash of a value, in hexadecimal."""
     return _digest(value, {}).hex()
 
 
-def _digest(value: Any, met: dict[int, tuple[bytes, Any]]) -> bytes:
-    """:param met: the hashes of objects so far, which are kept alive; of those that hold this one, a stand-in."""
+def _digest(value: Any, seen: dict[int, tuple[bytes, Any]]) -> bytes:
+    """Hash a value. ``seen`` maps ids to hashes, placeholders within cycles, and to the objects, so that they live."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return _hash(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
     if isinstance(value, Tensor):
@@ -210,16 +212,16 @@ def _digest(value: Any, met: dict[int, tuple[bytes, Any]]) -> bytes:
         return _hash("tensor", f"{dense.dtype} {tuple(dense.shape)}".encode(), raw_bytes(dense).numpy().data)
     if isinstance(value, NAMED) or _is_of_library(value):
         return _hash("name", getattr(value, "__qualname__", str(value)).encode())
-    if id(value) not in met:
-        met[id(value)] = b"itself", value
+    if id(value) not in seen:
+        seen[id(value)] = b"itself", value
         kind, parts = _parts(value)
-        found = [_digest(part, met) for part in parts]
-        met[id(value)] = _hash(kind, *(sorted(found) if kind == "set" else found)), value
-    return met[id(value)][0]
+        hashes = [_digest(part, seen) for part in parts]
+        seen[id(value)] = _hash(kind, *(sorted(hashes) if kind == "set" else hashes)), value
+    return seen[id(value)][0]
 
 
 def _parts(value: Any) -> tuple[str, list[Any]]:
-    """The kind of a value, and its parts; the order of those of a set says nothing."""
+    """Split a value into its kind and its parts; the parts of a ``"set"`` have no order."""
     if isinstance(value, Mapping):
         return "set", ["dict", *value.items()]
     if isinstance(value, list | tuple):
@@ -228,8 +230,8 @@ def _parts(value: Any) -> tuple[str, list[Any]]:
         return "set", list(value)
     if isinstance(value, nn.Module):
         public = {n: part for n, part in vars(value).items() if not n.startswith("_") or n == "_pyro_samples"}
-        held = [dict(value.named_parameters(recurse=False)), dict(value.named_buffers(recurse=False))]
-        return "module", [type(value), public, *held, dict(value.named_children())]
+        tensors = [dict(value.named_parameters(recurse=False)), dict(value.named_buffers(recurse=False))]
+        return "module", [type(value), public, *tensors, dict(value.named_children())]
     if isinstance(value, types.FunctionType):
         names = _globals_of(value.__code__) if not _is_installed(value.__code__.co_filename) else set()
         read = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
@@ -246,19 +248,19 @@ def _parts(value: Any) -> tuple[str, list[Any]]:
 
 
 def _pickled(value: Any) -> list[Any]:
-    """The parts of an object that pickle would keep, but for cached ones; none if it can't."""
+    """Return the parts of an object that pickle would keep, without cached properties; none if it can't be pickled."""
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:  # whatever a class raises that refuses it
+    except Exception:  # a class may refuse with any exception
         return []
     make, arguments, state, *items = (*reduced, None) if isinstance(reduced, tuple) else (reduced, (), None)
-    if isinstance(state, dict):  # cached_property, and PyTorch's like of it, stand in a class under the same name
+    if isinstance(state, dict):  # a cached property is stored under the name of its descriptor in the class
         state = {n: p for n, p in state.items() if not hasattr(getattr(type(value), str(n), None), "__get__")}
     return [make, arguments, state, *(None if part is None else list(part) for part in items)]
 
 
 def _is_of_library(value: Any) -> bool:
-    """True if it is a class or function of an installed library, or of Python's own."""
+    """Return whether a value is a class or function of an installed library or of Python itself."""
     if isinstance(value, types.FunctionType):
         return not value.__closure__ and _is_installed(value.__code__.co_filename)
     if isinstance(value, type):
@@ -272,9 +274,9 @@ def _is_installed(file: str) -> bool:
 
 
 def _globals_of(code: types.CodeType) -> set[str]:
-    """The names of globals that code reads, with that of functions inside."""
-    inner = [_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {str(one.argval) for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}.union(*inner)
+    """Collect the names of the globals that code reads, nested functions included."""
+    nested = [_globals_of(part) for part in code.co_consts if isinstance(part, types.CodeType)]
+    return {str(op.argval) for op in dis.get_instructions(code) if op.opname == "LOAD_GLOBAL"}.union(*nested)
 
 
 def _hash(tag: str, *parts: Any) -> bytes:

@@ -1,7 +1,7 @@
-"""Checks of Markov chains, each one number beside its limits: what was found, and what to do about it.
+"""Convergence checks of Markov chains: a number, its limits, the finding and advice.
 
-:func:`~pyro_symmetric.mcmc.sample` warns of checks that fail, and :func:`~pyro_symmetric.compare.diagnose` reports all
-of them, so that both judge by the same limits.
+:func:`~pyro_symmetric.mcmc.sample` warns of failures among them (:func:`sampler_failures`), and
+:func:`~pyro_symmetric.compare.diagnose` reports them all, by the same limits.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ Status = Literal["fail", "warn", "pass", "unknown"]
 # Beyond the first limit a check is a warning, beyond the second a failure.
 R_HAT = (1.02, 1.05)
 EFFECTIVE_DRAWS = (400.0, 50.0)  # Vehtari et al. 2021, section 4: 400 for stable estimates of R-hat and of quantiles
-MOVING = (0.1, 0.01)  # share of the draws at which a chain moves, and its spread in units of the median chain's
-ACCEPTANCE = (0.4, 0.1)  # of one chain, on average
-DIVERGING = (0.0, 0.002)  # share of the draws; of a banana, 0.5 % went with second moments that lacked a third
+MOVING = (0.1, 0.01)  # share of the draws at which a chain moves; its spread relative to the median chain's
+ACCEPTANCE = (0.4, 0.1)  # mean of one chain
+DIVERGING = (0.0, 0.002)  # share of the draws; with 0.5 %, a banana's second moments were a third too small
 CUT_OFF = (0.1, math.inf)  # share of the trajectories that reach the largest tree
 ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
-ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, in units of what was asked
+ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, relative to the requested one
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 
-LEAST_DRAWS = 20  # of a chain, so that a low acceptance says something
-SURE = 3.0  # standard errors that a temperature must be off
-SURE_OF_ONE = 4.5  # of several sites: false alarms 7e-6 each
+MIN_DRAWS = 20  # of a chain, for a low acceptance to be a failure
+MIN_DRAWS_TO_AGREE = 100  # of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
+STANDARD_ERRORS = 3.0  # by which a temperature must be off
+STANDARD_ERRORS_OF_SITE = 4.5  # likewise, of one of several sites: false alarms 7e-6 each
 
 RELABELLED = (
     "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
@@ -48,11 +49,11 @@ TOO_LARGE = "the step size is too large for all of them, or the density or its g
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one convergence check.
 
     :param status: ``"unknown"`` if the draws don't suffice to tell.
-    :param words: what was found, what it should be, and what to do about it.
-    :param value: the number that it rests on; NaN if there is none.
+    :param words: the finding, its limit and advice.
+    :param value: the number that was checked; NaN if there is none.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Check:
 
 
 def graded(value: float, limits: tuple[float, float]) -> Status:
-    """The status of a number by the limits of a warning and of a failure; NaN can't be told."""
+    """Grade a number by the limits of a warning and of a failure; NaN is ``"unknown"``."""
     if math.isnan(value):
         return "unknown"
     warn, fail = limits
@@ -70,11 +71,11 @@ def graded(value: float, limits: tuple[float, float]) -> Status:
     return "fail" if sign * value > sign * fail else "warn" if sign * value > sign * warn else "pass"
 
 
-def checked(name: str, value: float, limits: tuple[float, float], found: str, advice: str) -> Check:
-    """A number beside its limits; the advice is for numbers beyond them."""
+def checked(name: str, value: float, limits: tuple[float, float], finding: str, advice: str) -> Check:
+    """Check a number against its limits; the advice is for numbers beyond them."""
     status, side = graded(value, limits), "below " if limits[1] > limits[0] else "above "
-    right = f"{side if limits[0] else ''}{limits[0]:g}"
-    words = f"{found}, should be {right}: {advice}" if status in ("warn", "fail") else found
+    limit = f"{side if limits[0] else ''}{limits[0]:g}"
+    words = f"{finding}, should be {limit}: {advice}" if status in ("warn", "fail") else finding
     return Check(name, status, words, value)
 
 
@@ -82,29 +83,32 @@ def checked(name: str, value: float, limits: tuple[float, float], found: str, ad
 
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
-    """Check that all draws ``(chains, draws, ...)`` are finite; what they are called in the sentence -> the draws."""
+    """Check that all draws are finite.
+
+    :param draws: name, as in the message -> ``(chains, draws, ...)``.
+    """
     for name, value in draws.items():
         count = non_finite(value)
         if bool(count.any()):
-            where = named(count.nonzero().flatten().tolist())
-            found = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({where})"
+            chains = named(count.nonzero().flatten().tolist())
+            finding = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({chains})"
             advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
-            return Check("finite", "fail", f"{found}: {advice}")
+            return Check("finite", "fail", f"{finding}: {advice}")
     return Check("finite", "pass", "all draws are finite")
 
 
 def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Tell of chains that equal others draw for draw."""
-    if found := copied_chains(samples):
-        words = f"the chains {found} equal others draw for draw; were they drawn with the same seed? Leave them out"
-        yield Check("copies", "fail", words, float(len(found)))
+    """Report chains that equal others draw for draw."""
+    if copied := copied_chains(samples):
+        words = f"the chains {copied} equal others draw for draw; were they drawn with the same seed? Leave them out"
+        yield Check("copies", "fail", words, float(len(copied)))
 
 
 def moving(samples: Mapping[str, Tensor]) -> Check:
-    """Judge at which share of the draws each chain changes place, or how far it spreads in units of the median chain.
+    """Check the share of the draws at which each chain moves, and its spread relative to the median chain's.
 
-    An accepted move changes all entries, so that the first ones of each site tell; entries that never change in any
-    chain, such as the zeros of a triangle, are left out.
+    An accepted move changes every entry, so the first few of each site suffice. Entries that are constant in all
+    chains, such as the zeros of a triangular matrix, are left out.
     """
     heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
     if heads.shape[1] < 2:
@@ -115,52 +119,51 @@ def moving(samples: Mapping[str, Tensor]) -> Check:
     moves, spread = (heads.diff(dim=1) != 0).any(2).double().mean(1), heads.std(1)
     shares = torch.minimum(moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values)
     slow = (shares < MOVING[0]).nonzero().flatten().tolist()
-    found = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
+    finding = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
     advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
-    return checked("moving", float(shares.min()), MOVING, found if slow else "every chain moves", advice)
+    return checked("moving", float(shares.min()), MOVING, finding if slow else "every chain moves", advice)
 
 
 def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
-    """Judge by the first entries of each site whether chains agree."""
+    """Check R-hat of the first few entries of each site."""
     heads = {site: watched(value) for site, value in samples.items() if value.numel()}
     worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
     if not worst:
         return Check("weights", "unknown", f"no chain moves: {TOO_LARGE}")
     site = max(worst, key=worst.__getitem__)
-    found = f"the chains disagree, so the draws are no posterior's yet: R-hat of site {site!r} is {worst[site]:.3f}"
+    finding = f"the chains disagree, so the draws are no posterior's yet: R-hat of site {site!r} is {worst[site]:.3f}"
     advice = f"run longer, with a longer warm-up{' and larger batches' if subsampled else f'. {RELABELLED}'}"
-    return checked("weights", worst[site], R_HAT, found, advice)
+    return checked("weights", worst[site], R_HAT, finding, advice)
 
 
 # the run ------------------------------------------------------------------------------------------------------------
 
 
 def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:
-    """Tell that the chains of a run all started at one point, of which their agreement says nothing."""
+    """Report that all chains of a run started at one point, so that their agreement shows little."""
     if metadata.get("one_start"):
         words = "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart"
         yield Check("starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)")
 
 
 def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
-    """Judge whether the chains of a run agreed when their warm-up ended, if that was left to them; of tasks the worst
-    counts."""
-    parts = [own for own in (metadata, *metadata.get("parts", ())) if own.get("warmup_r_hat") is not None]
-    for own in sorted(parts, key=lambda own: own["warmup_r_hat"])[-1:]:
-        length, r_hat = own.get("num_warmup", metadata.get("num_warmup")), own["warmup_r_hat"]
-        found = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
+    """Check R-hat at the end of a warm-up of ``num_warmup="auto"``, in the worst task of a run in tasks."""
+    tasks = [task for task in (metadata, *metadata.get("parts", ())) if task.get("warmup_r_hat") is not None]
+    for worst in sorted(tasks, key=lambda task: task["warmup_r_hat"])[-1:]:
+        length, r_hat = worst.get("num_warmup", metadata.get("num_warmup")), worst["warmup_r_hat"]
+        finding = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
         advice = f"{RELABELLED}. If not, pass mass='dense' or a larger num_warmup, or reparametrise the model"
-        yield checked("warm-up", r_hat, (R_HAT[1], math.inf), found, advice)
+        yield checked("warm-up", r_hat, (R_HAT[1], math.inf), finding, advice)
 
 
-# the sampler's own numbers ------------------------------------------------------------------------------------------
+# sampler statistics ---------------------------------------------------------------------------------------------------
 
 
 def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Check]:
-    """Everything that the sampler's own numbers tell, ``(chains, draws)`` each.
+    """Check a sampler's statistics, ``(chains, draws)`` each.
 
     :param subsampled: whether the sampler takes mini-batches, and so has a tolerance instead of a target acceptance.
-    :param arrived: whether the chains agree; if not, their temperature doesn't speak of the step size.
+    :param arrived: whether the chains agree; otherwise their temperature doesn't depend on the step size alone.
     """
     if "acceptance_rate" in statistics:
         yield acceptance(statistics["acceptance_rate"])
@@ -174,69 +177,69 @@ def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: 
         yield energy_error(statistics["energy_error"])
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
-        found = f"{share:.1%} of the trajectories were cut off at the largest tree"
-        yield checked("tree depth", share, CUT_OFF, found, "raise max_treedepth, or reparametrise")
+        finding = f"{share:.1%} of the trajectories were cut off at the largest tree"
+        yield checked("tree depth", share, CUT_OFF, finding, "raise max_treedepth, or reparametrise")
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
-        least = float(missing_energy(statistics["energy"]).min())
+        worst = float(missing_energy(statistics["energy"]).min())
         advice = "momenta hardly change the energy, tails are missed; reparametrise"
-        yield checked("energy", least, ENERGY_FRACTION, f"E-BFMI of the worst chain {least:.2f}", advice)
+        yield checked("energy", worst, ENERGY_FRACTION, f"E-BFMI of the worst chain {worst:.2f}", advice)
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
             yield temperature(name.replace("_", " "), statistics[name].double(), subsampled, arrived)
 
 
 def acceptance(rates: Tensor) -> Check:
-    """Judge whether every chain's moves are accepted; of every draw, ``(chains, draws)``."""
-    by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN is no move
-    found = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
+    """Check the mean acceptance rate of every chain, from rates ``(chains, draws)``."""
+    by_chain = rates.double().mean(1).nan_to_num(0.0)  # NaN: no move
+    finding = f"mean acceptance {float(by_chain.mean()):.2f}, of the worst chain {float(by_chain.min()):.2f}"
     if stuck := (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist():
-        found = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {found}"
-    alone = 0 < len(stuck) < len(by_chain)
-    advice = "start them elsewhere (initial=), or leave them out by posterior.select; " * alone
+        finding = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {finding}"
+    some = 0 < len(stuck) < len(by_chain)
+    advice = "start them elsewhere (initial=), or leave them out by posterior.select; " * some
     advice += "use a smaller step_size, a longer warm-up or dtype=torch.float64"
-    limits = ACCEPTANCE if rates.shape[1] >= LEAST_DRAWS else (ACCEPTANCE[0], -math.inf)  # so few are no failure
-    return checked("acceptance", float(by_chain.min()), limits, found, advice)
+    limits = ACCEPTANCE if rates.shape[1] >= MIN_DRAWS else (ACCEPTANCE[0], -math.inf)  # fewer only warn
+    return checked("acceptance", float(by_chain.min()), limits, finding, advice)
 
 
 def energy_error(ratios: Tensor) -> Check:
-    """Judge the energy errors of a sampler that accepts every step, and so has a bias that grows with them.
+    """Check the energy errors of a sampler that accepts every step, whose bias grows with them.
 
-    :param ratios: squared errors in units of what was asked, ``(chains, draws)``; NaN of what was taken back.
+    :param ratios: squared errors relative to the requested one, ``(chains, draws)``; NaN for iterations undone.
     """
     by_chain = ratios.double().nanmean(1)
     mean, worst = float(by_chain.nanmean()), float(by_chain.nan_to_num(math.inf).max())
-    found = f"squared energy errors are {mean:.3g} times what was asked, in the worst chain {worst:.3g}"
-    advice = "the draws are biased by more than was agreed to. Use a longer warm-up, or NUTS"
-    return checked("energy error", mean, ENERGY_ERROR, found, advice)
+    finding = f"squared energy errors are {mean:.3g} times the requested one, in the worst chain {worst:.3g}"
+    advice = "the draws are more biased than requested. Use a longer warm-up, or NUTS"
+    return checked("energy error", mean, ENERGY_ERROR, finding, advice)
 
 
 def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site: str = "") -> Check:
-    """Judge whether the mean of ``(chains, draws)`` is 1, within what is tolerable and what chance allows.
+    """Check that the mean of ``(chains, draws)`` is 1, within a tolerance and its standard error.
 
-    :param site: whose temperature it is, if not that of all.
+    :param site: empty: of all sites.
     """
-    known = values[~values.isnan().any(1)]  # without chains that lost their numbers on the way
-    if known.numel() < 2:
+    complete = values[~values.isnan().any(1)]  # chains without a NaN
+    if complete.numel() < 2:
         return Check(name, "unknown", "no chain has values throughout")
-    mean, error = float(known.mean()), _standard_error(known)
-    margin, off = error * (SURE_OF_ONE if site else SURE), abs(mean - 1)
-    found = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
+    mean, error = float(complete.mean()), _standard_error(complete)
+    margin, off = error * (STANDARD_ERRORS_OF_SITE if site else STANDARD_ERRORS), abs(mean - 1)
+    finding = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
     if margin > TEMPERATURE[1] and off <= margin:
         more = "more draws (diagnose looks at num_draws= of them) would tell"
-        return Check(name, "unknown", f"{found}: {more}", mean)
+        return Check(name, "unknown", f"{finding}: {more}", mean)
     if off <= max(margin, TEMPERATURE[0]):
-        return Check(name, "pass", found, mean)
+        return Check(name, "pass", finding, mean)
     if not arrived:
         advice = "the chains don't agree yet: first a longer warm-up"
     elif mean < 1:
-        advice = "the draws spread too little, or aren't where they should be yet; run longer"
+        advice = "the draws spread too little, or haven't reached the posterior yet; run longer"
     else:
         advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
-    return Check(name, graded(off, TEMPERATURE), f"{found}, should be 1: {advice}", mean)
+    return Check(name, graded(off, TEMPERATURE), f"{finding}, should be 1: {advice}", mean)
 
 
 def _standard_error(values: Tensor) -> float:
-    """Error of the mean of correlated draws; never below that of the chains' means."""
+    """Estimate the standard error of the mean of correlated draws, at least that of the chains' means."""
     size = float(chain_statistics(values).ess_bulk)
     within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
     between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
@@ -244,6 +247,32 @@ def _standard_error(values: Tensor) -> float:
 
 
 def named(chains: Sequence[int]) -> str:
-    """Chains, the first eight by number."""
+    """Name chains by number, at most eight of them."""
     shown = ", ".join(map(str, chains[:8])) + (", ..." if len(chains) > 8 else "")
     return f"{'chain' if len(chains) == 1 else 'chains'} {shown}"
+
+
+# the checks that a run warns of ---------------------------------------------------------------------------------------
+
+
+def sampler_failures(
+    statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
+) -> list[Check]:
+    """Return the failed checks that a run warns of: acceptance, divergences and energy errors; with enough draws also
+    R-hat, temperatures and E-BFMI (of which a warning counts).
+
+    :param statistics: the sampler's, ``(chains, draws)`` each.
+    :param samples: draws on which the chains must agree; ``None`` if they needn't.
+    """
+    names = {"acceptance", "divergences", "energy error", "weights"}
+    length = min((value.shape[1] for value in statistics.values()), default=0)
+    agreement = []
+    if length >= (MIN_DRAWS if subsampled else MIN_DRAWS_TO_AGREE):
+        names |= {"virial", "kinetic temperature"}
+        agreement = [disagreement(samples, subsampled)] if samples is not None else []
+    arrived = all(check.status != "fail" for check in agreement)
+    checks = [*sampler_checks(statistics, subsampled, arrived), *agreement]
+    failed = [check for check in checks if check.name in names and check.status == "fail"]
+    return failed + [
+        check for check in checks if agreement and check.name == "energy" and check.status in ("fail", "warn")
+    ]

@@ -17,8 +17,8 @@ from pyro_symmetric import Group, find_symmetry
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.compare.distances import mmd_test
 from pyro_symmetric.mcmc import NUTS, sample
-from pyro_symmetric.mcmc.run import sampler_failures
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
+from pyro_symmetric.posterior.diagnostics import sampler_failures
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import chain_statistics
 

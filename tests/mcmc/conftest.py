@@ -116,12 +116,12 @@ def break_after(monkeypatch):
     """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
     advance, left = run.advance, [0]
 
-    def breaking(settings, density, recorder, at):
+    def breaking(settings, density, recorder, run_state):
         left[0] -= 1
         if left[0] == 0:
-            settings.kernel.step(density, at.state)
+            settings.kernel.step(density, run_state.state)
             raise kind[0]
-        return advance(settings, density, recorder, at)
+        return advance(settings, density, recorder, run_state)
 
     monkeypatch.setattr(run, "advance", breaking)
     kind: list[type[BaseException]] = [Killed]

@@ -10,7 +10,7 @@ from torch import nn
 
 from pyro_symmetric.compare.diagnosis import diagnose
 from pyro_symmetric.mcmc import NUTS, AdaptiveHMC, sample
-from pyro_symmetric.mcmc.run import DENSE, Settings, chosen
+from pyro_symmetric.mcmc.run import DENSE, Settings, choose
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.posterior import Posterior
 
@@ -36,7 +36,7 @@ def network() -> BayesianModel:
 
 
 def choice(model, *args, num_chains=None, **options) -> Settings:
-    return chosen(Settings(NUTS(model), args, engine="eager", **options), num_chains)[0]
+    return choose(Settings(NUTS(model), args, engine="eager", **options), num_chains)[0]
 
 
 def test_the_mass_is_dense_for_few_coordinates_but_for_networks_whose_chains_are_fewer():

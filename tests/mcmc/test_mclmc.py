@@ -8,8 +8,7 @@ import torch
 import pyro_symmetric as ps
 from pyro_symmetric.mcmc import MCLMC
 from pyro_symmetric.mcmc.kernels.mclmc import CORRELATION, GRADIENTS
-from pyro_symmetric.mcmc.run import sampler_failures
-from pyro_symmetric.posterior.diagnostics import energy_error
+from pyro_symmetric.posterior.diagnostics import energy_error, sampler_failures
 
 from .conftest import GaussianPotential, drive
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from pyro_symmetric import store
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.mcmc.resume import packed, unpacked
+from pyro_symmetric.mcmc.resume import pack, unpack
 from pyro_symmetric.posterior.posterior import Posterior
 
 ROOM = 7
@@ -377,8 +377,8 @@ def sampled(path: Path) -> Posterior:
 def test_a_run_that_claims_another_iteration_or_has_no_fingerprint_is_refused(tmp_path):
     sampled(tmp_path / "run")
     whole = store.Checkpoint.read(tmp_path / "run")
-    at, more = unpacked(whole.state, HMC(None))
-    others = [replace(whole, state=packed({**at, "iteration": other}, more)) for other in (-5, 3, 10**6)]
+    fields, energies = unpack(whole.state, HMC(None))
+    others = [replace(whole, state=pack({**fields, "iteration": other}, energies)) for other in (-5, 3, 10**6)]
     for changed in (*others, replace(whole, fingerprint={})):
         changed.write(tmp_path / "run")
         with pytest.raises(store.StoreError, match=r"iteration|call"):
