@@ -210,20 +210,14 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
 
 
 class _Chains:
-    """Shortest chains of facts between arrays of atoms, by breadth-first search.
-
-    :ivar starts: the first atom of each array.
-    :ivar names: array -> the axis of a site that it belongs to.
-    :ivar neighbours: array -> the arrays that a fact ties to it, and the number of this fact.
-    :ivar trees: array at the end of chains -> each array -> the next array on its way there.
-    """
+    """Shortest chains of facts between arrays of atoms, by breadth-first search."""
 
     def __init__(self, flow: Flow):
         self.flow, self.starts = flow, np.array(flow.starts)
         leaves = [(leaf.site, dim, part) for leaf in flow.leaves.values() for dim, part in enumerate(leaf.value.parts)]
         self.names = {self._arrays(part.atoms)[0]: f"{site}[{dim}]" for site, dim, part in leaves if part.atoms.size}
-        self.neighbours = dict[int, dict[int, int]]()
-        self.trees = dict[int, dict[int, int]]()
+        self.trees = dict[int, dict[int, int]]()  # target -> each array -> the next array on its way to the target
+        self.neighbours = dict[int, dict[int, int]]()  # array -> arrays tied to it -> the fact that ties them
         for one, other, number in (*flow.unions, *flow.relations):
             for a, b in {*zip(self._arrays(one), self._arrays(other), strict=True)}:
                 self.neighbours.setdefault(a, {}).setdefault(b, number)

@@ -84,30 +84,20 @@ class Fact(NamedTuple):
 
 
 class Flow:
-    """Facts about atoms, and the methods that rules are written in.
-
-    :ivar operator: the operator that is being applied and its module, in words.
-    :ivar size: the number of atoms.
-    :ivar starts: the first atom of each new array.
-    :ivar origins: fact number -> the operator that stated it.
-    :ivar products: first atom of an array of product units -> the factor that each is a member of.
-    :ivar occurrences: arrays of all atoms that lie in one tensor, and their fact numbers.
-    :ivar leaves: site -> its leaf.
-    :ivar given_up: operators that pinned units for lack of a rule, and why.
-    """
+    """Facts about atoms, and the methods that rules are written in."""
 
     def __init__(self) -> None:
-        self.operator = ""
+        self.operator = ""  # the operator that is being applied and its module, in words
         self.size = 0
-        self.starts: list[int] = []
-        self.origins: list[str] = []
-        self.products: dict[int, Array] = {}
+        self.starts: list[int] = []  # the first atom of each new array
+        self.origins: list[str] = []  # fact number -> the operator that states it
+        self.products: dict[int, Array] = {}  # first atom of an array of product units -> the factor of each
         self.unions: list[Fact] = []
         self.relations: list[Fact] = []
         self.refinements: list[Fact] = []
         self.occurrences: dict[int, tuple[Array, int]] = {}
-        self.leaves: dict[str, Leaf] = {}
-        self.given_up: dict[str, None] = {}
+        self.leaves: dict[str, Leaf] = {}  # by site
+        self.given_up: dict[str, None] = {}  # operators that pinned units for lack of a rule, and why
 
     # facts ----------------------------------------------------------------------------------------------------------
 

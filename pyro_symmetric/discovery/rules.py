@@ -543,39 +543,31 @@ def embedding(flow: Flow, call: Call) -> Value:
 
 @register_rule("index", "index_select")
 def index(flow: Flow, call: Call) -> Value:
-    value, indices = call.value, _by_axis(call)
-    (axis, entry), *others = indices.items()
+    """Index one or several axes; a known index map along one axis takes units along."""
+    value, indices = call.value, _indices(call)
+    (entry, (axis, *_)), *others = indices
     if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
         return flow.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
-    for entry in indices.values():
+    for entry, _ in indices:
         flow.pin(entry)
-    axes, shape = _indexed(indices), call.shape
+    axes, shape = [axis for _, replaced in indices for axis in replaced], call.shape
     kept = [axis for axis in range(value.dim) if axis not in axes]
     first, new = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0, len(shape) - len(kept)
     result = flow.relaid(flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape)
     return flow.value(shape, result.parts, result.fixed.union(range(first, first + new)))
 
 
-def _by_axis(call: Call) -> dict[int, Value]:
-    """Map the axis at which each index begins to the index."""
+def _indices(call: Call) -> list[tuple[Value, list[int]]]:
+    """Return each index with the axes that it replaces: a mask replaces as many as it has."""
     if "dim" in call.arguments:
-        return {call.axis: call["index"]}
-    indices, axis = dict[int, Value](), 0
+        return [(call["index"], [call.axis])]
+    indices, axis = [], 0
     for entry in call["indices"]:
+        width = entry.dim if entry is not None and entry.mask else 1
         if entry is not None:
-            indices[axis] = entry
-        axis += _width(entry)
+            indices.append((entry, [*range(axis, axis + width)]))
+        axis += width
     return indices
-
-
-def _width(entry: Value | None) -> int:
-    """Count the axes that an index replaces: a mask replaces as many as it has."""
-    return entry.dim if entry is not None and entry.mask else 1
-
-
-def _indexed(indices: dict[int, Value]) -> list[int]:
-    """Return the axes that indices replace."""
-    return [axis + i for axis, entry in sorted(indices.items()) for i in range(_width(entry))]
 
 
 @register_rule("gather")
@@ -603,14 +595,14 @@ def scatter(flow: Flow, call: Call) -> Value:
 @register_rule("index_put", "_index_put_impl", "_unsafe_index_put", "index_add", "index_reduce", "index_copy")
 def index_put(flow: Flow, call: Call) -> Value:
     """Assign or add: ``self[indices] = values``, ``+=``. The indexed axes must be adjacent."""
-    value, source, indices = call["self"], call.get("values", call.get("source")), _by_axis(call)
-    for entry in indices.values():
+    value, source, indices = call["self"], call.get("values", call.get("source")), _indices(call)
+    for entry, _ in indices:
         flow.pin(entry)
-    axes = _indexed(indices)
+    axes = [axis for _, replaced in indices for axis in replaced]
     if axes != [*range(axes[0], axes[-1] + 1)]:
         return flow.give_up([value, source], call.shape, "indices have gaps between them")
     before, after = [*range(axes[0])], value.dim - axes[-1] - 1
-    dim = axes[0] + max(1 if entry.mask else entry.dim for entry in indices.values()) + after
+    dim = axes[0] + max(1 if entry.mask else entry.dim for entry, _ in indices) + after
     kept = [*before, *range(dim - after, dim)]
     source = flow.restrict(flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept)
     source = flow.relaid(source, [*before, *(None for _ in axes), *kept[len(before) :]])
