@@ -1,20 +1,19 @@
-r"""Estimators of the symmetrised log-density by a few group elements.
+r"""Estimators of the symmetrised log-density :math:`\log \bar q(w)` by importance sampling of group elements.
 
-They average the terms :math:`q(g \cdot w)\,|\det J_g(w)| / (|G|\,\tau(g|w))` of the identity ``e``, which brings a draw
-of ``q`` to the base, and of ``K`` proposals :math:`g_k \sim \tau`:
+.. math:: \log \hat q(w) = \log \frac{1}{K+1} \sum_{k=0}^{K}
+   \frac{q(g_k \cdot w)\,|\det J_{g_k}(w)|}{|G|\, \tau(g_k \mid w)},
+   \qquad g_0 = e, \quad g_1, \dots, g_K \sim \tau(\cdot \mid w)
 
-.. math:: \log \frac{1}{K+1} \sum_{k=0}^{K} \frac{q(g_k \cdot w)\,|\det J_{g_k}(w)|}{|G|\, \tau(g_k \mid w)},
-   \qquad g_0 = e, \quad g_1, \dots, g_K \sim \tau(\cdot \mid w) .
-
-For :math:`w \sim q` its mean is an upper bound of that of :math:`\log \bar q(w)`, for every ``K`` and every proposal
-that depends on the orbit of ``w`` alone, so that the ELBO made of it is a lower bound of that of :math:`\bar q`: as the
-identity is a draw of :math:`q(g \cdot w) / (|G|\,\bar q(w))` on the orbit, the reciprocal of the average has the mean
-:math:`1 / \bar q(w)`, and weights :math:`p(w, D) / \hat q` of draws of ``q`` estimate the evidence without bias. At any
-other ``w`` the average over ``K + 1`` proposals, without the identity, has the mean :math:`\bar q(w)`. Both belong to
-importance-weighted hierarchical variational inference (Sobolev & Vetrov 2019, arXiv 1905.03290).
+*At draws of the base*, :math:`w \sim q`, its expectation is an upper bound of that of :math:`\log \bar q(w)`, for every
+``K`` and every proposal :math:`\tau` that depends on the orbit of ``w`` alone: the ELBO made of it is a lower bound of
+the ELBO of :math:`\bar q`. The identity is then a draw from :math:`q(g \cdot w) / (|G|\,\bar q(w))` on the orbit, so
+that :math:`\mathbb E[1 / \hat q] = 1 / \bar q(w)`, and importance weights :math:`p(w, D) / \hat q(w)` estimate the
+evidence without bias. *At any other weights* the mean over ``K + 1`` proposals, without the identity, estimates
+:math:`\bar q(w)` without bias. Both are importance-weighted hierarchical variational inference (Sobolev & Vetrov 2019,
+arXiv 1905.03290).
 
 :class:`InfoNCE` proposes uniformly, :class:`SinkhornImportance` by matching units
-(:mod:`~pyro_symmetric.distributions.matching`); :class:`ExactOrbit` adds up all elements.
+(:mod:`~pyro_symmetric.distributions.matching`); :class:`ExactOrbit` sums over all elements.
 """
 
 from __future__ import annotations
@@ -35,38 +34,37 @@ from pyro_symmetric import arguments
 from pyro_symmetric.distributions.matching import (
     UnitDensities,
     mean_field_moments,
-    over_signs,
     propose,
-    sets_of,
+    sum_over_signs,
     unit_blocks,
+    unit_sets,
 )
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import Element
 
-CHUNK_NUMBERS = 2**25  # that are held at once; beyond, the work is done chunk by chunk
-# Numbers that an exact sum may handle for a draw, in training and for a report; elements that may be listed.
-TERMS, TERMS_TO_REPORT, LISTED = 50_000, 500_000, 720
-# n 2^(n-1) terms: 10 million at 20, which is what a machine holds and a person waits for.
-LARGEST_PERMANENT = 20
+CHUNK_NUMBERS = 2**25  # held at once; larger computations run in chunks
+# By default an exact sum has at most so many terms a draw, in training and for a report, and enumerated elements.
+TRAINING_TERMS, REPORT_TERMS, ENUMERATED_ELEMENTS = 50_000, 500_000, 720
+LARGEST_PERMANENT = 20  # width; n 2^(n-1) terms are 10 million at 20
 
 
 class OrbitEstimator(ABC):
-    r"""The estimator that :class:`~pyro_symmetric.distributions.Symmetrized` needs: a value, and what that value is.
+    r"""An estimator of :math:`\log \bar q`, the average over ``action.group.finite``: permutations and signs.
 
-    The average is over ``action.group.finite``, the permutations and signs of the group. ``bound`` says what the
-    expected value is at draws of the base: ``"exact"``, or ``"upper"``, an upper bound of :math:`\log \bar q`.
+    ``bound`` states what its expectation is at draws of the base: ``"exact"``, or an ``"upper"`` bound of
+    :math:`\log \bar q`.
     """
 
     bound: ClassVar[Literal["upper", "exact"]] = "upper"
 
     @abstractmethod
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        r"""Estimate :math:`\log \bar q` at draws of ``base``, ``batch_shape + (D,)`` -> ``batch_shape``; the mean of
-        the reciprocal of its exponential is :math:`1 / \bar q`."""
+        r"""Estimate :math:`\log \bar q` at draws of ``base``, ``batch_shape + (D,)`` -> ``batch_shape``, by
+        :math:`\log \hat q` with :math:`\mathbb E[1 / \hat q] = 1 / \bar q`."""
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        r"""The log of an unbiased estimate of :math:`\bar q` at any weights: draws of a chain."""
+        r"""Return the log of an unbiased estimate of :math:`\bar q` at any weights, such as draws of a chain."""
         if self.bound == "exact":
             return self.log_prob(base, action, value)
         raise NotImplementedError(f"{type(self).__name__} estimates the density at draws of the base alone")
@@ -74,13 +72,13 @@ class OrbitEstimator(ABC):
 
 @dataclass(frozen=True)
 class InfoNCE(OrbitEstimator):
-    r"""The identity and ``K`` uniform elements, drawn anew at each call.
+    r"""The InfoNCE bound: the mean over the identity and ``K`` uniform elements, drawn anew at each call.
 
     .. math:: \log \frac{1}{K+1} \Big[ q(w) + \sum_{k=1}^{K} q(g_k \cdot w) \Big]
 
-    It can't get below ``log q(w) - log(K + 1)``: of the ``log |G|`` nats at stake it sees at most ``log(K + 1)``;
-    :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. Its gradient is, without bias, that of
-    the bound it reports.
+    It is at least ``log q(w) - log(K + 1)``, so the mutual information that it finds is capped at ``log(K + 1)`` of up
+    to ``log |G|`` nats; :class:`~pyro_symmetric.distributions.SinkhornImportance` has no such cap. Its gradient is an
+    unbiased estimate of the bound's.
 
     Reference: Gelberg et al. 2024, "Variational Inference Failures Under Model Symmetries" (arXiv 2408.05496),
     Theorem 4.3, whose ``K`` counts the identity.
@@ -89,10 +87,10 @@ class InfoNCE(OrbitEstimator):
     >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
     >>> orbit = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.InfoNCE(15))
     >>> w = base.sample()
-    >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 16, of the log 10! = 15.1 that there are
+    >>> round(float(base.log_prob(w) - orbit.log_prob(w)), 2)  # log 16; the mutual information is log 10! = 15.1
     2.77
 
-    :param K: number of elements beside the identity; 0 gives ``log q`` itself.
+    :param K: number of uniform elements; 0 gives ``log q`` itself.
     """
 
     K: int = 15
@@ -101,28 +99,28 @@ class InfoNCE(OrbitEstimator):
         arguments.whole("K", self.K, 0)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        return log_mean_exp(log_terms(base, action, value, self.K, matched=False)).to(value.dtype)
+        return log_mean_exp(log_weights(base, action, value, self.K, matched=False)).to(value.dtype)
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        return log_mean_exp(log_terms(base, action, value, self.K + 1, matched=False)[1:]).to(value.dtype)
+        return log_mean_exp(log_weights(base, action, value, self.K + 1, matched=False)[1:]).to(value.dtype)
 
 
 @dataclass(frozen=True)
 class SinkhornImportance(OrbitEstimator):
-    r"""The identity, and ``K`` elements drawn by matching the units of the draw to those of the base.
+    r"""The importance-sampling bound with ``K`` proposals that match the draw's units to the base's.
 
-    If units are far apart it finds all of the :math:`\log|G|` nats, whatever the width, and if they are alike it knows
-    that; in between a larger ``K`` helps. Normals that correlate units are matched by means and deviations alone: of
-    overlapping units under a full covariance less than half of the nats may be found. *Tied units*, whose weights from
-    state to state belong to two of them, lose more than others; *units inside others*, rows of an attention head, are
-    proposed uniformly, so that as many of their nats are found as by :class:`InfoNCE`.
+    It finds all of the :math:`\log|G|` nats, at any width, if units are far apart, and none if they are alike; in
+    between a larger ``K`` helps. Under a base that correlates units, they are matched by means and deviations alone: of
+    overlapping units under a full covariance it may find less than half of the nats. *Tied units*, whose weights from
+    state to state belong to two of them, lose more than others. *Units inside others*, rows of an attention head, are
+    proposed uniformly: it finds as many of their nats as :class:`InfoNCE`.
 
-    *Gradients* are those of :math:`\log \bar q`, not of the estimate ``L`` as it stands: the identity is no free draw,
-    so that with exact proposals :math:`1/(K+1)` of the gain's gradient is missing. The jackknife
-    :math:`(K+1) \nabla L - \sum_k \nabla L_{-k}` gives it back, with :math:`L_{-k}` the estimate without proposal
-    ``k``. Through the base's parameters at a fixed draw the mean of the gradient is zero with any proposal.
+    *Gradients* estimate those of :math:`\log \bar q`. The estimate ``L`` itself would lack :math:`1/(K+1)` of the
+    gradient of the mutual information under exact proposals, as the identity isn't drawn from :math:`\tau`. The
+    jackknife :math:`(K+1) \nabla L - \sum_k \nabla L_{-k}` restores it, with :math:`L_{-k}` the estimate without
+    proposal ``k``. Through the base's parameters at a fixed draw the gradient has mean zero under any proposal.
 
-    Reference: the bound, Sobolev & Vetrov 2019 (arXiv 1905.03290); the scaling, Sinkhorn & Knopp 1967.
+    Reference: Sobolev & Vetrov 2019 (arXiv 1905.03290), the bound; Sinkhorn & Knopp 1967, the proposal.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(10)})
     >>> base = dist.Normal(10 * torch.arange(10.0), 1.0).to_event(1)
@@ -140,22 +138,23 @@ class SinkhornImportance(OrbitEstimator):
         arguments.whole("K", self.K, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        return jackknifed(log_terms(base, action, value, self.K)).to(value.dtype)
+        return jackknifed(log_weights(base, action, value, self.K)).to(value.dtype)
 
     def log_prob_elsewhere(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        return log_mean_exp(log_terms(base, action, value, self.K + 1)[1:]).to(value.dtype)
+        return log_mean_exp(log_weights(base, action, value, self.K + 1)[1:]).to(value.dtype)
 
 
 @dataclass(frozen=True)
 class ExactOrbit(OrbitEstimator):
-    r"""The whole sum over the orbit, for groups small enough: the ruler for every other estimator.
+    r"""The sum over the whole orbit, for small groups: the reference for every other estimator.
 
-    In general by enumeration, ``|G|`` evaluations of ``q``. If units are independent under the base (mean-field, or
-    unit blocks), the sum over one set of units is a permanent of numbers that are sums over the units' signs:
-    :math:`n\,2^{n-1}` terms instead of :math:`n!\,2^n`, up to width 20. Sets that share no site (one hidden layer;
-    every second layer of a deep network, given the others) are summed so, and only the rest is enumerated.
+    .. math:: \log \bar q(w) = \log \frac{1}{|E|} \sum_{e \in E} \frac{1}{|S|} \sum_{s \in S} q(s \cdot e \cdot w),
+       \qquad G = S \times E
 
-    Value and gradient have no chance in them: the gradient is that of :math:`\log \bar q`.
+    If units are independent under the base (mean-field, or unit blocks), the sum over one set of units is the permanent
+    of their densities, each summed over the unit's signs: :math:`n\,2^{n-1}` terms instead of :math:`n!\,2^n`, up to
+    width 20. ``S`` are sets that share no site (one hidden layer; every second layer of a deep network); ``E``, the
+    rest, is enumerated. Value and gradient are deterministic.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(2)})
     >>> base = dist.Normal(torch.tensor([-3.0, 3.0]), 1.0).to_event(1)
@@ -174,155 +173,158 @@ class ExactOrbit(OrbitEstimator):
         arguments.whole("limit", self.limit, 1)
 
     def log_prob(self, base: Distribution, action: Action, value: Tensor) -> Tensor:
-        summed, enumerated = divided(action.group.finite, independent_sets(base, action))
+        summed, enumerated = split_group(action.group.finite, independent_sets(base, action))
         order = enumerated.order()
         if order > self.limit:
-            how = f", besides permanents of the units {list(summed.units)}," if summed.units else ""
+            besides = f", besides permanents of the units {list(summed.units)}," if summed.units else ""
             raise ValueError(
-                f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{how} more than its limit "
-                f"of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
+                f"ExactOrbit would enumerate exp({enumerated.log_order():.1f}) group elements{besides} more than its "
+                f"limit of {self.limit}; use a bound such as SinkhornImportance(16), or raise the limit"
             )
-        own = base.log_prob(value)
+        log_q = base.log_prob(value)
         if value.numel() == 0:
-            return own
-        # The identity comes first; its term is the density itself, not what a bijection there and back makes of it.
-        elements = enumerated.enumerate().to(value.device).select((slice(None), *([None] * own.dim())))
-        terms = own[None]
+            return log_q
+        elements = enumerated.enumerate().to(value.device).select((slice(None), *([None] * log_q.dim())))
+        log_probs = log_q[None]  # of the identity, which comes first: free of the rounding of a bijection
         if order > 1:
-            units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
+            units = UnitDensities(base, action, value.expand(1, *log_q.shape, -1))
             others = elements.select(slice(1, None))
-            terms = torch.cat([terms, log_prob_on_orbit(base, action, value, others, units, own)])
+            log_probs = torch.cat([log_probs, log_prob_on_orbit(base, action, value, others, units, log_q)])
         if summed.units:
-            terms = terms + _gains(base, action, value.expand(*own.shape, -1), summed, elements)
-        return log_mean_exp(terms).to(own.dtype)
+            log_probs = log_probs + log_mean_ratios(base, action, value.expand(*log_q.shape, -1), summed, elements)
+        return log_mean_exp(log_probs).to(log_q.dtype)
 
 
 def usual_estimator(base: Distribution, action: Action, training: bool = True) -> OrbitEstimator:
-    """Choose the exact sum where it costs about as much as an estimate, else matched units.
+    """Choose :class:`ExactOrbit` where it costs about as much as an estimate, else :class:`SinkhornImportance`.
 
-    :param training: whether it is evaluated once a step; otherwise for a report, which takes more elements.
+    :param training: whether it is evaluated at every step; otherwise once for a report, which affords more terms.
     """
     group = action.group.finite
-    summed, enumerated = divided(group, independent_sets(base, action))
+    summed, enumerated = split_group(group, independent_sets(base, action))
     numbers = sum(shape.numel() for shape in group.site_shapes.values())
     terms = numbers + sum(one.size * 2.0 ** (one.size - 1) for one in summed.units.values())
-    listed = math.exp(min(enumerated.log_order(), 700.0))
-    cheap = listed <= LISTED * (1 + 1e-9) and listed * terms <= (TERMS if training else TERMS_TO_REPORT)
+    order = math.exp(min(enumerated.log_order(), 700.0))
+    most = TRAINING_TERMS if training else REPORT_TERMS
+    cheap = order <= ENUMERATED_ELEMENTS * (1 + 1e-9) and order * terms <= most
     return ExactOrbit() if cheap else SinkhornImportance(4 if training else 16)
 
 
-# terms ----------------------------------------------------------------------------------------------------------------
+# importance weights ---------------------------------------------------------------------------------------------------
 
 
-def log_terms(base: Distribution, action: Action, value: Tensor, count: int, matched: bool = True) -> Tensor:
-    r""":math:`\log q(g_k \cdot w) |\det J| / (|G|\, \tau(g_k|w))` of the identity and ``count`` proposals,
-    ``(count + 1,) + batch_shape``, float64; of so many draws at once as memory allows.
+def log_weights(base: Distribution, action: Action, value: Tensor, count: int, matched: bool = True) -> Tensor:
+    r"""Return the log importance weights :math:`\log [q(g_k \cdot w)\,|\det J| / (|G|\, \tau(g_k|w))]` of the identity
+    and ``count`` proposals, ``(count + 1,) + batch_shape``, float64. Draws are evaluated in chunks that fit memory.
 
-    :param matched: whether proposals come from matched units; they are uniform otherwise.
+    :param matched: whether proposals match units; otherwise they are uniform, :math:`|G|\,\tau = 1`.
     """
-    if matched and torch._C._get_tracing_state() is not None:  # how often rows draw depends on the draws
+    if matched and torch._C._get_tracing_state() is not None:  # the number of redraws depends on the draws
         raise NotImplementedError("SinkhornImportance can't be traced by torch.jit: take Trace_ELBO, or InfoNCE(K)")
 
-    def terms(value: Tensor) -> Tensor:
-        own = base.log_prob(value)
+    def evaluate(value: Tensor) -> Tensor:
+        log_q = base.log_prob(value)
         if value.numel() == 0 or not count:
-            return own.double().expand(count + 1, *own.shape)
+            return log_q.double().expand(count + 1, *log_q.shape)
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
-            units = UnitDensities(base, action, value.expand(1, *own.shape, -1))
+            units = UnitDensities(base, action, value.expand(1, *log_q.shape, -1))
             if not matched:
-                elements = units.group.sample((count, *map(int, own.shape)), device=value.device)
-                return torch.cat([own[None], log_prob_on_orbit(base, action, value, elements, units, own)]).double()
+                elements = units.group.sample((count, *map(int, log_q.shape)), device=value.device)
+                moved = log_prob_on_orbit(base, action, value, elements, units, log_q)
+                return torch.cat([log_q[None], moved]).double()
             elements, log_tau = propose(units, count)
-            moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, own)
-            return torch.cat([own[None], moved]).double() - log_tau
+            moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, log_q)
+            return torch.cat([log_q[None], moved]).double() - log_tau
 
     if not matched or base.batch_shape or value.dim() == 1:
-        return terms(value)
-    flat = value.reshape(-1, value.shape[-1])
-    largest = max([one.count for one in action.group.units.values()], default=1)
-    chunk = CHUNK_NUMBERS // ((count + 1) * max(action.dim, largest**2, 5000))
-    found = in_chunks(lambda part: terms(flat[part]).mT, len(flat), chunk)
-    return found.mT.reshape(count + 1, *value.shape[:-1])
+        return evaluate(value)
+    vectors = value.reshape(-1, value.shape[-1])
+    widest = max([one.count for one in action.group.units.values()], default=1)
+    chunk = CHUNK_NUMBERS // ((count + 1) * max(action.dim, widest**2, 5000))
+    weights = in_chunks(lambda part: evaluate(vectors[part]).mT, len(vectors), chunk)
+    return weights.mT.reshape(count + 1, *value.shape[:-1])
 
 
 def log_prob_on_orbit(
-    base: Distribution, action: Action, value: Tensor, elements: Element, units: UnitDensities, own: Tensor
+    base: Distribution, action: Action, value: Tensor, elements: Element, units: UnitDensities, log_q: Tensor
 ) -> Tensor:
-    r""":math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements, ``(K,) + batch_shape``.
+    r"""Return :math:`\log q(g \cdot w) + \log|\det J_g(w)|` for a stack of elements, ``(K,) + batch_shape``.
 
-    Of independent units these are gathered from the matrix of all their densities, else the weights are moved. Beyond a
-    fixed size of the moved weights the work is chunked over ``K``, and recomputed in the backward pass.
+    If units are independent under the base it is gathered from the matrices of their densities, else the weights are
+    moved. Evaluated in chunks of elements that fit memory.
 
-    :param elements: batch shape ``(K,) + batch_shape`` (or what broadcasts to it).
-    :param units: of ``value``, ``batch_shape + (D,)``; ``own`` is its density.
+    :param elements: of batch shape ``(K,) + batch_shape``, or one that broadcasts to it.
+    :param units: the densities of the units of ``value``, ``batch_shape + (D,)``.
+    :param log_q: the base's log-density of ``value``.
     """
     mean_field = mean_field_moments(base) is not None and not action.nonlinear_sites
 
-    def score(part: slice) -> Tensor:
-        chosen = elements.select(part)
+    def evaluate(part: slice) -> Tensor:
+        chunk = elements.select(part)
         if mean_field or units.blocks.keys() == units.sets.keys():
-            return own + units.gains(chosen)
-        return base.log_prob(action(value, chosen)) + action.log_abs_det(value, chosen)
+            return log_q + units.log_ratio(chunk)
+        return base.log_prob(action(value, chunk)) + action.log_abs_det(value, chunk)
 
-    return in_chunks(score, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))
+    return in_chunks(evaluate, elements.batch_shape[0], CHUNK_NUMBERS // max(1, value.numel()))
 
 
-def in_chunks(score: Callable[[slice], Tensor], count: int, chunk: int) -> Tensor:
-    """Scores of ``count`` things, at most ``chunk`` at once, joined; recomputed in the backward pass."""
+def in_chunks(evaluate: Callable[[slice], Tensor], count: int, chunk: int) -> Tensor:
+    """Evaluate ``count`` items, at most ``chunk`` at once, and concatenate; the backward pass recomputes each chunk."""
     chunk = max(1, chunk)
     if chunk >= count:
-        return score(slice(0, count))
+        return evaluate(slice(0, count))
     parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
     if not torch.is_grad_enabled():
-        return torch.cat([score(part) for part in parts])
-    return torch.cat([checkpoint(score, part, use_reentrant=False) for part in parts])
+        return torch.cat([evaluate(part) for part in parts])
+    return torch.cat([checkpoint(evaluate, part, use_reentrant=False) for part in parts])
 
 
-def log_mean_exp(log_terms: Tensor) -> Tensor:
-    """Logarithm of the mean over the first dimension."""
-    # The terms span hundreds of nats and their number can be 10⁵: the group sum is made in float64.
-    total = torch.logsumexp(log_terms.double(), 0) - math.log(len(log_terms))
-    return total.to(log_terms.dtype)
+def log_mean_exp(log_weights: Tensor) -> Tensor:
+    """Return ``log mean exp`` over the first dimension, summed in float64: terms span hundreds of nats."""
+    total = torch.logsumexp(log_weights.double(), 0) - math.log(len(log_weights))
+    return total.to(log_weights.dtype)
 
 
-def jackknifed(log_terms: Tensor) -> Tensor:
-    """The log-mean of the identity's term and ``K`` proposals', with the gradient ``(K+1) ∇L - Σ_k ∇L_{-k}``."""
-    value = log_mean_exp(log_terms)
-    if not log_terms.requires_grad:
+def jackknifed(log_weights: Tensor) -> Tensor:
+    r"""Return ``L``, the log of the mean weight of the identity and ``K`` proposals, with the gradient
+    :math:`(K+1) \nabla L - \sum_{k=1}^K \nabla L_{-k}`, where :math:`L_{-k}` leaves out proposal ``k``."""
+    value = log_mean_exp(log_weights)
+    if not log_weights.requires_grad:
         return value
-    log_terms = log_terms.clamp(min=-1e300)  # infinite if the draw has no density under the base
-    without = torch.eye(len(log_terms), dtype=torch.bool, device=log_terms.device)[1:]
-    without = without.reshape(*without.shape, *[1] * (log_terms.dim() - 1))
-    others = log_terms.masked_fill(without, -math.inf).logsumexp(1).sum(0)
-    surrogate = len(log_terms) * log_terms.logsumexp(0) - others  # differentiable twice: weights kept fixed aren't
-    return value.detach() + (surrogate - surrogate.detach())
+    log_weights = log_weights.clamp(min=-1e300)  # -inf, of a draw without density under the base, has no gradient
+    left_out = torch.eye(len(log_weights), dtype=torch.bool, device=log_weights.device)[1:]
+    left_out = left_out.reshape(*left_out.shape, *[1] * (log_weights.dim() - 1))
+    leave_one_out = log_weights.masked_fill(left_out, -math.inf).logsumexp(1)  # L_{-k}, but for a constant
+    jackknife = len(log_weights) * log_weights.logsumexp(0) - leave_one_out.sum(0)
+    return value.detach() + (jackknife - jackknife.detach())  # a surrogate, so that it is differentiable twice
 
 
 # exact sums -----------------------------------------------------------------------------------------------------------
 
 
-def _gains(base: Distribution, action: Action, value: Tensor, group: Group, elements: Element) -> Tensor:
-    r"""``log mean_s q(s·e·w) - log q(e·w)`` over sets that share no site, ``(E,) + batch_shape``, float64."""
+def log_mean_ratios(base: Distribution, action: Action, value: Tensor, group: Group, elements: Element) -> Tensor:
+    r"""Return :math:`\log \frac{1}{|S|} \sum_s q(s \cdot e \cdot w) / q(e \cdot w)`, ``(E,) + batch_shape``, float64: a
+    permanent for each set of the group ``S``, which share no site."""
 
-    def gain(part: slice) -> Tensor:
+    def evaluate(part: slice) -> Tensor:
         units = UnitDensities(base, action, action(value, elements.select(part)), group)
         total = torch.zeros((), dtype=torch.float64, device=value.device)
         for name in units.sets:
-            densities = units.of_lone(name)
-            turned, at_rest = over_signs(densities.double()), densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
+            densities = units.exclusive_matrix(name)
+            over_signs, identity = sum_over_signs(densities.double()), densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
             permuted = "permute" in group[name].moves
-            summed = log_permanent(turned) if permuted else turned.diagonal(dim1=-2, dim2=-1).sum(-1)
-            total = total + summed - at_rest
+            summed = log_permanent(over_signs) if permuted else over_signs.diagonal(dim1=-2, dim2=-1).sum(-1)
+            total = total + summed - identity
         return total - units.log_order(units.sets)
 
-    # What is held for one element: copies of the draws, and the largest level of each permanent.
+    # Numbers held for one element: copies of the draws, and the largest level of each permanent.
     levels = sum(math.comb(one.size, one.size // 2) * one.size for one in group.units.values())
-    few = CHUNK_NUMBERS // (value.shape[:-1].numel() * (4 * value.shape[-1] + levels))
-    return in_chunks(gain, elements.batch_shape[0], few)
+    numbers = value.shape[:-1].numel() * (4 * value.shape[-1] + levels)
+    return in_chunks(evaluate, elements.batch_shape[0], CHUNK_NUMBERS // numbers)
 
 
 def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
-    """The sets of units whose densities are told unit by unit, all else being given."""
+    """Return the sets whose units are independent under the base, given the other sets."""
     group = action.group.finite
     if action.nonlinear_sites:
         return ()
@@ -330,23 +332,26 @@ def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
-def divided(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
-    """The part of a group that permanents sum over, sets of which no two share a site; and the rest."""
-    chosen: dict[str, set[str]] = {}
+@torch.inference_mode(False)  # the cache outlives the mode in which it is filled
+def split_group(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
+    """Split a group into ``S``, summed by permanents over sets that share no site, and ``E``, the rest."""
+    summed: dict[str, set[str]] = {}
     for name in sorted(independent, key=lambda name: -group[name].size):
-        own = group.without(other for other in group.units if other != name)
-        found = sets_of(own, group.site_shapes).get(name)
-        sites = {axis.site for axis in found.lone} if found and found.matched and not found.shared else set()
+        alone = group.without(other for other in group.units if other != name)
+        one = unit_sets(alone, group.site_shapes).get(name)
+        sites = {axis.site for axis in one.exclusive} if one and one.matched and not one.shared else set()
         narrow = group[name].size <= LARGEST_PERMANENT or "permute" not in group[name].moves
-        if sites and narrow and len(group.family(name)) == 1 and all(map(sites.isdisjoint, chosen.values())):
-            chosen[name] = sites
-    rest = [name for name in group.units if name not in chosen]
-    return group.without(rest) if rest else group, group.without(chosen) if chosen else group
+        if sites and narrow and len(group.family(name)) == 1 and all(map(sites.isdisjoint, summed.values())):
+            summed[name] = sites
+    rest = [name for name in group.units if name not in summed]
+    return group.without(rest) if rest else group, group.without(summed) if summed else group
 
 
 def log_permanent(densities: Tensor) -> Tensor:
-    """Logarithm of the permanent of ``exp(densities)``, ``batch_shape + (n, n)``, differentiable; ``n`` at most 20."""
+    r"""Return the log of the permanent of :math:`e^A`, ``batch_shape + (n, n)``, ``n`` at most 20; differentiable.
+
+    Row by row, over subsets ``C`` of ``t`` columns: :math:`P_t(C) = \sum_{c \in C} e^{A_{tc}} P_{t-1}(C \setminus c)`.
+    """
     n = densities.shape[-1]
     if n > LARGEST_PERMANENT:
         raise ValueError(f"the matrix has width {n}; permanents are computed up to {LARGEST_PERMANENT}")
@@ -359,15 +364,16 @@ def log_permanent(densities: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For each size ``t``: the columns of every subset, ``(C(n, t), t)``, and where the subset without it stood."""
+    """List for each size ``t`` the columns of every subset, ``(C(n, t), t)``, and the position, among the subsets of
+    size ``t - 1``, of the subset without each column."""
     masks = torch.arange(2**n, device=device)
     member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
-    size, place = member.sum(-1), torch.zeros_like(masks)
+    size, position = member.sum(-1), torch.zeros_like(masks)
     levels = []
     for t in range(n + 1):
-        own = (size == t).nonzero()[:, 0]
+        subsets = (size == t).nonzero()[:, 0]
         if t:
-            columns = member[own].nonzero()[:, 1].reshape(-1, t)
-            levels.append((columns, place[own[:, None] ^ (1 << columns)]))
-        place[own] = torch.arange(len(own), device=device)
+            columns = member[subsets].nonzero()[:, 1].reshape(-1, t)
+            levels.append((columns, position[subsets[:, None] ^ (1 << columns)]))
+        position[subsets] = torch.arange(len(subsets), device=device)
     return levels

@@ -1,23 +1,25 @@
-r"""Proposals of ``SinkhornImportance``: random matchings of a draw's units to the base's, by their log-densities in
-each other's places, from which the terms of the average are gathered, too.
+r"""Proposals of ``SinkhornImportance``: random matchings of a draw's units to the places of the base's units.
 
-For weights that are independent normals under the base, and a set of units, the log-density of a moved draw is a sum
-over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, with
+Under a product of normals with means ``m`` and deviations ``s``, the log-density of a draw whose units are permuted is
+a sum over places, :math:`\log q(p \cdot w) = \sum_j A_{j\,p(j)} + \dots`, of the log-densities of unit ``i`` in place
+``j``, up to a constant for each place,
 
 .. math:: A_{ji} = \sum_a \Big( w_{i,a} \frac{m_{j,a}}{s_{j,a}^2} - \frac{w_{i,a}^2}{2 s_{j,a}^2} \Big)
 
-over all weights ``a`` of a unit, incoming and outgoing; of units with signs there are two such matrices. A matching is
-drawn from ``A``, summed over the signs, then signs, given the matching. Rows of which one column is far ahead take it;
-the others draw from the doubly stochastic scaling of :math:`e^A` (Sinkhorn & Knopp 1967), one after the other without
-replacement.
+over the unit's weights ``a``, incoming and outgoing; units with signs have a matrix for either sign. The importance
+weights are gathered from the same matrices.
 
-Sets of units are matched one after the other: first those whose units are all sure of their places, by a sketch of
-their weights; then the others, whose ``A`` takes the sets drawn before as they are, and of those to come, which move
-the same weights along another axis, what their own doubly stochastic matrices expect, at a third of its weight. Units
-inside others (rows in a head of attention) are drawn uniformly, before all others.
+*One set of units.* Places whose best unit is far ahead of all others are certain: they take it. The others draw one
+after the other, without replacement, from the doubly stochastic scaling of :math:`e^A`, summed over the signs (Sinkhorn
+& Knopp 1967); then signs are drawn, given the matching.
 
-Any base that isn't a product of normals is matched by its means and deviations. The proposal depends on the draw's
-orbit alone: moving the draw by ``h`` moves what is proposed along.
+*Several sets* are drawn in turn, each given those before: units inside others (rows of an attention head) uniformly;
+sets whose places are all certain, by a sketch of their weights; then the rest. A set yet to be drawn that moves the
+same weights along another axis takes part by its expectation under its own doubly stochastic matrix, weighted by
+``TRUST``.
+
+Any base but a product of normals and of unit blocks is matched by its means and deviations. The proposal depends on the
+orbit of the draw alone: at :math:`h \cdot w` it is that at ``w``, moved along.
 """
 
 from __future__ import annotations
@@ -38,80 +40,73 @@ from torch.nn.functional import logsigmoid
 from pyro_symmetric.distributions.unit_blocks import UnitBlocks
 from pyro_symmetric.groups.action import Action
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, Element, rows
+from pyro_symmetric.groups.units import Axis, Element, Units, rows
 from pyro_symmetric.weights import Weights
 
-SKETCH = 256  # weights of a unit by which it is matched: of those to another set, and of all while it is sure
-FIT_DRAWS = 256  # to which normals are fitted if a base can't tell its moments, or if constrained values are permuted
-# The weight of what is expected of sets to come. At 1, walks start with confident mistakes: the identity has a tiny
-# probability then, and the bound a heavy tail. Of two layers of 64 overlapping units it finds less than half as much.
+SKETCH = 256  # weights of a unit in its sketch
+FIT_DRAWS = 256  # to which normals are fitted if a base has no moments, or if constrained values are permuted
+# The weight of the expectation of undrawn sets. At 1, early draws are confident mistakes: the identity then has a tiny
+# probability and the bound a heavy tail; of two layers of 64 overlapping units it finds less than half as much.
 TRUST = 0.3
-ROUNDING = 2e-3  # nats by which rounding may move a matrix, else it is made in float64
-FEW_PRODUCTS = 2**16  # up to which a matrix is made in float64 at once: to find out how far rounding goes takes longer
-LARGEST = 1e12  # weights further out, of draws that are no numbers, count as this; its square is finite in float32
-FLOOR = -40.0  # log-densities further than this below the best of their row count alike; e^-40 leaves room in float32
-SPREAD = 1e-4  # what each row spreads evenly over all columns, so that no matching has probability zero
-TAIL = 6  # the least certain rows, matched together by all their permutations
-SURE = 30.0  # nats by which the best column of a row is ahead of all others if none of these is looked at
-ELSEWHERE = 2e-9  # the share of uniform matchings beside sure rows, so that no matching has probability zero
+MAX_ROUNDING = 2e-3  # nats; a matrix with larger rounding errors is computed in float64
+FEW_PRODUCTS = 2**16  # up to which a matrix is computed in float64 at once: cheaper than bounding the rounding
+LARGEST_WEIGHT = 1e12  # to which weights are clamped, those of draws that aren't finite; its square is finite
+LOG_FLOOR = -40.0  # below the largest of their row log-densities count alike; e^-40 leaves room in float32
+SPREAD = 1e-4  # probability that each row spreads evenly over all columns: no matching has probability zero
+ENUMERATED_ROWS = 6  # the least certain rows, matched jointly by enumerating their permutations
+CERTAIN = 30.0  # nats by which the best column of a certain row is ahead of all others
+UNIFORM_SHARE = 2e-9  # of uniform matchings among those with certain rows: no matching has probability zero
 
 
 @torch.no_grad()
 def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
-    """Draw elements for each draw: matched sets one after the other, others uniformly, as their share of the group.
+    r"""Draw the identity and ``count`` elements for each draw: sets of units are matched, or drawn uniformly.
 
-    :return: the identity and ``count`` elements, batch shape ``(count + 1,) + batch``, and the logarithms of the
-        probabilities of the matched sets, times the number of their elements.
+    :return: elements of batch shape ``(count + 1,) + batch``, and their :math:`\log(|G|\,\tau)`: the log-probabilities
+        of the matched sets times the number of these sets' elements.
     """
-    group, like, shape = units.group, units.like, (count + 1, *units.batch)
-    options: dict[str, Any] = {"batch_shape": shape, "device": like.device, "dtype": like.dtype}
+    group, value, shape = units.group, units.value, (count + 1, *units.batch)
+    options: dict[str, Any] = {"batch_shape": shape, "device": value.device, "dtype": value.dtype}
     left = [name for name, one in units.sets.items() if one.matched]
-    log_tau, permutations, signs = like.new_full(shape, units.log_order(left), dtype=torch.float64), {}, {}
+    log_tau, permutations, signs = value.new_full(shape, units.log_order(left), dtype=torch.float64), {}, {}
     if others := units.sets.keys() - set(left):
-        uniform = group.without(left).sample(shape, device=like.device, dtype=like.dtype)
+        uniform = group.without(left).sample(shape, device=value.device, dtype=value.dtype)
         for move, numbers in uniform.numbers.items():  # the first is the identity
-            numbers[0] = torch.arange(numbers.shape[-1], device=like.device) if move == "permute" else 1.0
+            numbers[0] = torch.arange(numbers.shape[-1], device=value.device) if move == "permute" else 1.0
         permutations, signs = dict(uniform.permutations), dict(uniform.signs)
         units.place(others, Element(group, permutations, signs, **options))
 
-    def take(name: str, found: Tensor, column: Tensor, sure: Tensor) -> Tensor:
-        """Draw a set, and put it in place; the log-probabilities."""
-        own = torch.arange(group[name].size, device=like.device)
-        if "permute" in group[name].moves and len(own) > 1:
-            images, told = draw_matchings(found, count, column, sure, like.dtype)
-        else:
-            images, told = own.expand(*shape, -1), like.new_zeros((), dtype=torch.float64)
-        permutations[name], flips = images, None
-        if len(found) == 2:
-            both = found.expand(2, *shape, -1, -1).gather(-1, images.expand(2, *images.shape).unsqueeze(-1))
-            odds = (both[0] - both[1])[..., 0]
-            flips = torch.where(torch.rand_like(odds) < odds.sigmoid(), 1.0, -1.0).to(odds)
-            flips[0] = 1.0
-            told = told + logsigmoid(odds * flips).sum(-1)
-            signs[name] = torch.empty_like(flips).scatter_(-1, images, flips).to(like)
+    def match(name: str, densities: Tensor, best: Tensor, certain: Tensor) -> Tensor:
+        """Draw a set and put it in place; return the log-probabilities."""
+        images, flips, log_prob = draw_set(group[name], densities, count, best, certain, value.dtype)
+        permutations[name] = images
+        if flips is not None:
+            signs[name] = flips.to(value)
         units.drawn.add(name)
-        if not units.shared or (bool((images == own).all()) and (flips is None or bool((flips > 0).all()))):
-            return told
-        moved = Element(group, permutations, signs, **options)
-        # Of proposals that are all alike, as where units are far apart, later sets look at one.
-        alike = all(bool((v == v[:1]).all()) for v in (*permutations.values(), *signs.values()))
-        units.place([name], moved.select(slice(0, 1)) if alike else moved)
-        return told
+        if not units.shared:
+            return log_prob
+        identity = torch.arange(images.shape[-1], device=images.device)
+        if not bool((images == identity).all()) or (flips is not None and not bool((flips > 0).all())):
+            element = Element(group, permutations, signs, **options)
+            # If all proposals are alike, as with units far apart, one serves the sets to come.
+            alike = all(bool((v == v[:1]).all()) for v in (*permutations.values(), *signs.values()))
+            units.place([name], element.select(slice(0, 1)) if alike else element)
+        return log_prob
 
     before: list[str] = []
-    while units.shared and left != before:
+    while units.shared and left != before:  # a certain set may make others certain
         before = list(left)
         for name in before:
-            found, column, sure = units.of(name, quick=True)
-            if bool(sure.all()):
-                log_tau = log_tau + take(name, found, column, sure)
+            densities, best, certain = units.matrix(name, quick=True)
+            if bool(certain.all()):
+                log_tau = log_tau + match(name, densities, best, certain)
                 left.remove(name)
-            elif len(found) == 1:
-                units.sure[name] = column, sure
+            elif len(densities) == 1:
+                units.best[name] = best, certain
     for name in left if units.shared else ():
         units.expect(name)
     for name in left:
-        log_tau = log_tau + take(name, *units.of(name))
+        log_tau = log_tau + match(name, *units.matrix(name))
     return Element(group, permutations, signs, **options), log_tau
 
 
@@ -119,17 +114,17 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
 
 
 class UnitSet(NamedTuple):
-    """The axes of a set of units: of sites that nothing else moves, and of others; and whether it is matched."""
+    """The axes of a set of units, on sites that it alone moves and on shared ones; and whether it is matched."""
 
-    lone: tuple[Axis, ...]
+    exclusive: tuple[Axis, ...]
     shared: tuple[Axis, ...]
     matched: bool
 
 
-def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
-    """The sets of units that move entries of some sites. Those are matched that lie inside no others, and whose places
-    no set before them has."""
-    found: dict[str, UnitSet] = {}
+def unit_sets(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
+    """Return the sets of units that move some sites. Those inside others aren't matched, nor those that share places
+    with a matched set before them."""
+    sets: dict[str, UnitSet] = {}
     taken: set[tuple[str, int, int]] = set()
     for name, one in group.units.items():
         axes = [axis for axis in group.axes(name) if axis.site in sites]
@@ -137,196 +132,210 @@ def sets_of(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
         matched = one.parent is None and one.copies == 1 and taken.isdisjoint(places)
         taken |= places if matched else set()
         if axes:
-            alone = [sum(map(len, group.members(axis.site).values())) == 1 for axis in axes]
-            lone, shared = (tuple(a for a, own in zip(axes, alone, strict=True) if own == k) for k in (True, False))
-            found[name] = UnitSet(lone, shared, matched)
-    return found
+            movers = {axis.site: sum(map(len, group.members(axis.site).values())) for axis in axes}
+            exclusive = tuple(axis for axis in axes if movers[axis.site] == 1)
+            shared = tuple(axis for axis in axes if movers[axis.site] > 1)
+            sets[name] = UnitSet(exclusive, shared, matched)
+    return sets
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
-def _sets_in(action: Action, group: Group | None) -> tuple[Group, dict[str, UnitSet]]:
+@torch.inference_mode(False)  # the cache outlives the mode in which it is filled
+def _sets_of_action(action: Action, group: Group | None) -> tuple[Group, dict[str, UnitSet]]:
     group = group or action.group.finite
-    return group, sets_of(group, action.sites)
+    return group, unit_sets(group, action.sites)
 
 
 class UnitDensities:
-    """The matrices ``A`` of every set of units for some draws: exact for independent units, by means and deviations
-    for any other base.
+    """The matrices ``A`` of every set of units for some draws: exact if units are independent under the base, by means
+    and deviations for any other base.
 
     :param value: draws, ``(L,) + batch_shape + (D,)``.
-    :param group: permutations and signs, a part of the action's group; all of it by default.
-    :ivar placed: the draws, by site in the group's view, with all units in place of the sets that are known, ``drawn``.
-    :ivar expected: name -> probabilities that a place receives a unit, and the same times the unit's expected sign; of
-        sets still to come.
-    :ivar blocks: name -> means ``(n, d)`` and precisions ``(n, d, d)`` of units that are correlated inside.
+    :param group: permutations and signs, a part of the action's group; by default all of them.
+    :ivar placed: the draws by site, in the group's view, with the sets in ``drawn`` put in place.
+    :ivar best: name -> the best unit of each place of an undrawn set, and whether it is certain.
+    :ivar expected: name -> of an undrawn set the probabilities that a place receives a unit, and the same times the
+        unit's expected sign.
+    :ivar blocks: name -> means ``(n, d)`` and precisions ``(n, d, d)`` of units with correlated weights.
     """
 
     def __init__(self, base: Distribution, action: Action, value: Tensor, group: Group | None = None):
-        self.group, self.sets = _sets_in(action, group)
-        self.like, self.batch = value, value.shape[1:-1]
+        self.group, self.sets = _sets_of_action(action, group)
+        self.value, self.batch = value, value.shape[1:-1]
         self.draws = sites_of(action, value)
         self.loc, self.scale = _site_moments(base, action, value)
         self.blocks = unit_blocks(base, action, self.group)
         self.shared = {axis.site: None for one in self.sets.values() for axis in one.shared}
         self.placed, self.drawn = dict(self.draws), set[str]()
+        self.best: dict[str, tuple[Tensor, Tensor]] = {}
         self.expected: dict[str, tuple[Tensor, Tensor]] = {}
-        self.sure: dict[str, tuple[Tensor, Tensor]] = {}
-        self._kept: dict[Any, Any] = {}
+        self._products: dict[Any, Any] = {}
 
     def log_order(self, names: Iterable[str]) -> float:
-        """The logarithm of the number of permutations and signs of some sets."""
+        """Return the log of the number of permutations and signs of some sets."""
         sets = [self.group[name] for name in names]
         permutations = sum(one.copies * math.lgamma(one.size + 1) for one in sets if "permute" in one.moves)
         return permutations + math.log(2) * sum(one.count for one in sets if "flip" in one.moves)
 
-    def gains(self, elements: Element) -> Tensor:
-        r""":math:`\log q(g \cdot w) - \log q(w)`, ``(K,) + batch``, with gradient, of what any of the elements moves.
+    def log_ratio(self, elements: Element) -> Tensor:
+        r"""Return :math:`\log q(g \cdot w) - \log q(w)`, ``(K,) + batch``, with gradient.
 
-        Of sites that only one set moves they are gathered from its matrix; others are moved.
+        On sites that one set moves alone it is gathered from the set's matrix, at the places that any element changes;
+        on shared sites the weights are moved.
         """
         shape, signs = (elements.batch_shape[0], *self.batch), elements.signs
-        total, movers = self.like.new_zeros(shape, dtype=torch.float64), self.like.new_zeros(shape[0], dtype=torch.bool)
-        for name in self.sets.keys() & elements.group.units.keys():
-            images = elements.images(name).expand(*shape, -1)
-            moving, turned = images != torch.arange(images.shape[-1], device=images.device), torch.zeros_like(images)
-            if name in signs:
-                own = signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
-                turned = (own.gather(-1, images) < 0).long()
-                moving = moving | (turned == 1)
-            movers, moving = movers | moving.flatten(1).any(1), moving.flatten(0, -2).any(0)
-            if not self.sets[name].lone or not bool(moving.any()):
+        total = self.value.new_zeros(shape, dtype=torch.float64)
+        moving = self.value.new_zeros(shape[0], dtype=torch.bool)  # the elements other than the identity
+        for name in self.sets:  # in their order, or sums would depend on the hash seed
+            if name not in elements.group.units:
                 continue
-            places = moving.nonzero()[:, 0]
-            densities = self.of_lone(name, places)[:, 0]
-            index = (moving.cumsum(0) - 1)[images] + len(places) * turned
-            index = index[..., places].movedim(0, -1)  # among the units as they are, then among those turned
-            gathered = densities.movedim(0, -2).flatten(-2).gather(-1, index)
-            at_rest = densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
-            total = total + gathered.sum(-2).movedim(-1, 0) - at_rest
-        if self.shared and bool(movers.any()):
-            some = movers.nonzero()[:, 0]
-            moved, gained = elements.select(some), self.like.new_zeros(len(some), *self.batch)
+            images = elements.images(name).expand(*shape, -1)
+            changed, flipped = images != torch.arange(images.shape[-1], device=images.device), torch.zeros_like(images)
+            if name in signs:
+                sign = signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
+                flipped = (sign.gather(-1, images) < 0).long()
+                changed = changed | (flipped == 1)
+            moving, changed = moving | changed.flatten(1).any(1), changed.flatten(0, -2).any(0)
+            if not self.sets[name].exclusive or not bool(changed.any()):
+                continue
+            places = changed.nonzero()[:, 0]
+            densities = self.exclusive_matrix(name, places)[:, 0]
+            column = (changed.cumsum(0) - 1)[images] + len(places) * flipped  # flipped units follow the others
+            column = column[..., places].movedim(0, -1)
+            moved = densities.movedim(0, -2).flatten(-2).gather(-1, column)
+            total = total + moved.sum(-2).movedim(-1, 0) - densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
+        if self.shared and bool(moving.any()):
+            index = moving.nonzero()[:, 0]
+            elements, ratio = elements.select(index), self.value.new_zeros(len(index), *self.batch)
             for site in self.shared:
                 before, dims = self.draws[site], self._dims(site)
-                after = moved.on_site(site, before, dims)
-                gain = -0.5 * (after - before) * (after + before - 2 * self.loc[site]) / self.scale[site].square()
-                gained = gained + gain.flatten(-dims).sum(-1)
-            total = total.index_add(0, some, gained.double())
+                after = elements.on_site(site, before, dims)
+                change = -0.5 * (after - before) * (after + before - 2 * self.loc[site]) / self.scale[site].square()
+                ratio = ratio + change.flatten(-dims).sum(-1)
+            total = total.index_add(0, index, ratio.double())
         return total
 
     # matrices: one, or two where units have signs, ``(signs, L) + batch + (places, units)`` ---------------------------
 
-    def of(self, name: str, quick: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices of one set, up to a constant for each place; the best unit of each place, and if it is sure.
+    def matrix(self, name: str, quick: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``A`` of a set, up to a constant a place; the best unit of each place, and whether it is certain.
 
-        :param quick: by a sketch, and by what is known of others alone. Expected positions never count as sure.
+        :param quick: compute it by a sketch. Undrawn sets then take part where their places are certain; otherwise by
+            their expectation, and no place is certain.
         """
-        one, like = self.sets[name], self.like.dtype
-        numbers = [self.draws[axis.site].numel() for axis in one.lone + one.shared]
+        one, dtype = self.sets[name], self.value.dtype
+        sizes = [self.draws[axis.site].numel() for axis in one.exclusive + one.shared]
         levels = [(torch.float64, False)]
-        if self.group[name].count * sum(numbers) > FEW_PRODUCTS:
-            long = max(numbers) > SKETCH * self.group[name].count * self.like[..., 0].numel()
-            levels = [*[(like, True)][: long or quick], (like, False), *levels]
-        trusted = quick or not any(self._unknown(axis) for axis in one.shared)
-        return self._found(
-            name, [a for a in (one.lone, one.shared) if a], levels[:1] if quick else levels, trusted, known=quick
-        )
+        if self.group[name].count * sum(sizes) > FEW_PRODUCTS:
+            wide = max(sizes) > SKETCH * self.group[name].count * self.value[..., 0].numel()
+            sketch = [(dtype, True)] if wide or quick else []
+            levels = [*sketch, (dtype, False), *levels]
+        trusted = quick or not any(self._undrawn(axis) for axis in one.shared)
+        axes = [part for part in (one.exclusive, one.shared) if part]
+        return self._refined(name, axes, levels[:1] if quick else levels, trusted, quick=quick)
 
-    def of_lone(self, name: str, places: Tensor | None = None) -> Tensor:
-        """The part that no other set concerns, for some places and units, or all."""
-        levels = [(self.like.dtype, False), (torch.float64, False)]
-        return self._found(name, (self.sets[name].lone,), levels, True, places)[0]
+    def exclusive_matrix(self, name: str, places: Tensor | None = None) -> Tensor:
+        """Return the part of ``A`` that no other set concerns, for some places and units, or all."""
+        levels = [(self.value.dtype, False), (torch.float64, False)]
+        return self._refined(name, (self.sets[name].exclusive,), levels, True, places)[0]
 
-    def _found(
+    def _refined(
         self,
         name: str,
         axes: Sequence[tuple[Axis, ...]],
         levels: Sequence[tuple[torch.dtype, bool]],
         trusted: bool,
         places: Tensor | None = None,
-        known: bool = False,
+        quick: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By more and more of the weights, in more and more digits, until all is sure or rounding doesn't matter."""
-        for dtype, brief in levels:
-            parts = [self._part(name, some, dtype, brief, places, known) for some in axes]
-            found = sum((matrix for matrix, _, _ in parts[1:]), parts[0][0])
-            with torch.no_grad():
-                column, sure = leading(found, "permute" in self.group[name].moves)
-                matched = [(p * u.take_along_dim(column.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
-                rounding = torch.finfo(dtype).eps * sum(matched[1:], matched[0])
-                sure = sure & (rounding < 1.0) if trusted else torch.zeros_like(sure)
-                if bool(sure.all()) or (not brief and bool((rounding * ~sure <= ROUNDING).all())):  # false of NaN
-                    break
-        return found, column, sure
+        """Compute a matrix level by level, until all places are certain or rounding doesn't matter.
 
-    def _part(
-        self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, brief: bool, places: Tensor | None, known: bool
+        :param levels: precisions, and whether a sketch of the weights serves.
+        :param trusted: whether a place may count as certain.
+        """
+        for dtype, sketched in levels:
+            parts = [self._product(name, some, dtype, sketched, places, quick) for some in axes]
+            densities = sum((product for product, _, _ in parts[1:]), parts[0][0])
+            with torch.no_grad():
+                best, certain = best_columns(densities, "permute" in self.group[name].moves)
+                sizes = [(p * u.take_along_dim(best.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
+                rounding = torch.finfo(dtype).eps * sum(sizes[1:], sizes[0])
+                certain = certain & (rounding < 1.0) if trusted else torch.zeros_like(certain)
+                if bool(certain.all()):
+                    break
+                if not sketched and bool((rounding * ~certain <= MAX_ROUNDING).all()):  # false of NaN
+                    break
+        return densities, best, certain
+
+    def _product(
+        self, name: str, axes: tuple[Axis, ...], dtype: torch.dtype, sketched: bool, places: Tensor | None, quick: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The share of some axes: a product of numbers of the places and of the units, and these."""
-        brief = brief and name not in self.blocks  # whose precisions are of all weights of a unit
-        key, kept = (name, dtype, brief), axes is self.sets[name].lone and places is None
-        if kept and key in self._kept:
-            return self._kept[key]
+        """Return the part of ``A`` from some axes: the product of a factor of the places and one of the units, and
+        these factors."""
+        sketched = sketched and name not in self.blocks  # whose precisions couple all weights of a unit
+        key, kept = (name, dtype, sketched), axes is self.sets[name].exclusive and places is None
+        if kept and key in self._products:
+            return self._products[key]
         signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
         of_places, of_units = list[Tensor](), [list[Tensor]() for _ in signs]
-        for axis, *parts in self._seen(axes, brief, known):
+        for axis, *parts in self._weights_along(axes, sketched, quick):
             parts = parts if places is None else [part[..., places, :] for part in parts]
             value, square, loc, scale = (part.to(dtype) for part in parts)
             precision = scale.square().reciprocal()
             of_places += [loc * precision, -0.5 * precision]
-            for own, sign in zip(of_units, signs, strict=True):
-                own += [sign ** (axis.exponent % 2) * value, square]
+            for factors, sign in zip(of_units, signs, strict=True):
+                factors += [sign ** (axis.exponent % 2) * value, square]
         if not of_places:  # nothing is known yet
-            of_places = [self.like.new_zeros(self.group[name].count if places is None else len(places), 0, dtype=dtype)]
-            of_units = [[self.like.new_zeros(1, *self.batch, *of_places[0].shape, dtype=dtype)] for _ in signs]
+            number = self.group[name].count if places is None else len(places)
+            of_places = [self.value.new_zeros(number, 0, dtype=dtype)]
+            of_units = [[self.value.new_zeros(1, *self.batch, number, 0, dtype=dtype)] for _ in signs]
         elif name in self.blocks:
-            loc, precision = (
-                part.to(dtype) if places is None else part[places].to(dtype) for part in self.blocks[name]
-            )
+            blocks = self.blocks[name] if places is None else [part[places] for part in self.blocks[name]]
+            loc, precision = (part.to(dtype) for part in blocks)
             of_places = [(precision @ loc.unsqueeze(-1))[..., 0], -0.5 * precision.flatten(-2)]
-            units = [joined(own[::2]) for own in of_units]
-            of_units = [[unit, (unit.unsqueeze(-1) * unit.unsqueeze(-2)).flatten(-2)] for unit in units]
-        seen, units = joined(of_places), [joined(own) for own in of_units]
-        products = [seen @ own.mT for own in units]
-        found = torch.stack(products) if len(signs) > 1 else products[0][None], seen, units[0]
+            values = [concatenate(factors[::2]) for factors in of_units]
+            of_units = [[value, (value.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)] for value in values]
+        place_factor, unit_factors = concatenate(of_places), [concatenate(factors) for factors in of_units]
+        products = [place_factor @ factor.mT for factor in unit_factors]
+        result = torch.stack(products) if len(signs) > 1 else products[0][None], place_factor, unit_factors[0]
         if kept and not torch.is_grad_enabled():
-            self._kept[key] = found
-        return found
+            self._products[key] = result
+        return result
 
-    def _seen(self, axes: Sequence[Axis], brief: bool, known: bool) -> Iterator[tuple[Any, ...]]:
-        """Axes, and of each unit along them weights, their squares, means and deviations, with all other units where
-        they are drawn, or averaged over; without axes along which nothing is known of others.
+    def _weights_along(self, axes: Sequence[Axis], sketched: bool, quick: bool) -> Iterator[tuple[Any, ...]]:
+        """Yield for each axis its units' weights and their squares, ``(L,) + batch + (n, d)``, means and deviations.
 
-        Of a wide matrix between two sets, and of all if that will do, only those that tell the base's units apart.
+        Other sets along the site are in place if they are drawn, else at their certain places (``quick``) or averaged
+        over; axes of which neither is known are left out. Of wide sites between two sets, and of all if ``sketched``,
+        the weights are those that separate the base's units.
         """
         for axis in axes:
             value, loc, scale = (self._rows(part[axis.site], axis) for part in (self.placed, self.loc, self.scale))
-            chosen, unknown, wide = None, self._unknown(axis), loc.shape[-1] > SKETCH
-            other, between = unknown[0][0] if unknown else "", (unknown or wide) and self._between(axis.site)
-            if unknown and not (between and other in (self.sure if known else self.expected)):
+            columns, undrawn, wide = None, self._undrawn(axis), loc.shape[-1] > SKETCH
+            other, between = undrawn[0][0] if undrawn else "", (undrawn or wide) and self._is_between(axis.site)
+            if undrawn and not (between and other in (self.best if quick else self.expected)):
                 continue
-            if unknown and known:
-                column, sure = self.sure[other]
-                chosen = sure.flatten(0, -2).all(0).nonzero()[:, 0]
-            if wide and (brief or between):
-                chosen = _telling(loc, scale, chosen)
-            if chosen is not None:
-                loc, scale = (part.index_select(-1, chosen) for part in (loc, scale))
-            if unknown and known:
-                value = value.take_along_dim(column[..., chosen].unsqueeze(-2), -1)
-            elif chosen is not None and not unknown:
-                value = value.index_select(-1, chosen)
-            value = value.nan_to_num(0.0).clamp(-LARGEST, LARGEST)
+            if undrawn and quick:
+                best, certain = self.best[other]
+                columns = certain.flatten(0, -2).all(0).nonzero()[:, 0]
+            if wide and (sketched or between):
+                columns = _sketch(loc, scale, columns)
+            if columns is not None:
+                loc, scale = (part.index_select(-1, columns) for part in (loc, scale))
+            if undrawn and quick:
+                value = value.take_along_dim(best[..., columns].unsqueeze(-2), -1)
+            elif columns is not None and not undrawn:
+                value = value.index_select(-1, columns)
+            value = value.nan_to_num(0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
             square = value.square()
-            if unknown and not known:
-                every = slice(None) if chosen is None else chosen
-                mix, signed = (part[..., every, :].to(value).mT for part in self.expected[other])
-                square, value = TRUST * square @ mix, TRUST * value @ (signed if unknown[0][1].exponent % 2 else mix)
+            if undrawn and not quick:
+                of_places = slice(None) if columns is None else columns
+                mix, signed = (part[..., of_places, :].to(value).mT for part in self.expected[other])
+                square, value = TRUST * square @ mix, TRUST * value @ (signed if undrawn[0][1].exponent % 2 else mix)
             yield axis, value, square, loc, scale
 
-    def _between(self, site: str) -> bool:
-        """True of a matrix whose rows are one set of units, and whose columns another."""
+    def _is_between(self, site: str) -> bool:
+        """Return whether a site is a matrix whose rows are one set of units and whose columns are another."""
         shape, members = self.group.view_shapes[site], self.group.members(site)
         return len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
 
@@ -336,50 +345,50 @@ class UnitDensities:
     def _dims(self, site: str) -> int:
         return self.draws[site].dim() - 1 - len(self.batch)
 
-    def _unknown(self, axis: Axis) -> list[tuple[str, Axis]]:
-        """The units along other axes of the same site that aren't drawn."""
+    def _undrawn(self, axis: Axis) -> list[tuple[str, Axis]]:
+        """Return the units along other axes of the same site that aren't drawn."""
         members = self.group.members(axis.site).items()
         return [own for dim, pairs in members if dim != axis.dim for own in pairs if own[0] not in self.drawn]
 
-    # what is known of other sets --------------------------------------------------------------------------------------
+    # other sets -------------------------------------------------------------------------------------------------------
 
     def expect(self, name: str) -> None:
-        """Note what is expected of a set before it is drawn; what is known of others sharpens it."""
-        found = self.of(name)[0]
-        mix = torch.eye(found.shape[-1], dtype=found.dtype, device=found.device).expand_as(found[0])
+        """Note the expectation of an undrawn set, given all that is known of others."""
+        densities = self.matrix(name)[0]
+        mix = torch.eye(densities.shape[-1], dtype=densities.dtype, device=densities.device).expand_as(densities[0])
         if "permute" in self.group[name].moves:
-            mix = doubly_stochastic(over_signs(found), 6)
-        self.expected[name] = mix, mix if len(found) == 1 else mix * ((found[0] - found[1]) / 2).tanh()
+            mix = doubly_stochastic(sum_over_signs(densities), 6)
+        self.expected[name] = mix, mix if len(densities) == 1 else mix * ((densities[0] - densities[1]) / 2).tanh()
 
     def place(self, names: Iterable[str], element: Element) -> None:
-        """Put drawn sets in place, where others will look at."""
+        """Put drawn sets in place on the sites that undrawn sets share."""
         self.drawn.update(names)
         sites = {axis.site for name, one in self.sets.items() if name not in self.drawn for axis in one.shared}
         self.placed |= {site: element.on_site(site, self.draws[site], self._dims(site)) for site in sites}
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Numbers one after the other, along the last axis; leading axes broadcast."""
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the last axis; leading axes broadcast."""
     shape = np.broadcast_shapes(*(part.shape[:-1] for part in parts))  # several times faster than torch's
     return torch.cat([part.expand(*shape, -1) for part in parts], -1)
 
 
-def _telling(loc: Tensor, scale: Tensor, among: Tensor | None) -> Tensor:
-    """The weights, at most ``SKETCH`` of them, in which some of the base's units are furthest apart."""
+def _sketch(loc: Tensor, scale: Tensor, columns: Tensor | None) -> Tensor:
+    """Select the weights, at most ``SKETCH``, that separate the base's units most, from some columns or all."""
     some = slice(None, None, max(1, loc.shape[-2] // 64))
     loc, scale = loc.detach()[..., some, :], scale.detach()[..., some, :]
-    apart = ((loc - loc.mean(-2, keepdim=True)) / scale).square()
-    apart = apart.reshape(-1, apart.shape[-1]).sum(0)
-    among = torch.arange(len(apart), device=apart.device) if among is None else among
-    return among[apart[among].topk(min(SKETCH, len(among))).indices]
+    separation = ((loc - loc.mean(-2, keepdim=True)) / scale).square()
+    separation = separation.reshape(-1, separation.shape[-1]).sum(0)
+    columns = torch.arange(len(separation), device=separation.device) if columns is None else columns
+    return columns[separation[columns].topk(min(SKETCH, len(columns))).indices]
 
 
 # any base as normals --------------------------------------------------------------------------------------------------
 
 
 def sites_of(action: Action, flat: Tensor) -> Weights:
-    """Flat vectors -> what the group moves, by site in its view: coordinates, or constrained values where elements move
-    those; of a simplex their centred logarithms, which are closer to normal."""
+    """Split flat vectors into the values that the group moves, by site in its view: unconstrained coordinates, or
+    constrained values where elements move those; of a simplex the centred logarithms, which are closer to normal."""
     values = action.layout.unflatten(flat)
     for site in action.nonlinear_sites:
         value = action.layout.transforms[site](values[site])
@@ -391,72 +400,77 @@ def sites_of(action: Action, flat: Tensor) -> Weights:
 
 
 def mean_field_moments(base: Distribution) -> tuple[Tensor, Tensor] | None:
-    """Means and deviations of a base that is a product of normals; None for any other."""
+    """Return the means and deviations of a product of normals, None of any other base."""
     while isinstance(base, Independent):
         base = base.base_dist
     return (base.loc, base.scale) if isinstance(base, Normal) else None
 
 
 def _site_moments(base: Distribution, action: Action, value: Tensor) -> tuple[Weights, Weights]:
-    """Means and deviations by site, of the base's batch shape: its own if it can tell, else those of draws."""
+    """Return means and deviations by site, of the base's batch shape: the base's own if it has some, else of draws."""
     moments = mean_field_moments(base)
     with torch.no_grad():
         with contextlib.suppress(NotImplementedError):
             moments = moments or (base.mean, base.stddev)
         if moments is None or action.nonlinear_sites:
-            fitted = sites_of(action, base.sample(torch.Size([FIT_DRAWS])))
+            draws = sites_of(action, base.sample(torch.Size([FIT_DRAWS])))
             tiny = torch.finfo(value.dtype).tiny ** 0.25  # its inverse square is finite
-            scale = {site: v.std(0).clamp(min=tiny) for site, v in fitted.items()}
-            return {site: v.mean(0) for site, v in fitted.items()}, scale
+            scale = {site: v.std(0).clamp(min=tiny) for site, v in draws.items()}
+            return {site: v.mean(0) for site, v in draws.items()}, scale
     loc, scale = (sites_of(action, moment) for moment in moments)
     return loc, scale
 
 
 def unit_blocks(base: Distribution, action: Action, group: Group) -> dict[str, tuple[Tensor, Tensor]]:
-    """Means and precisions of the sets that no others concern, if the base is normal in blocks of their units."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    """Return the means and precisions of the sets that share no site, if their units are the blocks of the base."""
+    blocks: dict[str, tuple[Tensor, Tensor]] = {}
     if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
         entries = sites_of(action, torch.arange(action.dim, device=base.loc.device))
-        for name, one in sets_of(group, action.sites).items():
-            units = torch.cat([rows(entries[a.site], a, entries[a.site].dim()) for a in one.lone + one.shared], -1)
+        for name, one in unit_sets(group, action.sites).items():
+            axes = one.exclusive + one.shared
+            units = torch.cat([rows(entries[axis.site], axis, entries[axis.site].dim()) for axis in axes], -1)
             precisions = None if one.shared else base.precisions(units)
             if precisions is not None:
-                found[name] = base.loc[units].double(), precisions
-    return found
+                blocks[name] = base.loc[units].double(), precisions
+    return blocks
 
 
 # random matchings -----------------------------------------------------------------------------------------------------
 
 
-def over_signs(densities: Tensor) -> Tensor:
-    """The matrices of a set of units summed over the signs of each unit, if they have any."""
+def sum_over_signs(densities: Tensor) -> Tensor:
+    """Return the log of the densities summed over the sign of each unit, if units have signs."""
     return densities.logsumexp(0) if len(densities) > 1 else densities[0]
 
 
-def leading(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
-    """The best column of each row, ``(L,) + batch + (n,)``, and if there is no other, whose sign is known, too.
+def best_columns(densities: Tensor, permuted: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the best column of each row, ``(L,) + batch + (n,)``, and whether it, and its sign, are certain.
 
-    None is sure unless each row has a best column of its own: then each other matching is worse by the margins.
+    No row is certain unless each has a best column of its own: then every other matching is worse by the margins.
     """
-    best = densities.amax(0) if len(densities) > 1 else densities[0]
-    own = torch.arange(densities.shape[-1], device=densities.device)
-    column, sure = own.expand(best.shape[:-1]), torch.ones(best.shape[:-1], dtype=torch.bool, device=own.device)
+    highest = densities.amax(0) if len(densities) > 1 else densities[0]
+    identity = torch.arange(densities.shape[-1], device=densities.device)
+    best = identity.expand(highest.shape[:-1])
+    certain = torch.ones(highest.shape[:-1], dtype=torch.bool, device=identity.device)
     if permuted:
-        highest = best.amax(-1)
-        if not torch.equal(best.diagonal(dim1=-2, dim2=-1), highest):  # at a base's draws it often is, and this slow
-            column = best.argmax(-1)
-            sure = (column.sort(-1).values == own).all(-1, keepdim=True)
-        others = best.scatter(-1, column.unsqueeze(-1), -math.inf).amax(-1)
-        sure = sure & (highest - others > SURE)
+        first = highest.amax(-1)
+        if not torch.equal(
+            highest.diagonal(dim1=-2, dim2=-1), first
+        ):  # at draws of the base often equal; argmax is slow
+            best = highest.argmax(-1)
+            certain = (best.sort(-1).values == identity).all(-1, keepdim=True)
+        second = highest.scatter(-1, best.unsqueeze(-1), -math.inf).amax(-1)
+        certain = certain & (first - second > CERTAIN)
     if len(densities) > 1:
-        both = densities.take_along_dim(column.expand(2, *column.shape).unsqueeze(-1), -1)[..., 0]
-        sure = sure & ((both[0] - both[1]).abs() > SURE)
-    return column, sure
+        both = densities.take_along_dim(best.expand(2, *best.shape).unsqueeze(-1), -1)[..., 0]
+        certain = certain & ((both[0] - both[1]).abs() > CERTAIN)
+    return best, certain
 
 
 def doubly_stochastic(densities: Tensor, iterations: int = 12, dtype: torch.dtype | None = None) -> Tensor:
-    """Sinkhorn's scaling of ``exp(densities)``, ``batch + (n, n)`` (Sinkhorn & Knopp 1967); rows sum to one exactly."""
-    kernel = densities.log_softmax(-1).log_softmax(-2).to(dtype or densities.dtype).clamp(min=FLOOR).exp()
+    """Scale ``exp(densities)``, ``batch + (n, n)``, to a doubly stochastic matrix (Sinkhorn & Knopp 1967); rows sum to
+    one exactly."""
+    kernel = densities.log_softmax(-1).log_softmax(-2).to(dtype or densities.dtype).clamp(min=LOG_FLOOR).exp()
     columns = torch.ones_like(kernel[..., :1])
     for _ in range(iterations):
         columns = (kernel.mT @ (kernel @ columns).reciprocal()).reciprocal()
@@ -464,54 +478,75 @@ def doubly_stochastic(densities: Tensor, iterations: int = 12, dtype: torch.dtyp
     return scaled / scaled.sum(-1, keepdim=True)
 
 
-def draw_matchings(
-    densities: Tensor, count: int, column: Tensor, sure: Tensor, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """Draw the identity and ``count`` matchings: rows that are sure take their best column, the others are drawn.
+def draw_set(
+    units: Units, densities: Tensor, count: int, best: Tensor, certain: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Draw the identity and ``count`` permutations of one set of units, and signs given these: the unit that each place
+    takes, ``(count + 1,) + batch + (n,)``, the units' signs or None, and log-probabilities."""
+    shape = (count + 1, *best.shape[1:])
+    images, log_prob = best.expand(shape), densities.new_zeros((), dtype=torch.float64)
+    if "permute" in units.moves and units.size > 1:
+        images, log_prob = draw_matchings(densities, count, best, certain, dtype)
+    if len(densities) == 1:
+        return images, None, log_prob
+    both = densities.expand(2, *shape[:-1], -1, -1).gather(-1, images.expand(2, *shape).unsqueeze(-1))
+    log_odds = (both[0] - both[1])[..., 0]
+    signs = torch.where(torch.rand_like(log_odds) < log_odds.sigmoid(), 1.0, -1.0).to(log_odds)
+    signs[0] = 1.0
+    log_prob = log_prob + logsigmoid(log_odds * signs).sum(-1)
+    return images, torch.empty_like(signs).scatter_(-1, images, signs), log_prob
 
-    With probability ``ELSEWHERE`` the matching is uniform instead; a uniform draw that keeps the sure rows is rejected.
+
+def draw_matchings(
+    densities: Tensor, count: int, best: Tensor, certain: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draw the identity and ``count`` matchings: certain rows take their best column, the others are drawn.
+
+    With probability ``UNIFORM_SHARE`` a matching is uniform instead; a uniform draw that keeps the certain rows is
+    rejected.
 
     :param densities: ``A``, ``(signs, 1 or count + 1) + batch + (n, n)``.
-    :param column: the best of each row, and whether it is ``sure``, as :func:`leading` finds them.
-    :param dtype: that suffices for the probabilities.
+    :param best: the best column of each row, and whether it is ``certain``, as :func:`best_columns` returns them.
+    :param dtype: the precision of the probabilities.
     :return: the column that each row takes, ``(count + 1,) + batch + (n,)``, and log-probabilities.
     """
-    n, shape = column.shape[-1], (count + 1, *column.shape[1:])
-    own = torch.arange(n, device=column.device)
-    left = int((~sure).sum(-1).amax())
-    if 2 * left > n:
-        return draw_all(over_signs(densities), count, own, dtype)
-    rest = sure.long().argsort(-1)[..., :left]
-    columns = column.gather(-1, rest)
-    images, log_tau = column.expand(shape).clone(), torch.zeros(shape[:-1], dtype=torch.float64, device=own.device)
-    if left:
-        block = densities.take_along_dim(rest.expand(len(densities), *rest.shape).unsqueeze(-1), -2)
-        block = over_signs(block.take_along_dim(columns.expand(len(densities), *columns.shape).unsqueeze(-2), -1))
-        identity = (columns.unsqueeze(-2) == rest.unsqueeze(-1)).long().argmax(-1)
-        taken, log_tau = draw_all(block, count, identity, dtype)
-        images.scatter_(-1, rest.expand(*shape[:-1], -1), columns.expand(*shape[:-1], -1).gather(-1, taken))
-    images[0] = own
-    log_tau = log_tau + math.log1p(-ELSEWHERE)
-    uniform = torch.rand(shape[:-1], device=own.device) < ELSEWHERE
+    n, shape = best.shape[-1], (count + 1, *best.shape[1:])
+    identity = torch.arange(n, device=best.device)
+    number = int((~certain).sum(-1).amax())
+    if 2 * number > n:
+        return draw_all(sum_over_signs(densities), count, identity, dtype)
+    drawn_rows = certain.long().argsort(-1)[..., :number]
+    columns = best.gather(-1, drawn_rows)
+    images, log_tau = best.expand(shape).clone(), torch.zeros(shape[:-1], dtype=torch.float64, device=best.device)
+    if number:
+        block = densities.take_along_dim(drawn_rows.expand(len(densities), *drawn_rows.shape).unsqueeze(-1), -2)
+        block = block.take_along_dim(columns.expand(len(densities), *columns.shape).unsqueeze(-2), -1)
+        own = (columns.unsqueeze(-2) == drawn_rows.unsqueeze(-1)).long().argmax(-1)
+        taken, log_tau = draw_all(sum_over_signs(block), count, own, dtype)
+        taken = columns.expand(*shape[:-1], -1).gather(-1, taken)
+        images.scatter_(-1, drawn_rows.expand(*shape[:-1], -1), taken)
+    images[0] = identity
+    log_tau = log_tau + math.log1p(-UNIFORM_SHARE)
+    uniform = torch.rand(shape[:-1], device=best.device) < UNIFORM_SHARE
     if bool(uniform.any()):
         uniform[0] = False
-        every = torch.rand(images.shape, device=own.device).argsort(-1)
-        images = torch.where(uniform.unsqueeze(-1), every, images)
+        uniform_images = torch.rand(images.shape, device=best.device).argsort(-1)
+        images = torch.where(uniform.unsqueeze(-1), uniform_images, images)
         log_tau = log_tau.masked_fill(uniform, math.inf)
-    free = torch.zeros_like(sure).scatter_(-1, rest, True)
-    outside = ~((images == column) | free).all(-1)  # of all matchings that are drawn, only uniform ones can be
-    return images, log_tau.masked_fill(outside, math.log(ELSEWHERE) - math.lgamma(n + 1))
+    free = torch.zeros_like(certain).scatter_(-1, drawn_rows, True)
+    outside = ~((images == best) | free).all(-1)  # a certain row takes another column: only uniform draws do
+    return images, log_tau.masked_fill(outside, math.log(UNIFORM_SHARE) - math.lgamma(n + 1))
 
 
 def draw_all(
     densities: Tensor, count: int, identity: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw matchings of all rows: the most certain rows first, the last ones by all their permutations.
+    """Draw matchings of all rows: the most certain rows first, the last ones by enumerating their permutations.
 
     :param identity: the column that each row takes in the first matching, which isn't drawn.
     """
     n, shape = densities.shape[-1], (count + 1, *densities.shape[1:])
-    early, order = max(0, n - TAIL), torch.arange(n, device=densities.device).expand(shape[:-1])
+    early, order = max(0, n - ENUMERATED_ROWS), torch.arange(n, device=densities.device).expand(shape[:-1])
     taken, log_tau = identity.expand(shape[:-1]).clone(), order.new_zeros(shape[:-2], dtype=torch.float64)
     if early:
         chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
@@ -523,38 +558,38 @@ def draw_all(
             taken[1:, ..., :early] = _without_replacement(chances, count)
             free = torch.ones_like(taken).scatter_(-1, taken[..., :early], 0)
             taken[1:, ..., early:] = free[1:].topk(n - early).indices.sort(-1).values
-        # Of the columns that earlier rows leave free, those that this row and later ones take.
+        # Each row's probability is normalised over the columns that earlier rows leave free.
         free = chances.expand(count + 1, *chances.shape[1:])
         free = free.gather(-1, taken.unsqueeze(-2).expand(*shape[:-2], early, n))
         log_tau = (free.diagonal(dim1=-2, dim2=-1) / free.triu().sum(-1)).log().sum(-1, dtype=torch.float64)
-    # The late rows and the columns that are left, in all orders; the first is the one at hand.
+    # The last rows take the remaining columns in one of all orders; order 0 is the one in ``taken``.
     orders, late = _orders(n - early, densities.device), torch.arange(n - early, device=densities.device)
     block = densities.expand(shape).take_along_dim(order[..., early:].unsqueeze(-1), -2)
     block = block.take_along_dim(taken[..., early:].unsqueeze(-2), -1)
-    sums = block.flatten(-2)[..., orders + (n - early) * late].sum(-1).log_softmax(-1)
-    drawn = (sums - torch.empty_like(sums).exponential_().log_()).argmax(-1)
-    drawn[0] = 0
-    taken[..., early:] = taken[..., early:].gather(-1, orders[drawn])
-    return taken.gather(-1, order.argsort(-1)), log_tau + sums.gather(-1, drawn.unsqueeze(-1))[..., 0]
+    log_probs = block.flatten(-2)[..., orders + (n - early) * late].sum(-1).log_softmax(-1)
+    chosen = (log_probs - torch.empty_like(log_probs).exponential_().log_()).argmax(-1)
+    chosen[0] = 0
+    taken[..., early:] = taken[..., early:].gather(-1, orders[chosen])
+    return taken.gather(-1, order.argsort(-1)), log_tau + log_probs.gather(-1, chosen.unsqueeze(-1))[..., 0]
 
 
 def _without_replacement(chances: Tensor, count: int) -> Tensor:
-    """Draw a column for each row, no column twice, the first rows first: ``(L,) + batch + (rows, n)`` ->
+    """Draw a column for each row, no column twice, as if one row after the other: ``(L,) + batch + (rows, n)`` ->
     ``(count,) + batch + (rows,)``.
 
-    All rows draw at once. Of those that want the same column the first keeps it, the others draw again, among the
-    columns that no earlier row holds, until each has one: what the rows would have drawn one after the other.
+    All rows draw at once. Of those that want the same column the first keeps it; the others draw again, among the
+    columns that no earlier row holds, until each row has its own.
     """
     shared, size, n = len(chances) == 1, *chances.shape[-2:]
     drawn = torch.multinomial(chances.reshape(-1, n), count if shared else 1, replacement=True)
     drawn = drawn.reshape(*chances.shape[:-1], -1)
     choice = drawn[0].movedim(-1, 0) if shared else drawn[1:, ..., 0]
     batch, choice = choice.shape[1:-1], choice.reshape(count, -1, size)
-    chances, own = chances.reshape(len(chances), -1, size, n), torch.arange(size, device=chances.device)
+    chances, index = chances.reshape(len(chances), -1, size, n), torch.arange(size, device=chances.device)
     while True:
-        holder = own.new_full((*choice.shape[:2], n), size)
-        holder = holder.scatter_reduce(-1, choice, own.expand_as(choice), "amin")
-        k, draw, row = (holder.gather(-1, choice) < own).nonzero(as_tuple=True)
+        holder = index.new_full((*choice.shape[:2], n), size)  # the first row that wants each column
+        holder = holder.scatter_reduce(-1, choice, index.expand_as(choice), "amin")
+        k, draw, row = (holder.gather(-1, choice) < index).nonzero(as_tuple=True)
         if len(k) == 0:
             return choice.reshape(count, *batch, size)
         left = chances[0 if shared else k + 1, draw, row] * (holder[k, draw] > row.unsqueeze(-1))

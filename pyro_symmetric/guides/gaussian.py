@@ -25,7 +25,7 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.alignment.moments import to_gaussian
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import UnitBlocks
-from pyro_symmetric.distributions.matching import sets_of
+from pyro_symmetric.distributions.matching import unit_sets
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.groups.units import rows
 from pyro_symmetric.guides.base import InitLocFn, Start, WeightsGuide, action_on, layout_of
@@ -130,8 +130,8 @@ def unit_positions(action: Action) -> list[Tensor]:
     """The places of each unit's weights in the flat vector, ``(units, d)`` for each set; no place is in two."""
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
     view = action.group.viewed({s: where for s, where in numbers.items() if s not in action.nonlinear_sites})
-    sets = sets_of(action.group, view)
-    axes = [(name, axis) for name, own in sets.items() for axis in own.lone + own.shared]
+    sets = unit_sets(action.group, view)
+    axes = [(name, axis) for name, own in sets.items() for axis in own.exclusive + own.shared]
     found: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
     for name, axis in sorted(axes, key=lambda pair: (pair[1].dim, -len(action.group.ancestors(pair[0])))):

@@ -112,7 +112,7 @@ def test_the_proposal_depends_on_the_orbit_alone(
     """``τ_w(g)`` is what the identity has at ``g·w``, or the bound is none; and these add up to one. Wide units are
     matched by some of their weights, and some are sure."""
     monkeypatch.setattr(matching, "SKETCH", sketch)
-    monkeypatch.setattr(matching, "SURE", sure)
+    monkeypatch.setattr(matching, "CERTAIN", sure)
     group = GROUPS[kind]
     action = action_of(group)
     q = base(action.dim, 0.4)
@@ -153,8 +153,8 @@ def test_units_that_are_matched_by_some_of_their_weights_give_an_upper_bound(
     """Two of up to six; a little looser, of this base. One-sided at 5 standard errors: false alarm below 1 in
     10^6. Also if a few nats are enough for a place to be sure, and uniform proposals make up for it."""
     monkeypatch.setattr(matching, "SKETCH", 2)
-    monkeypatch.setattr(matching, "SURE", sure)
-    monkeypatch.setattr(matching, "ELSEWHERE", 0.02 if sure < 30.0 else matching.ELSEWHERE)
+    monkeypatch.setattr(matching, "CERTAIN", sure)
+    monkeypatch.setattr(matching, "UNIFORM_SHARE", 0.02 if sure < 30.0 else matching.UNIFORM_SHARE)
     action = action_of(two_layers(6, 4))
     q = base(action.dim, separation, generator=torch.Generator(torch.empty(0).device).manual_seed(1))
     w = q.sample((800,))
@@ -169,7 +169,7 @@ def test_matrices_that_overflow_in_float32_are_made_in_float64(monkeypatch: pyte
     action = action_of(group)
     q = dist.Normal(torch.zeros(action.dim), 1e-20, validate_args=False).to_event(1)  # whose square is 0 in float32
     densities = UnitDensities(q, action, 1e-20 * torch.randn(1, action.dim))
-    assert bool(densities.of(next(iter(densities.sets)))[0].isfinite().all())
+    assert bool(densities.matrix(next(iter(densities.sets)))[0].isfinite().all())
 
 
 def test_draws_that_are_not_finite_are_matched_anyhow() -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from pyro_symmetric.distributions import matching
 from pyro_symmetric.distributions.estimators import log_permanent
-from pyro_symmetric.distributions.matching import doubly_stochastic, draw_matchings, leading
+from pyro_symmetric.distributions.matching import best_columns, doubly_stochastic, draw_matchings
 
 
 def drawn(densities: Tensor, count: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    return draw_matchings(densities[None], count, *leading(densities[None]), dtype)
+    return draw_matchings(densities[None], count, *best_columns(densities[None]), dtype)
 
 
 def log_probability(densities: Tensor, matchings: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def test_sinkhorn_only_multiplies_rows_and_columns_which_then_sum_to_one(spread:
 @pytest.mark.parametrize("late", [1, 2, 4, 6])
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_probabilities_of_all_matchings_add_up_to_one(n: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "TAIL", late)
+    monkeypatch.setattr(matching, "ENUMERATED_ROWS", late)
     densities = 2 * torch.randn(n, n, dtype=torch.float64)
     found = log_probability(densities, every_matching(n))
     assert float(found.exp().sum()) == pytest.approx(1.0)
@@ -73,7 +73,7 @@ def test_matchings_are_drawn_with_the_probabilities_that_are_stated(
     sharpness: float, late: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one matrix or from one each."""
-    monkeypatch.setattr(matching, "TAIL", late)
+    monkeypatch.setattr(matching, "ENUMERATED_ROWS", late)
     count, densities = 40_000, sharpness * torch.randn(4, 4, dtype=torch.float64)
     assert_frequencies(densities, *drawn(densities.expand(count + 1 if own else 1, 1, 4, 4), count))
 
@@ -85,8 +85,8 @@ def test_beside_rows_that_are_sure_the_others_are_drawn_and_now_and_then_all(
     unsure: float, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rows out of place, or all four; what is uniform and leaves them there, two or one of 24, counts as none."""
-    monkeypatch.setattr(matching, "SURE", 1.0)
-    monkeypatch.setattr(matching, "ELSEWHERE", 0.4)
+    monkeypatch.setattr(matching, "CERTAIN", 1.0)
+    monkeypatch.setattr(matching, "UNIFORM_SHARE", 0.4)
     count, densities = 40_000, torch.randn(4, 4, dtype=torch.float64).clamp(-1, 0.5)
     densities[[0, 1, 2, 3], [2, 0, 1, 3]] = torch.tensor([5.0, 5.0, 1.0 + unsure, 1.0 + unsure], dtype=torch.float64)
     densities[[2, 3], [3, 1]] = 1.0
