@@ -1,4 +1,4 @@
-"""Comparison of two sets of weights, or of their predictions: distances, tests, diagnosis, diversity, scores."""
+"""Comparison of draws and their predictions: distances, tests, diagnosis, functional diversity, scores."""
 
 from pyro_symmetric.compare import scores
 from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose

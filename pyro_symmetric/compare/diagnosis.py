@@ -1,15 +1,15 @@
-r"""Can these draws be trusted? Convergence of chains: raw, modulo symmetry, and of predictions.
+r"""Convergence diagnostics of chains: of raw weights, modulo symmetry, and of predictions.
 
-Chains in different copies of a mode give a raw R-hat far above 1 although they predict alike. So three looks are taken:
-at the weights as drawn; modulo symmetry, all draws aligned to each other; and at what no symmetry touches, predictions
-and the log density. The aligned frame is a function of the draws' orbits and of all draws together, never of the chain
-that a draw belongs to: if the chains' orbits are distributed alike, they are so in it.
+Chains in different copies of a mode have a raw R-hat far above 1 although their predictions agree. So chains are
+compared in three spaces: weights as drawn; weights modulo symmetry, with all draws aligned; and invariants, namely
+predictions and the log density. The aligned frame depends on the orbits of all draws, not on the chain that a draw
+belongs to: chains whose orbits have the same distribution agree in it.
 
-If model and data are known, the energy is looked at, too. Integration by parts gives :math:`\mathbb E[(z - a) \cdot
-\nabla U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose density vanishes at infinity, and every point
-:math:`a` that doesn't depend on :math:`z` (the virial theorem); here it is the mean of the other chains. Its average
-over :math:`D` is the *temperature* of the draws: above 1 they spread too widely, below 1 too little. It holds for the
-coordinates of each site by themselves, too.
+With model and data, the spread of the draws is compared with the energy's gradient. Integration by parts gives the
+virial theorem :math:`\mathbb E[(z - a) \cdot \nabla U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose
+density vanishes at infinity and every point :math:`a` independent of :math:`z`; here the mean of the other chains. The
+average divided by :math:`D` is the *temperature* of the draws: above 1 they spread too widely, below 1 too little. The
+theorem holds for the coordinates of each site, too.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced, exceeded_by_few
 from pyro_symmetric.posterior.tables import HEAD, site_row, table
 
-MOST_ROWS = 256
-MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: some seconds
+MOST_ROWS = 256  # of inputs to predict at
+MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
 LEAST_DRAWS = 8  # of a chain: halves of four
-STANDS_OUT = 1.1  # the R-hat of a single entry that isn't left out as one of the few that exceed a limit by chance
+STANDS_OUT = 1.1  # R-hat above which a single entry isn't an outlier by chance
 CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = "weights", "modulo symmetry", "predictions", "log density"
 
-Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> numbers of every entry
+Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> statistics of every entry
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Checks of a posterior's draws, and the numbers that they rest on; see :func:`diagnose`.
+    """Checks of a posterior's draws, and the statistics behind them; see :func:`diagnose`.
 
     >>> diagnosis["weights"].status
     'pass'
 
-    :param checks: everything that was looked at; ``diagnosis[name]`` is one of them.
-    :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log density"``, as far as they are
-        known -> site -> R-hat and effective sample sizes of every entry.
-    :param draws: how many there are, such as ``4 chains of 100 draws``.
+    :param checks: all checks; ``diagnosis[name]`` is one of them.
+    :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log density"``, as far as available
+        -> site -> R-hat and effective sample sizes of every entry.
+    :param draws: their number, such as ``4 chains of 100 draws``.
     """
 
     checks: tuple[Check, ...]
@@ -67,12 +67,12 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """True if nothing failed and all could be told. Chains in different copies of a mode are warned of only."""
+        """True if every check passes or warns. Chains in different copies of a mode are only a warning."""
         return all(check.status in ("pass", "warn") for check in self.checks)
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that didn't pass, the worst first."""
+        """The checks that don't pass, worst first."""
         order: list[Status] = ["fail", "unknown", "warn"]
         return [check for status in order for check in self.checks if check.status == status]
 
@@ -83,20 +83,22 @@ class Diagnosis:
         return any(check.name == name for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        numbers = {space: {site: n.summary() for site, n in own.items()} for space, own in self.statistics.items()}
-        return plain({"ok": self.ok, "checks": {c.name: vars(c) for c in self.checks}, "statistics": numbers})
+        """Return checks and statistics as JSON."""
+        summaries = {
+            space: {site: s.summary() for site, s in sites.items()} for space, sites in self.statistics.items()
+        }
+        return plain({"ok": self.ok, "checks": {c.name: vars(c) for c in self.checks}, "statistics": summaries})
 
     def full(self) -> str:
-        """All checks, and a table of each space by site."""
-        rows = {space: [site_row(site, n) for site, n in own.items()] for space, own in self.statistics.items()}
-        return "\n\n".join([self._shown(self.checks), *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items())])
+        """Format all checks, and a table of each space by site."""
+        rows = {space: [site_row(site, s) for site, s in sites.items()] for space, sites in self.statistics.items()}
+        return "\n\n".join([self._format(self.checks), *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items())])
 
     def __repr__(self) -> str:
-        """The outcome in a word, and the checks that didn't pass."""
-        return self._shown(self.failed)
+        """Show the outcome, and the checks that don't pass."""
+        return self._format(self.failed)
 
-    def _shown(self, checks: Any) -> str:
+    def _format(self, checks: Any) -> str:
         head = f"{self.draws}: {'ok' if self.ok else 'not ok'}"
         rows = [(check.status, check.name, check.words) for check in checks]
         return "\n".join([head, *([table(rows, left=(0, 1, 2))] if rows else [])])
@@ -111,8 +113,10 @@ def diagnose(
     predictions: Tensor | None = None,
     num_draws: int = 256,
 ) -> Diagnosis:
-    """Judge whether draws can be trusted: a word, and the checks that didn't pass. ``print(d.full())`` shows all,
-    and the tables that they rest on. What each check is, and where its limits lie: :doc:`/explanation/chains`.
+    """Diagnose draws: whether they can be trusted, and which checks don't pass.
+
+    ``print(diagnosis.full())`` shows all checks, and tables of the statistics behind them. The checks and their limits
+    are explained in :doc:`/explanation/chains`.
 
     >>> draws = torch.randn(4, 200, 3)  # of four chains
     >>> ps.diagnose({"w": draws}).ok
@@ -121,23 +125,23 @@ def diagnose(
     >>> diagnosis.ok, diagnosis["weights"].status
     (False, 'fail')
 
-    A symmetry takes memory for a copy of all draws, and time to align them: some seconds for 4,000 draws of 50 units.
+    A symmetry takes the memory of a copy of all draws, and a few seconds to align 4,000 draws of 50 units.
 
-    :param posterior: a ``Posterior``, with the sampler's statistics, of which ``lp`` stands for the log density; or
-        site -> chains ``(chains, draws, *site_shape)``. If it remembers its model and data (as ``sample`` returns it;
-        after loading, ``posterior.attach(model, x, y)``), the energy is looked at, and the function at the data.
-    :param symmetry: what to remove, e.g. ``find_symmetry(net, x)``.
-    :param model: the network's model, to predict with; by default the one that the posterior remembers.
-    :param x: inputs to predict at, of more than 256 rows 256 evenly spaced ones; by default the data.
-    :param predictions: instead of ``model`` and ``x``: anything that is a function of the weights alone, ``(chains,
-        draws, ...)``, such as ``predict(posterior.samples, any_model, x, kind="mean")``.
-    :param num_draws: at how many draws, of all chains together, to evaluate the gradient of the energy.
+    :param posterior: a ``Posterior`` with the sampler's statistics (``lp`` is the log density), or site -> chains
+        ``(chains, draws, *site_shape)``. If it has its model and data (from ``sample``, or after loading by
+        ``posterior.attach(model, x, y)``), temperature and predictions at the data are checked.
+    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)``.
+    :param model: the network's model, for predictions; by default the posterior's own.
+    :param x: inputs to predict at, at most 256 evenly spaced rows of them; by default the data.
+    :param predictions: in place of ``model`` and ``x``, any function of the weights, ``(chains, draws, ...)``, such as
+        ``predict(posterior.samples, any_model, x, kind="mean")``.
+    :param num_draws: the number of draws, over all chains, at which to evaluate the energy's gradient.
     :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
     """
     arguments.whole("num_draws", num_draws, 1)
     posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)
     if not any(value.numel() for value in posterior.samples.values()):
-        raise ValueError("posterior holds no numbers; it must have a chain, a draw and an entry")
+        raise ValueError("posterior is empty; it must have a chain, a draw and an entry")
     shape = (posterior.num_chains, posterior.num_samples)
     if predictions is not None and tuple(predictions.shape[:2]) != shape:
         raise ValueError(f"predictions has shape {tuple(predictions.shape)}; it must be (chains, draws, ...), {shape}")
@@ -149,26 +153,25 @@ def diagnose(
     checks = [_finite(given)]
     if checks[0].status == "pass" and posterior.kind == "independent":
         count = math.prod(shape)
-        limits, found = (EFFECTIVE_DRAWS[0], 0.0), f"{count} independent draws"
-        checks.append(checked("effective draws", float(count), limits, found, "means are rough"))
+        limits, measured = (EFFECTIVE_DRAWS[0], 0.0), f"{count} independent draws"
+        checks.append(checked("effective draws", float(count), limits, measured, "means are rough"))
     elif checks[0].status == "pass":
         checks += diagnostics.copies(posterior.samples)
     if posterior.kind == "independent" or any(check.status == "fail" for check in checks):
         return Diagnosis(tuple(checks), {}, posterior.counted())
     spaces = _spaces(posterior, symmetry, model, x, given)
-    if (sound := _finite(spaces)).status == "fail":
-        return Diagnosis((sound,), {}, posterior.counted())
+    if (finite := _finite(spaces)).status == "fail":
+        return Diagnosis((finite,), {}, posterior.counted())
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
-        statistics = {k: {s: chain_statistics(_looked_at(v)) for s, v in own.items()} for k, own in spaces.items()}
-    agreed = _agreement(statistics, _is_network(posterior))
-    arrived = all(check.status != "fail" for check in agreed)
-    guess = "acceptance_rate" not in posterior.statistics
-    known = posterior.source and posterior.source.subsampled
-    subsampled = guess if known is None else known
+        statistics = {k: {s: chain_statistics(_subset(v)) for s, v in own.items()} for k, own in spaces.items()}
+    agreement = _agreement(statistics, _is_network(posterior))
+    arrived = all(check.status != "fail" for check in agreement)
+    recorded = posterior.source and posterior.source.subsampled
+    subsampled = "acceptance_rate" not in posterior.statistics if recorded is None else recorded
     checks += [
         diagnostics.moving(posterior.samples),
-        *agreed,
+        *agreement,
         *diagnostics.starts(posterior.metadata),
         *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
         *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
@@ -177,37 +180,38 @@ def diagnose(
 
 
 def _finite(spaces: dict[str, Any]) -> Check:
+    """Check that the values of all spaces are finite."""
     return diagnostics.finite({f"{space} {s!r}": value for space, own in spaces.items() for s, value in own.items()})
 
 
 def _to_predict(posterior: Posterior, model: BayesianModel | None, x: Tensor | None) -> tuple[Any, Any]:
-    """The network's model and inputs: those that are given, else those that the posterior was drawn from."""
-    what = "a BayesianModel; of another model, pass predictions=predict(posterior.samples, model, x, kind='mean')"
-    arguments.instance("model", model, (BayesianModel, type(None)), what)
+    """Return the network's model and inputs: the given ones, or those that the posterior was drawn from."""
+    wanted = "a BayesianModel; for another model pass predictions=predict(posterior.samples, model, x, kind='mean')"
+    arguments.instance("model", model, (BayesianModel, type(None)), wanted)
     source = posterior.source
     if model is None and source is not None and isinstance(source.model, BayesianModel):
         model = source.model
         x = source.kwargs.get("x", next(iter(source.args), None)) if x is None else x
     elif model is None and x is not None:
-        raise ValueError("x is given, but no model; pass model=, or predictions=")
+        raise ValueError("x needs a model; pass model=, or predictions= in place of both")
     return model, x
 
 
 def _is_network(posterior: Posterior) -> bool:
-    """True if the sites are a network's weights, by the model or, if none is known, by names like ``0.weight``."""
+    """Return whether the sites are a network's weights: by the model or, without one, by names like ``0.weight``."""
     if posterior.source is not None:
         return isinstance(posterior.source.model, nn.Module)
     return any("." in site for site in posterior.samples)
 
 
-# do the chains agree ------------------------------------------------------------------------------------------------
+# agreement of chains ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _spaces(
     posterior: Posterior, symmetry: Any, model: Any, x: Any, given: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
-    """The spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
+    """Collect the spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
     spaces = {WEIGHTS: given[WEIGHTS]}
     if symmetry is not None:
         spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
@@ -215,106 +219,108 @@ def _spaces(
     if PREDICTIONS not in given and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
         spaces[PREDICTIONS] = {PREDICTIONS: predict(posterior.samples, model, rows, kind="mean", progress=False)}
-    held = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
-    return {space: by_site for space, by_site in held.items() if by_site}
+    nonempty = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
+    return {space: by_site for space, by_site in nonempty.items() if by_site}
 
 
 def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
-    """The R-hat of each space, and the effective draws of those that decide: what no symmetry touches, else modulo
-    symmetry, else the weights. The log density alone says little, unless symmetries forbid to look at the weights."""
+    """Check the R-hat of each space, and the effective draws of the decisive ones: predictions, else weights modulo
+    symmetry, else raw weights (of a network, the log density if it is known), each with the log density."""
     if not statistics:
-        words = f"too few draws to tell whether chains agree: it takes {LEAST_DRAWS} of each"
+        words = f"too few draws to tell whether chains agree: at least {LEAST_DRAWS} of each are needed"
         return [Check(WEIGHTS, "unknown", words)]
     density = [DENSITY] if DENSITY in statistics else []
     best = next((name for name in (PREDICTIONS, MODULO) if name in statistics), None)
     decisive = [best, *density] if best else density if density and is_network else [WEIGHTS, *density]
-    # A network's weights that disagree tell nothing: they may sit in copies of a mode.
-    blind: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
+    # Raw weights of a network may disagree because chains are in different copies of a mode.
+    downgraded: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
     hint = ", as they do in copies of a mode" if best else ", or sit in copies of a mode (symmetry= tells)"
     checks = []
     for name, by_site in statistics.items():
-        grave = name in decisive and (name != WEIGHTS or not is_network)
-        found = _r_hat(name, by_site, hint if name == WEIGHTS else "")
-        checks.append(replace(found, status=blind) if found.status == "fail" and not grave else found)
+        may_fail = name in decisive and (name != WEIGHTS or not is_network)
+        check = _r_hat(name, by_site, hint if name == WEIGHTS else "")
+        checks.append(replace(check, status=downgraded) if check.status == "fail" and not may_fail else check)
     return [*checks, _effective({name: statistics[name] for name in decisive})]
 
 
 def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
-    """The R-hat of the worst site; of a site's entries the one that few exceed, or the largest if it is over 1.1 and
-    five times as far from 1 as that. (Of chains that agree the largest of 2,000 entries is at most three times as far:
-    two chains of 8 draws, the worst case.)
+    """Check the R-hat of the worst site: its 99 % quantile over entries, or the largest if that is above 1.1 and five
+    times as far from 1. (Of chains that agree, the largest of 2,000 entries is at most three times as far, in the worst
+    case of two chains of 8 draws.)
 
-    :param hint: what else their disagreement may come of.
+    :param hint: another reason for disagreement.
     """
     worst = {}
     for site, numbers in by_site.items():
-        known = numbers.r_hat[~numbers.r_hat.isnan()]
-        usual, largest = exceeded_by_few(known), float(known.max()) if len(known) else math.nan
-        worst[site] = largest if largest > STANDS_OUT and largest - 1 > 5 * (usual - 1) else usual
+        r_hats = numbers.r_hat[~numbers.r_hat.isnan()]
+        quantile, largest = exceeded_by_few(r_hats), float(r_hats.max()) if len(r_hats) else math.nan
+        worst[site] = largest if largest > STANDS_OUT and largest - 1 > 5 * (quantile - 1) else quantile
     site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))
     if math.isnan(worst[site]):
-        return Check(space, "unknown", "R-hat can't be told: the draws never change")
-    of = "" if site == space else f" of site {site!r}"
+        return Check(space, "unknown", "R-hat is undefined: the draws never change")
+    of_site = "" if site == space else f" of site {site!r}"
     advice = "run longer" if worst[site] <= R_HAT[1] else f"the chains disagree{hint}"
-    return checked(space, worst[site], R_HAT, f"R-hat{of} {worst[site]:.3f}", advice)
+    return checked(space, worst[site], R_HAT, f"R-hat{of_site} {worst[site]:.3f}", advice)
 
 
-def _effective(measured: Statistics) -> Check:
-    """The least effective draws of bulk and tails, of each site's entries but the few that are worse by chance."""
+def _effective(statistics: Statistics) -> Check:
+    """Check the least effective sample size of bulk and tails over sites, of each the 1 % quantile over entries."""
     least = {}
-    for space, by_site in measured.items():
+    for space, by_site in statistics.items():
         for site, numbers in by_site.items():
             sizes = torch.minimum(numbers.ess_bulk, numbers.ess_tail)
             least[space, site] = -exceeded_by_few(-sizes[~sizes.isnan()])
     space, site = min(least, key=lambda name: (math.isnan(least[name]), least[name]))
     if math.isnan(least[space, site]):
-        return Check("effective draws", "unknown", "they can't be told: the draws never change")
-    found = f"{least[space, site]:.0f} of {space if site == space else f'site {site!r} ({space})'}"
-    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, found, "more draws, or more chains")
+        return Check("effective draws", "unknown", "undefined: the draws never change")
+    measured = f"{least[space, site]:.0f} of {space if site == space else f'site {site!r} ({space})'}"
+    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, measured, "more draws, or more chains")
 
 
-def _looked_at(draws: Tensor) -> Tensor:
-    """All entries; of very many draws evenly spaced ones, as many as take some seconds."""
+def _subset(draws: Tensor) -> Tensor:
+    """Return all entries, or evenly spaced ones if all would take more than a few seconds."""
     most, entries = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel())), draws.shape[2:].numel()
     return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
 
 
-# the energy ---------------------------------------------------------------------------------------------------------
+# temperature ---------------------------------------------------------------------------------------------------------
 
 
 def _temperature(posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool) -> list[Check]:
-    """The temperature of the draws as they came or, where that is too uncertain to tell, a pass of the aligned ones.
+    """Check the temperature of the draws or, if it is too uncertain, accept that of the aligned draws if it passes.
 
-    Copies that lie far apart make it uncertain, as most of a draw's distance to the other chains is that to their
-    copies. Between such copies the density is as good as zero, so that the theorem holds of the aligned draws as well;
-    where copies overlap it doesn't, wherefore only a pass counts."""
-    drawn = list(_of_energy(posterior, num_draws, subsampled, arrived))
+    Copies far apart make the temperature uncertain: most of a draw's distance from the other chains is that between
+    copies. The density between such copies is practically zero, so the theorem holds for aligned draws, too. If
+    copies overlap it doesn't, so a failure of aligned draws doesn't count.
+    """
+    drawn = list(_virial(posterior, num_draws, subsampled, arrived))
     if symmetry is None or all(check.status != "unknown" for check in drawn):
         return drawn
-    aligned = list(_of_energy(one_frame(posterior, symmetry), num_draws, subsampled, arrived))
+    aligned = list(_virial(one_frame(posterior, symmetry), num_draws, subsampled, arrived))
     return aligned if all(check.status == "pass" for check in aligned) else drawn
 
 
-def _of_energy(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
-    """The temperature of the draws; nothing if the posterior doesn't know its model."""
+def _virial(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
+    """Check the temperature of all coordinates, or of the worst site if one is off; needs the posterior's model."""
     if posterior.source is None:
         return
-    origin, device = posterior.source[:3], posterior.source.device
+    source, device = posterior.source[:3], posterior.source.device
     options: dict[str, Any] = {"device": device, "chain_chunk": CHUNK, "subsampled": True}
-    with without_warnings(UserWarning):  # of a mini-batch's scale, of which the run told
-        full = Density(*origin, dtype=next(iter(posterior.samples.values())).dtype, **options)
+    with without_warnings(UserWarning):  # about the scale of mini-batches; the run has given it
+        full = Density(*source, dtype=next(iter(posterior.samples.values())).dtype, **options)
     if full.row_counts:
-        return  # the model draws its own mini-batches, which Pyro's plates scale themselves
+        return  # the model draws mini-batches itself, which Pyro's plates scale
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
     z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
     _, gradient = full.energy_and_gradient(z.flatten(0, 1))
-    others = (z.mean(1, keepdim=True).sum(0) - z.mean(1, keepdim=True)) / max(1, len(z) - 1)  # means of other chains
-    own = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
+    means = z.mean(1, keepdim=True)
+    others = (means.sum(0) - means) / max(1, len(z) - 1)  # mean of the other chains
+    virial = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
     sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
-    found = [diagnostics.temperature("temperature", own.mean(-1), subsampled, arrived)]
-    for site, value in zip(full.layout.unconstrained_shapes, own.split(sizes, dim=-1), strict=True):
+    checks = [diagnostics.temperature("temperature", virial.mean(-1), subsampled, arrived)]
+    for site, value in zip(full.layout.unconstrained_shapes, virial.split(sizes, dim=-1), strict=True):
         if len(sizes) > 1 and value.shape[-1]:
-            found.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
-    grave = [check for check in found if check.status in ("warn", "fail")]
-    yield max(grave, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=found[0])
+            checks.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
+    off = [check for check in checks if check.status in ("warn", "fail")]
+    yield max(off, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=checks[0])

@@ -1,13 +1,12 @@
-r"""Symmetries along training.
+r"""Symmetries during training: how much the order of units changes from step to step.
 
-Units of a layer may be sorted by a key that is read off their weights (see
-:func:`~pyro_symmetric.canonical.forms.canonicalize`). How far the sorting permutation still changes from one training
-step to the next tells whether units keep changing places (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure
-4): Kendall's :math:`\tau` between the two orders is one minus twice the share of the pairs of units that swapped,
+The units of a layer are sorted by a key of their weights (see :func:`~pyro_symmetric.canonical.forms.canonicalize`).
+Kendall's :math:`\tau` between the sorting permutations of two successive training steps tells whether training moves
+from one copy of a mode to another (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure 4):
 
 .. math:: \tau = 1 - \frac{4 \cdot \#\text{swapped pairs}}{n (n - 1)} \in [-1, 1],
 
-1 if no pair did, 0 on average between independent random orders.
+1 if no pair of units swapped, 0 on average between independent random orders.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from pyro_symmetric.weights import require_finite
 
 
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
-    """Kendall's rank correlation between batches of permutations.
+    """Compute Kendall's rank correlation between batches of permutations.
 
-    Two orders of the same units, as :class:`~pyro_symmetric.groups.units.Element` holds them: entry ``i`` is the unit
-    in place ``i``. Time and memory are ``n²`` for each pair.
+    Permutations are those of :class:`~pyro_symmetric.groups.units.Element`: entry ``i`` is the unit at position ``i``.
+    Time and memory are ``n²`` for each pair.
 
     >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))
     tensor([ 1.0000, -1.0000,  0.3333], dtype=torch.float64)
@@ -44,19 +43,19 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
         if value.shape[-1] != n or not bool((value.sort(-1).values == torch.arange(n, device=value.device)).all()):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; each row must be a permutation of 0 .. {n - 1}")
     shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
-    # the places in the second order of the units in the first order's places: descents between these are swapped pairs
-    places = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
-    later = torch.ones(n, n, dtype=torch.bool, device=places.device).triu(1)
-    swapped = ((places[:, :, None] > places[:, None, :]) & later).sum((1, 2))
+    # The position in the second order of each unit, listed in the first order: descents are swapped pairs.
+    positions = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
+    later = torch.ones(n, n, dtype=torch.bool, device=positions.device).triu(1)
+    swapped = ((positions[:, :, None] > positions[:, None, :]) & later).sum((1, 2))
     return (1 - 4 * swapped.double() / max(1, n * (n - 1))).reshape(shape)
 
 
 class SortingTracker:
-    """Follows the order of units along any training loop.
+    """A recorder of the order of units in any training loop.
 
-    Call it after every step (or every so many); it keeps one number for each set of units, not the weights. Before and
-    after the scales of units are removed the order may differ: for the order of the canonical form give weights with
-    unit norms, ``tracker(canonicalize(weights, symmetry, permutations=None))``.
+    Call it after every step, or every few steps; it keeps one number for each set of units, and no weights. Removing
+    the scales of units may change their order: for that of the canonical form pass weights of unit norms,
+    ``tracker(canonicalize(weights, symmetry, permutations=None))``.
 
     >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
     >>> tracker = ps.compare.SortingTracker(ps.find_symmetry(net, torch.randn(3, 2)))
@@ -66,7 +65,7 @@ class SortingTracker:
     torch.Size([9])
 
     :param symmetry: the group, or a network's symmetry.
-    :param key: what units are sorted by, see :func:`~pyro_symmetric.canonical.forms.canonicalize`.
+    :param key: the sorting key of units, see :func:`~pyro_symmetric.canonical.forms.canonicalize`.
     """
 
     def __init__(self, symmetry: Symmetry | Group, key: PermutationKey = "max"):
@@ -78,29 +77,29 @@ class SortingTracker:
 
     @torch.no_grad()
     def __call__(self, weights: nn.Module | Mapping[str, Tensor]) -> None:
-        """Take note of the present order.
+        """Record the present order.
 
-        :param weights: the network, or weights of any batch shape (an ensemble in training), always the same.
+        :param weights: the network, or weights of any batch shape (an ensemble in training) that stays the same.
         """
         weights = plain_weights(weights, self.group) if isinstance(weights, nn.Module) else weights
         require_finite(weights)
-        now = sorting_permutation(weights, self.group, self.key)
-        last, self._last = self._last, now
+        order = sorting_permutation(weights, self.group, self.key)
+        last, self._last = self._last, order
         if last is None:
             return
-        if last.batch_shape != now.batch_shape:
+        if last.batch_shape != order.batch_shape:
             raise ValueError(
-                f"weights has batch shape {tuple(now.batch_shape)}, but {tuple(last.batch_shape)} the last time; a "
+                f"weights has batch shape {tuple(order.batch_shape)}, but {tuple(last.batch_shape)} the last time; a "
                 "tracker follows one run (or one batch of runs)"
             )
         for name, taus in self._taus.items():
-            tau = kendall_tau(last[name].to(now[name].device), now[name]).cpu()
+            tau = kendall_tau(last[name].to(order[name].device), order[name]).cpu()
             taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
 
     @property
     def history(self) -> dict[str, Tensor]:
-        """Units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Of units that have several
-        copies (rows of each attention head), the mean over copies."""
+        """Set of units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Copies of units (the
+        rows of each attention head) are averaged over."""
         return {name: torch.stack(taus) if taus else torch.zeros(0, device="cpu") for name, taus in self._taus.items()}
 
     @property

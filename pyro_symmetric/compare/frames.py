@@ -1,9 +1,9 @@
-"""Draws without their symmetries: each brought to one frame by what its orbit and all draws together say; a table.
+"""Draws with their symmetries removed: one representative of each orbit, in a frame common to all draws.
 
-*Canonical* forms are functions of a draw's orbit alone. They sort units by one key, and where the keys of two units
-overlap they mix the two. In the *aligned* frame units and signs are moved to where all draws lie closest together, by
-all that a unit has. Both are functions of orbits and of the set of all draws, never of who drew them: draws that are
-exchangeable stay so, and what compares them sees no difference where there is none.
+A *canonical form* is a function of a draw's orbit alone. It sorts units by one key, and mixes units whose keys overlap.
+The *aligned frame* moves units and signs to where all draws lie closest together, by all weights of a unit. Both are
+functions of the orbits and of the set of all draws, not of the chain or sample that a draw belongs to. So exchangeable
+draws stay exchangeable, and a comparison in the frame sees no difference where there is none.
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior.posterior import Draws, Posterior, as_given, chains_of, samples_of
 from pyro_symmetric.weights import Weights
 
-SEED = 0  # of the alignment's own random choices: a frame is a function of the draws
+SEED = 0  # of the alignment, so that a frame is a function of the draws
 
 Side = TypeVar("Side", Weights, Posterior)
 Other = TypeVar("Other", Weights, Posterior)
 
 
 def canonical_frame(draws: Side, symmetry: Symmetry | Group) -> Side:
-    """The draws in canonical form, at the scales of the least norm of all parameters, biases included.
+    """Bring draws to canonical form, at the scales that minimise the norm of all parameters, biases included.
 
-    Biases must count. At unit norm, and at the least norm of weights alone, a unit that is nearly dead has a bias
-    without bound, and a few of them decide a distance.
+    With unit norms, or the least norm of the weights alone, the bias of a nearly dead unit is unbounded, and a few such
+    units dominate a distance.
     """
     flat = dict(samples_of(draws))
-    return as_given(draws, canonicalize(flat, _comparing(symmetry, flat), scalings="minimal_norm", warn=False))
+    return as_given(draws, canonicalize(flat, _group_on(symmetry, flat), scalings="minimal_norm", warn=False))
 
 
 def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
-    """Canonical forms, their units and signs moved to where they lie closest to the mean of all draws.
+    """Align canonical forms: move units and signs to where draws lie closest to their common mean; scales stay.
 
-    A canonical form sorts units by one key, and tells nothing of units whose keys overlap; alignment looks at all that
-    a unit has. It starts from canonical forms, so that where it ends depends on the draws' orbits, not on the copies in
-    which they came. It takes the draws in the order of their norms, and its random choices from a seed of its own: the
-    frame is a function of the set of draws, whichever chain or sample each belongs to. Scales stay as they are.
+    Starting from canonical forms, the result depends on the draws' orbits, not on the copies in which they came. The
+    draws are aligned in the order of their norms, with a fixed seed, so that the frame is a function of the set of
+    draws, whichever chain or sample each belongs to.
     """
     flat = samples_of(canonical)
     squares = [value.reshape(len(value), -1).square().sum(1, dtype=torch.float64) for value in flat.values()]
-    order = torch.stack(squares).sum(0).argsort()  # an invariant of each draw
-    group = _comparing(group_of(symmetry, "symmetry").finite, flat)
+    order = torch.stack(squares).sum(0).argsort()  # by an invariant of each draw
+    group = _group_on(group_of(symmetry, "symmetry").finite, flat)
     aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
     return as_given(canonical, _select(aligned, order.argsort()))
 
 
 def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) -> tuple[Side, Other]:
-    """Two sets of draws in one frame, in which distances and tests compare them modulo a symmetry.
+    """Bring two sets of draws into one frame, in which distances and tests compare them modulo a symmetry.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> p = {"w": torch.randn(100, 3, 2) + 5 * torch.arange(3.0)[:, None]}
@@ -64,17 +63,17 @@ def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) 
     >>> abs(ps.mmd(*ps.common_frame(p, q, group)).value) < 0.05 < ps.mmd(p, q).value
     True
 
-    Scales become those of the least norm of all parameters; if a prior sees them (a Gaussian one does), they are no
-    symmetry of the posterior, and ``symmetry.finite`` removes permutations and signs only. These move to where the
-    draws of both sides together lie closest to their mean (see :func:`~pyro_symmetric.alignment.align_many`). Whose
-    draw is whose doesn't count, so that draws without a difference show none in their frame. A frame that no other
-    draw decides is ``canonicalize(draws, symmetry)``: it mixes units whose largest weights overlap, and blurs what
-    differs between them.
+    Units are scaled to the least norm of all parameters. If the prior isn't invariant under scaling (a Gaussian one is
+    not), scalings are no symmetry of the posterior: pass ``symmetry.finite``. Then units are permuted, and signs
+    flipped, to where the draws of both sides lie closest to their common mean (see
+    :func:`~pyro_symmetric.alignment.align_many`). The frame doesn't depend on which side a draw is on, so equal
+    distributions show no difference in it. ``canonicalize(draws, symmetry)`` is a frame of each draw by itself, but
+    mixes units whose largest weights overlap, and so blurs differences.
 
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; sites that one side lacks are left out.
     :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net, x)``.
-    :return: both as they came, a ``Posterior`` for a ``Posterior``.
+    :returns: both sides, a ``Posterior`` for a ``Posterior``.
     :raises ValueError: if shapes don't fit, or the model of a posterior lacks a declared group.
     """
     shapes, sides, flat = group_of(symmetry, "symmetry").site_shapes, (weights_p, weights_q), []
@@ -86,10 +85,7 @@ def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) 
 
 
 def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group) -> list[Weights]:
-    """Samples in canonical form, ``(draws, *site_shape)`` each, brought into one frame found from all draws together.
-
-    Sites that some sample lacks are left out.
-    """
+    """Align canonical forms ``(draws, *site_shape)`` of several samples with each other, in the sites that all have."""
     shared = [site for site in samples[0] if all(site in other for other in samples)]
     sizes = [len(sample[shared[0]]) for sample in samples]
     moved = one_frame({site: torch.cat([sample[site].detach() for sample in samples]) for site in shared}, symmetry)
@@ -98,12 +94,12 @@ def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | G
 
 
 def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob: float = 0.9, **alignment: Any) -> None:
-    """Print the summary of a posterior: modulo a symmetry if one is given, for which all draws are aligned first.
+    """Print the summary of a posterior; modulo a symmetry, its draws are aligned first.
 
-    Without a symmetry it is ``posterior.summary()``, of the draws as they are. With one, the lines above the table say
-    how many draws were moved, which sites the symmetry doesn't know and so leaves as they were drawn, and in how many
-    draws labels are uncertain: units that are alike get means of their own all the same. The labels are those in which
-    most draws came. A declared group that the posterior's model lacks is refused.
+    Without a symmetry this is ``posterior.summary()``. With one, the lines above the table say how many draws were
+    moved, which sites the symmetry doesn't act on, and in how many draws labels are uncertain: units that can't be told
+    apart get means of their own nevertheless. Labels are those of the majority of draws. A declared group that the
+    posterior's model lacks is refused.
 
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> locs = torch.tensor([-3.0, 5.0]) + 0.01 * torch.randn(4, 50, 2)
@@ -118,9 +114,9 @@ def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob:
     The aligned draws themselves are ``align_many(posterior, symmetry).posterior``.
 
     :param posterior: a ``Posterior``, or site -> chains ``(chains, draws, *site_shape)``.
-    :param symmetry: whose copies count as one, e.g. ``find_symmetry(net, x)`` or a declared group; ``None``: no copies.
-    :param prob: how much of an entry's draws its interval holds, between quantiles.
-    :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`, if a symmetry is given.
+    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)`` or a declared group; ``None``: none.
+    :param prob: the probability of the intervals, between quantiles.
+    :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
     """
     arguments.fraction("prob", prob)
     if symmetry is None and not alignment:
@@ -135,8 +131,8 @@ def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob:
 # small steps --------------------------------------------------------------------------------------------------------
 
 
-def _comparing(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
-    """The group as it acts on weights that are compared, and predict nothing: running statistics may be missing."""
+def _group_on(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
+    """Return the group that acts on weights to be compared: without running statistics, if these are missing."""
     group = group_of(symmetry, "symmetry")
     return group if all(site in weights for site in group.buffers) else group.without_buffers()
 
@@ -146,7 +142,7 @@ def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:
 
 
 def _remarks(frame: Frame, group: Group) -> Iterator[str]:
-    """Lines on what was done to the draws, what was left as drawn, and whether labels could as well be others."""
+    """Yield remarks on the alignment: draws moved, sites left as drawn, uncertain labels, starts that disagree."""
     posterior, cost = frame.posterior, frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
     yield (
@@ -155,14 +151,14 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
     )
     if unknown := [site for site in posterior.samples if site not in group.site_shapes]:
         yield (
-            f"left as drawn: the sites {unknown}, which the symmetry doesn't know. If their entries belong to its "
-            "units, declare them too, or they no longer fit the aligned sites"
+            f"left as drawn: the sites {unknown}, on which the symmetry doesn't act. If their entries belong to its "
+            "units, declare them too, or they no longer match the aligned sites"
         )
     if (share := uncertain_share(posterior.samples, group)) > RARE:
         yield (
-            f"labels are uncertain: in {share:.0%} of the draws units could as well change places or signs (odds under "
-            "3 : 1), so means and standard deviations of single units depend on their labels"
+            f"labels are uncertain: in {share:.0%} of the draws units could as well swap, or change signs (odds under "
+            "3 : 1), so the means and standard deviations of single units depend on their labels"
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)
-        yield f"starts disagree: their frames cost {ends}; the least is kept, more restarts may find a better one"
+        yield f"starts disagree: their frames cost {ends}. The best is kept; more restarts may find a better one"

@@ -1,4 +1,4 @@
-"""Results of comparisons: numbers of everything together and of each part, as text and as JSON."""
+"""Results of comparisons: totals and numbers by part, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_symmetric.posterior.tables import table
 
-Parts = dict[str, dict[str, Any]]  # part -> name -> a number, or an array of them
+Parts = dict[str, dict[str, Any]]  # part -> name -> number or array
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,16 +21,16 @@ class DistanceResult:
 
     >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
     >>> result = ps.mmd(p, q)
-    >>> isinstance(result, ps.compare.DistanceResult), result.value == result["median"]  # of everything together
+    >>> isinstance(result, ps.compare.DistanceResult), result.value == result["median"]
     (True, True)
-    >>> list(result.parts), result.parts["0"]["num_weights"]  # of each layer
+    >>> list(result.parts), result.parts["0"]["num_weights"]  # by layer
     (['0', '2'], 6)
 
-    :param title: what was measured.
-    :param num_samples: how many draws of each side were used.
-    :param totals: name -> the number for everything together; the first is :attr:`value`.
-    :param parts: layer -> name -> a number, or an array of one for each kernel.
-    :param each: what is known of smaller parts: site -> the distance of every weight; of predictions, of every input.
+    :param title: the name of the distance.
+    :param num_samples: the number of draws on each side.
+    :param totals: name -> the distance of all layers (or inputs) together; the first is :attr:`value`.
+    :param parts: layer -> name -> a number, or an array with one for each kernel.
+    :param each: the distances of single weights, site -> tensor; of predictions, those of single inputs.
     """
 
     title: str
@@ -41,16 +41,16 @@ class DistanceResult:
 
     @property
     def value(self) -> float:
-        """The distance in one number."""
+        """The distance as one number."""
         return next(iter(self.totals.values()))
 
     def __getitem__(self, name: str) -> float:
         return self.totals[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        found = {"title": self.title, "value": self.value, **self.totals}
-        return plain({**found, "num_samples": self.num_samples, "parts": self.parts})
+        """Return the result as JSON."""
+        totals = {"title": self.title, "value": self.value, **self.totals}
+        return plain({**totals, "num_samples": self.num_samples, "parts": self.parts})
 
     def __repr__(self) -> str:
         against = " against ".join(f"{count:,}" for count in self.num_samples)
@@ -66,12 +66,12 @@ class SignificanceTest:
     >>> test.rejected == (test.p_value <= test.level)
     True
 
-    :param title: what was tested.
-    :param num_samples: how many draws of each side were used.
-    :param p_value: of the null hypothesis, adjusted for everything that was looked at.
-    :param level: the probability of rejecting a true null hypothesis is at most this.
-    :param verdict: what was found, in one line.
-    :param parts: layer or units -> name -> a number, or an array of them.
+    :param title: the name of the test.
+    :param num_samples: the number of draws on each side.
+    :param p_value: the p-value, adjusted for multiple testing.
+    :param level: the largest probability of rejecting a true null hypothesis.
+    :param verdict: the outcome, in one line.
+    :param parts: layer or set of units -> name -> number or array.
     """
 
     title: str
@@ -83,11 +83,11 @@ class SignificanceTest:
 
     @property
     def rejected(self) -> bool:
-        """True if the null hypothesis is rejected at the level."""
+        """True if the null hypothesis is rejected at :attr:`level`."""
         return self.p_value <= self.level
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return the result as JSON."""
         return plain({**vars(self), "rejected": self.rejected})
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class SignificanceTest:
 
 
 class Scores(dict[str, Any]):
-    """Scores by name, which are attributes, too: ``scores.nll`` is ``scores["nll"]``."""
+    """Scores by name, also as attributes: ``scores.nll`` is ``scores["nll"]``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -103,17 +103,17 @@ class Scores(dict[str, Any]):
         return self[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
+        """Return the result as JSON."""
         return plain(self)
 
     def __repr__(self) -> str:
-        """The single numbers, and the names of what else there is."""
+        """Show single numbers, and the names of other entries."""
         numbers = [f"{name} {value:.4g}" for name, value in self.items() if isinstance(value, float)]
         return f"Scores({', '.join([*numbers, *(name for name in self if not isinstance(self[name], float))])})"
 
 
 def by_part(parts: Parts) -> str:
-    """A line for each part, and a column for each single number that it has."""
+    """Format a line for each part, with a column for each of its single numbers."""
     first = next(iter(parts.values()), {})
     names = [name for name, value in first.items() if isinstance(value, int | float)]
     rows = [(part, *(_short(own[name]) for name in names)) for part, own in parts.items()]
@@ -125,7 +125,7 @@ def _short(value: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in types that JSON knows; a number that isn't finite becomes ``None``."""
+    """Convert a value to JSON types; numbers that aren't finite become ``None``."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, Mapping):

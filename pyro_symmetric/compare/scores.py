@@ -1,13 +1,13 @@
-r"""Predictions: accuracy, proper scores, calibration, detection of inputs from elsewhere; how far two lie apart.
+r"""Scores of predictions: accuracy, proper scores, calibration, out-of-distribution detection, functional diversity.
 
-A prediction is that of the whole approximation: with members (samples of the weights) the mean of their predictive
-distributions, :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors,
-RMSE and FPR95; higher for the others. The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102);
-coverage of central intervals against their level is the calibration of Kuleshov et al. (2018, arXiv 1807.00263).
+The prediction of an approximation is the mean of its members' predictive distributions (members are draws of the
+weights), :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors, RMSE
+and FPR95; higher for the others. The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102); the
+calibration of a regression compares levels of central intervals with their coverage (Kuleshov et al. 2018, arXiv
+1807.00263).
 
-Detection asks how well an uncertainty tells inputs from out of the distribution, which are **positive**, from those
-within: one minus the largest probability (Hendrycks & Gimpel 2017), the predictive entropy, and with members the mutual
-information of prediction and member.
+Out-of-distribution inputs are the **positive** class of detection. Its scores are one minus the largest probability
+(Hendrycks & Gimpel 2017), the predictive entropy, and the mutual information of prediction and member.
 
 >>> members = torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]])  # two members, two inputs
 >>> result = ps.scores.classification(members, torch.tensor([0, 1]))
@@ -28,13 +28,13 @@ from pyro_symmetric.compare.results import DistanceResult, Scores
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import require_finite
 
-Prediction = Tensor | tuple[Tensor, Tensor | float]  # class probabilities, or a regression's means and noise
+Prediction = Tensor | tuple[Tensor, Tensor | float]  # class probabilities, or a regression's means and noise scale
 
 LEVELS = tuple(k / 20 for k in range(1, 20))  # of central predictive intervals
-BINS = 2048  # that each of two mixtures is cut into
+BINS = 2048  # of equal mass in each of two mixtures, about
 GOLDEN = (5**0.5 - 1) / 2
-_POOL_ENTRIES = 2**24  # places of bins of some inputs that may be held at once
-_CHUNK_ENTRIES = 2**18  # a processor's cache holds them
+_POOL_ENTRIES = 2**24  # of bins' edges held at once
+_CHUNK_ENTRIES = 2**18  # fit into a processor's cache
 
 
 @torch.no_grad()
@@ -48,17 +48,17 @@ def classification(
     * ``brier``: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
     * ``ece``, ``adaptive_ece``: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo
       et al. 2017), and of equal count (Nixon et al. 2019).
-    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"``, and ``"mutual_information"`` of members -> mean, in nats.
-    * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"`` -> see :func:`detect`; empty
-      without inputs from elsewhere.
-    * ``calibration``: the reliability curve: ``edges`` of the bins, and of each its mean ``confidence``, ``accuracy``
-      (both NaN if it is empty) and ``count``.
+    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"``, and of members ``"mutual_information"`` -> mean, in nats.
+    * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"`` -> scores of :func:`detect`;
+      empty without out-of-distribution inputs.
+    * ``calibration``: the reliability curve: the ``edges`` of the bins, and by bin the mean ``confidence``, the
+      ``accuracy`` (both NaN if it is empty) and the ``count``.
 
-    A label's probability of 0, by underflow of a softmax, counts as the smallest normal number of the dtype in the NLL.
+    In the NLL a probability of 0, an underflow of the softmax, counts as the smallest normal number of its dtype.
 
     :param probabilities: ``(S, N, C)`` of S members, or ``(N, C)``.
     :param labels: ``(N,)``, integers in 0 .. C - 1.
-    :param ood_probabilities: predictions for inputs from out of the distribution, ``(S, M, C)`` or ``(M, C)`` likewise.
+    :param ood_probabilities: predictions for out-of-distribution inputs, ``(S, M, C)`` or ``(M, C)``.
     :param num_bins: bins of the calibration errors and of the calibration curve.
     :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
     """
@@ -97,23 +97,23 @@ def classification(
 
 @torch.no_grad()
 def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> Scores:
-    r"""Score a regression whose members predict Gaussians: the predictive is their mixture.
+    r"""Score a regression whose members predict Gaussians; its predictive distribution is their mixture.
 
     .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
 
     * ``log_predictive_density``: mean log density of the targets, in nats per input.
-    * ``rmse``, ``mae``: root mean squared, and mean absolute, error of the mean prediction.
+    * ``rmse``, ``mae``: root mean squared and mean absolute error of the predictive mean.
     * ``coverage``: level of the central predictive interval, 0.05, 0.1, ... 0.95 -> share of targets inside.
-    * ``calibration_error``: mean absolute difference of the two.
+    * ``calibration_error``: mean absolute difference of level and coverage.
 
-    ``y`` lies in the mixture's own central interval of level ``c`` if its distribution function at ``y`` lies within
-    ``c / 2`` of one half. Of several outputs the density is joint (independent given the member), the rest pooled.
+    A target is inside the central interval of level ``c`` if the mixture's distribution function there is within
+    ``c / 2`` of one half. With several outputs the density is joint (independent given the member), the rest pooled.
 
-    :param means: ``(S, N, D)`` of S members and D outputs, as ``predict(..., kind="mean")`` gives them, or ``(N, D)``.
-    :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` for one of each member, or
-        anything that broadcasts with ``(S, N, D)``.
+    :param means: ``(S, N, D)`` of S members and D outputs, as from ``predict(..., kind="mean")``, or ``(N, D)``.
+    :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` with one per member, or a shape
+        that broadcasts with ``(S, N, D)``.
     :param targets: ``(N, D)``, or ``(N,)`` of a single output.
-    :raises ValueError: if shapes don't fit or values are not finite or not positive.
+    :raises ValueError: if shapes don't fit, or values are not finite or not positive.
     """
     means, scale = gaussians(means, noise_scale)
     shape = tuple(arguments.tensor("targets", targets).shape)
@@ -136,17 +136,17 @@ def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> S
 
 
 def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
-    """Score how well an uncertainty separates inputs from out of the distribution (positive) from those within.
+    """Score the detection of out-of-distribution inputs (the positive class) by an uncertainty.
 
-    ``aupr``: area under the precision-recall curve, as average precision; ``auroc``: area under the receiver operating
-    characteristic, 0.5 by chance; ``fpr95``: share of inputs from within that are flagged at the threshold that flags
-    at least 95 % of the others.
+    * ``aupr``: area under the precision-recall curve, as average precision.
+    * ``auroc``: area under the receiver operating characteristic, 0.5 by chance.
+    * ``fpr95``: share of in-distribution inputs flagged at the threshold that flags at least 95 % of the others.
 
-    :param scores_in: scores of inputs from the distribution, ``(N,)``; larger means more uncertain.
-    :param scores_out: scores of inputs from elsewhere, ``(M,)``.
+    :param scores_in: uncertainties of in-distribution inputs, ``(N,)``.
+    :param scores_out: uncertainties of out-of-distribution inputs, ``(M,)``.
     """
     require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
-    from sklearn import metrics  # of the extra "study"
+    from sklearn import metrics  # from the extra "study"
 
     score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
     positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
@@ -158,17 +158,17 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     )
 
 
-# members' disagreement ------------------------------------------------------------------------------------------------
+# functional diversity ------------------------------------------------------------------------------------------------
 
 
 def mutual_information(probabilities: Tensor) -> Tensor:
-    r"""Mutual information between prediction and member, for each input (BALD; Depeweg et al. 2018, arXiv 1710.07283).
+    r"""Compute the mutual information of prediction and member for each input (Depeweg et al. 2018, arXiv 1710.07283).
 
     .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
 
-    the entropy of the mean prediction less the mean entropy; zero if all members predict alike.
+    the entropy of the mean prediction minus the mean entropy; zero if all members predict alike.
 
-    >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # two members that are sure of different classes
+    >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # two members, certain of different classes
     tensor([0.6931], dtype=torch.float64)
 
     :param probabilities: ``(S, N, C)``, members first, classes last.
@@ -180,31 +180,31 @@ def mutual_information(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
-    """Mutual information of every pair of members, which is their Jensen-Shannon divergence, averaged over inputs.
+    """Compute the mutual information (Jensen-Shannon divergence) of every pair of members, averaged over inputs.
 
-    If many pairs are close to 0 the ensemble has collapsed in function space (Laurent et al. 2024, section 5). The time
-    is that of ``S² N C / 2`` logarithms; one member is compared with all later ones at a time.
+    Many pairs close to 0 mean that the ensemble has collapsed in function space (Laurent et al. 2024, section 5). The
+    time is that of ``S² N C / 2`` logarithms.
 
     :param probabilities: ``(S, N, C)``.
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
     """
     p = members_of(probabilities).double()
     members, inputs, _ = p.shape
-    flat, own = p.flatten(1), entropy(p).sum(1)
+    flat, entropies = p.flatten(1), entropy(p).sum(1)
     result = p.new_zeros(members, members)
     for k in range(members):
-        result[k, k:] = torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1) - (own[k] + own[k:]) / 2
+        result[k, k:] = torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1) - (entropies[k] + entropies[k:]) / 2
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
 
 
 class FunctionalCollapse(NamedTuple):
-    """Similarity of an ensemble's members as functions; see :func:`functional_collapse`.
+    """Pairwise similarity of an ensemble's members as functions; see :func:`functional_collapse`.
 
-    :param within: mutual information of every pair of members on inputs from the distribution, ``(pairs,)`` in nats.
-    :param outside: the same on inputs from elsewhere.
+    :param within: mutual information of every pair of members in distribution, ``(pairs,)`` in nats.
+    :param outside: the same out of distribution.
     :param correlation: Pearson's correlation of the two over pairs; NaN if one of them is constant.
-    :param rank_correlation: Spearman's.
+    :param rank_correlation: Spearman's correlation.
     """
 
     within: Tensor
@@ -215,23 +215,22 @@ class FunctionalCollapse(NamedTuple):
 
 @torch.no_grad()
 def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> FunctionalCollapse:
-    """Compare the members' disagreement on the data with that elsewhere: pairwise mutual information in and out
-    of distribution, and its correlation over pairs (Laurent et al. 2024, figures 3 and 15).
+    """Measure the functional collapse of an ensemble: pairwise mutual information in and out of distribution, and their
+    correlation over pairs (Laurent et al. 2024, figures 3 and 15).
 
     >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
     >>> result = ps.compare.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
     >>> result.within.shape, result.outside.shape  # of six pairs
     (torch.Size([6]), torch.Size([6]))
 
-    :param probabilities: predictions for inputs from the distribution, ``(S, N, C)``.
-    :param ood_probabilities: the same members' for inputs from elsewhere, ``(S, M, C)``.
+    :param probabilities: predictions in distribution, ``(S, N, C)``.
+    :param ood_probabilities: predictions of the same members out of distribution, ``(S, M, C)``.
     :raises ValueError: with fewer than 3 members, or if the members differ in number.
     """
-    from scipy.stats import rankdata  # which takes a quarter of a second to load
+    from scipy.stats import rankdata  # takes a quarter of a second to import
 
     within = pairwise_mutual_information(probabilities)
-    elsewhere = members_of(ood_probabilities, "ood_probabilities")
-    outside = pairwise_mutual_information(elsewhere).to(within.device)
+    outside = pairwise_mutual_information(members_of(ood_probabilities, "ood_probabilities")).to(within.device)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
             f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
@@ -248,39 +247,37 @@ def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> Fun
 
 @torch.no_grad()
 def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
-    r"""Total variation of two predictive distributions: ``mean`` and ``maximum`` over inputs; ``each`` input's.
+    r"""Compute the total variation distance of two predictive distributions: ``mean`` and ``maximum`` over inputs, and
+    ``each`` input's.
 
     .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)| = \frac12 \int |p(y) - q(y)| \, dy \in [0, 1].
 
-    Its mean over inputs is how Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of HMC.
+    Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of HMC by its mean over inputs.
 
     >>> round(ps.total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])).value, 3)
     0.3
 
-    A predictive distribution is the mean of its members'. Mixtures of Gaussians are compared as what falls into bins by
-    their exact distribution functions, a lower bound. A bin holds about 1/2048 of each at most, and only bins in which
-    the densities cross lose anything: about 1e-7 between two Gaussians one deviation apart. Predictives of many members
-    with so little noise that they hardly overlap cross in most of them, and lie farther apart than is told. With
-    several outputs the marginals are compared and averaged.
+    A predictive distribution is the mean of its members'. For mixtures of Gaussians the value is a lower bound: that of
+    the exact masses of bins of at most about 1/2048 of each mixture. Only bins in which the densities cross lose
+    anything: about 1e-7 for two Gaussians one standard deviation apart. It is loose for predictives of many members
+    with so little noise that they hardly overlap, which cross in most bins. With several outputs, distances of the
+    marginals are averaged.
 
-    :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or for a regression the pair
-        ``(means, noise_scale)`` as :func:`~pyro_symmetric.compare.scores.regression` takes them, means ``(members,
-        inputs, outputs)`` or ``(inputs, outputs)``.
-    :param q: the other, for the same inputs; members may differ in number.
+    :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or a regression's pair
+        ``(means, noise_scale)`` as in :func:`~pyro_symmetric.compare.scores.regression`, means ``(members, inputs,
+        outputs)`` or ``(inputs, outputs)``.
+    :param q: the other predictions, for the same inputs; the number of members may differ.
     :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
-        raise TypeError("p and q must be of one kind: class probabilities both, or pairs (means, noise_scale) both")
+        raise TypeError("p and q must both be class probabilities, or both pairs (means, noise_scale)")
     sides = [
         gaussians(*side, name=f"the means of {name}") if isinstance(side, tuple) else (members_of(side, name),)
         for name, side in (("p", p), ("q", q))
     ]
     shapes = [tuple(side[0].shape[1:]) for side in sides]
     if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"p predicts {shapes[0]} and q {shapes[1]}; both must be of the same inputs, and of the same classes or "
-            "outputs"
-        )
+        raise ValueError(f"p predicts {shapes[0]} and q {shapes[1]}; inputs, and classes or outputs, must be the same")
     if isinstance(p, tuple):
         by_input = _between_mixtures(*sides)
     else:
@@ -295,28 +292,30 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
 
 
 def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
-    """The distance at each input, of pairs of means and scales ``(S, N, D)``; some inputs at a time."""
+    """Compute the distance of two mixtures, means and scales ``(S, N, D)``, at each input; a few inputs at a time."""
     members = max(len(first[0]), len(second[0]))
-    some = max(1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel())))
-    found = []
-    for m, s, n, t in zip(*(value.split(some, 1) for side in (first, second) for value in side), strict=True):
+    inputs = max(1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel())))
+    distances = []
+    for m, s, n, t in zip(*(value.split(inputs, 1) for side in (first, second) for value in side), strict=True):
         edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
-        found.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
-    return torch.cat(found).mean(-1)
+        distances.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
+    return torch.cat(distances).mean(-1)
 
 
 def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
-    """Places that cut a mixture into about equal parts, ``(bins, N, ...)``: of its members' quantiles, all sorted. Each
-    member has levels of its own, so that members that are alike have different ones."""
+    """Cut a mixture into bins of about equal mass, at quantiles of its members: ``(bins, N, ...)``.
+
+    Each member's levels have an offset of their own, so that equal members have different quantiles.
+    """
     levels = -(-BINS // len(means))
-    own = (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5) * GOLDEN % 1
-    at = torch.special.ndtri((torch.arange(levels, device=means.device)[:, None] + own) / levels)
-    every = (means + scale * at.reshape(*at.shape, *[1] * (means.dim() - 1))).flatten(0, 1).sort(0).values
-    return every[evenly_spaced(len(every), BINS).to(every.device)]
+    offsets = (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5) * GOLDEN % 1
+    z = torch.special.ndtri((torch.arange(levels, device=means.device)[:, None] + offsets) / levels)
+    quantiles = (means + scale * z.reshape(*z.shape, *[1] * (means.dim() - 1))).flatten(0, 1).sort(0).values
+    return quantiles[evenly_spaced(len(quantiles), BINS).to(quantiles.device)]
 
 
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
-    """A mixture's mass between edges ``(E, N, ...)``, before the first and after the last: ``(E + 1, N, ...)``."""
+    """Compute a mixture's mass between edges ``(E, N, ...)`` and beyond the outer ones: ``(E + 1, N, ...)``."""
     chunk = max(1, _CHUNK_ENTRIES // means.numel())
     slope = 0.5**0.5 / scale
     signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])
@@ -328,40 +327,40 @@ def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
 
 
 def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
-    """Class probabilities ``(members, inputs, classes)``, checked; without an axis of members, those of one.
+    """Check class probabilities and return them as ``(members, inputs, classes)``; without members, as those of one.
 
-    :raises ValueError: if their shape is another, or the last axis holds no probabilities.
+    :raises ValueError: if the shape doesn't fit, or the last axis holds no probabilities.
     """
     shape = tuple(arguments.tensor(name, probabilities).shape)
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2:
         raise ValueError(
-            f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), of two classes or "
-            "more"
+            f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), with two or more "
+            "classes"
         )
-    # rounding of a softmax in this precision, generously
+    # generous for the rounding of a softmax
     floats = probabilities.is_floating_point()
     tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
     worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())  # NaN if any is
     if not floats or not worst <= tolerance or float(probabilities.min()) < -tolerance:
         raise ValueError(
             f"{name} ({probabilities.dtype}) holds values from {float(probabilities.min()):.3g} to "
-            f"{float(probabilities.max()):.3g}, whose sums over classes are off 1 by up to {worst:.3g}; they must be "
-            "probabilities (are these logits?)"
+            f"{float(probabilities.max()):.3g}, whose sums over classes differ from 1 by up to {worst:.3g}; they must "
+            "be probabilities (are these logits?)"
         )
     return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
 
 
 def entropy(p: Tensor) -> Tensor:
-    """The entropy of class probabilities ``(..., C)`` in nats, float64."""
+    """Compute the entropy of class probabilities ``(..., C)`` in nats, float64."""
     return torch.special.entr(p.double()).sum(-1)
 
 
 def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:
-    """Means ``(S, N, D)`` and scales of that shape, checked, in float64; means ``(N, D)`` are those of one member."""
+    """Check means and scales and return both as ``(S, N, D)`` in float64; means ``(N, D)`` are one member's."""
     if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
         raise ValueError(
-            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs), or (inputs, outputs) "
-            "of one prediction. Of a single output, give it an axis: means[..., None]"
+            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs) or (inputs, outputs). A "
+            "single output needs an axis, too: means[..., None]"
         )
     means = means.double() if means.dim() == 3 else means.double()[None]
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
@@ -373,27 +372,29 @@ def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -
 
 
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
+    """Check labels and return them as int64."""
     if arguments.tensor("labels", labels).shape != (inputs,) or labels.is_floating_point() or labels.is_complex():
         raise ValueError(f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be {inputs} integers")
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(
-            f"labels reach from {low} to {high}, but with {classes} classes they lie in 0 .. {classes - 1}"
+            f"labels range from {low} to {high}; with {classes} classes they must be in 0 .. {classes - 1}"
         )
     return labels.long()
 
 
 def _uncertainties(members: Tensor) -> dict[str, Tensor]:
-    """Uncertainty score -> ``(N,)``, larger meaning more uncertain; mutual information only of two members or more."""
+    """Compute uncertainties ``(N,)`` by name; mutual information needs two members or more."""
     mean = members.mean(0, dtype=torch.float64)
     scores = {"maximum_probability": 1 - mean.amax(-1), "entropy": entropy(mean)}
     return scores | ({"mutual_information": mutual_information(members)} if len(members) > 1 else {})
 
 
 def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Scores:
+    """Bin predictions by confidence; compute the mean confidence and the accuracy of each bin."""
     edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
-    # bins are closed on the left, as in torchmetrics; a confidence of exactly 1 belongs to the last
+    # Bins are closed on the left, as in torchmetrics; a confidence of exactly 1 is in the last.
     index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
     rows = (torch.ones_like(confidence), confidence, correct)
-    count, total, right = (torch.bincount(index, row, num_bins).cpu() for row in rows)
-    return Scores(edges=edges.cpu(), confidence=total / count, accuracy=right / count, count=count.long())
+    count, confidences, hits = (torch.bincount(index, row, num_bins).cpu() for row in rows)
+    return Scores(edges=edges.cpu(), confidence=confidences / count, accuracy=hits / count, count=count.long())

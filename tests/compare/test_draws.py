@@ -20,7 +20,7 @@ def test_running_statistics_are_no_weights_unless_they_are_named():
 @pytest.mark.parametrize("shape", [(3, 2), ()])
 def test_chains_and_draws_in_a_dictionary_are_refused(function, shape):
     draws = {"0.weight": torch.randn(4, 50, *shape), "0.bias": torch.randn(4, 50), "2.bias": torch.randn(4, 50)}
-    with pytest.raises(ValueError, match="4 samples, and all sites an axis of size 50 next: if these are chains"):
+    with pytest.raises(ValueError, match="4 samples, and all its sites have an axis of size 50 next; of chains"):
         function(draws, draws)
     known = ps.Posterior(draws, kind="independent")
     assert function(known, known).num_samples == (200, 200)
