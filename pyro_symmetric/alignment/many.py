@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.descent import Descent, acted, put, recentred, reshaped
+from pyro_symmetric.alignment.descent import Descent, act, put, recentre, reshape
 from pyro_symmetric.alignment.matching import BAR_DELAY, evening
 from pyro_symmetric.alignment.moments import (
     COSTS,
@@ -178,7 +178,7 @@ def align_many(
     if objective == "gaussian":  # squares of weights must tell their spread
         moments = {site: value.double() for site, value in moments.items()}
     scales, _ = evening(group, moments)
-    even = {s: acted(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
+    even = {s: act(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
     rounds = _Rounds(group, objective, even)
     with (
         contextlib.nullcontext() if seed is None else forked(seed),
@@ -197,8 +197,8 @@ def align_many(
         if best.history[-1] > rounds.given:  # the members came in a better frame than a start from any of them finds
             best = rounds.settle(rounds.still)
     rounds.place(best.element)
-    element = recentred(best.element).within(group) @ scales
-    element = reshaped(element, shape).to(device)
+    element = recentre(best.element).within(group) @ scales
+    element = reshape(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
     costs = tuple(one.history[-1] for one in ends)
     return Frame(element, _as_given(sources, element), rounds.costs(), history, best.converged, objective, costs)
@@ -280,7 +280,7 @@ class _Rounds:
 
     def place(self, element: Element) -> None:
         """Move the members to where elements bring them."""
-        self._present = {site: acted(element, site, value) for site, value in self._source.items()}
+        self._present = {site: act(element, site, value) for site, value in self._source.items()}
 
     def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
         """Align all members to the common reference, or each in turn to that of the others.
@@ -296,7 +296,7 @@ class _Rounds:
             if fresh:
                 best = best.better(descent.descend(*descent.start()))
             element = put(element, rows, best.element)
-            for site, value in descent.at(best.element).present.items():
+            for site, value in descent.at(best.element).features.items():
                 self._present[site] = self._present[site].index_copy(1, rows, value)
                 total[site] = rest[site] + value if alone else total[site]
         return element

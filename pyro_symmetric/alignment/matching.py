@@ -34,7 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.descent import Descent, acted, reshaped
+from pyro_symmetric.alignment.descent import Descent, act, reshape
 from pyro_symmetric.alignment.moments import (
     CORRELATION,
     COSTS,
@@ -162,7 +162,7 @@ def align(
     element, *costs, ends = found
     fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
     total, initial, converged = map(fit, costs)
-    return Alignment(reshaped(element, shape).to(device), total, initial, converged, tuple(map(fit, ends)))
+    return Alignment(reshape(element, shape).to(device), total, initial, converged, tuple(map(fit, ends)))
 
 
 def _matched(
@@ -178,7 +178,7 @@ def _matched(
     element = start
 
     def placed() -> Moments:
-        return {site: acted(element, site, value) for site, value in given.items()}
+        return {site: act(element, site, value) for site, value in given.items()}
 
     def by_weights() -> Descent:
         features = {site: cost.of_source(value) for site, value in placed().items()}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.descent import assign, recentred
+from pyro_symmetric.alignment.descent import assign, recentre
 from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 
@@ -83,7 +83,7 @@ def relabel(
     random = flat[torch.randperm(len(flat), device=flat.device)[:starts]]
     means = [flat.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
     labels, _ = min((_settled(flat, mean) for mean in means), key=lambda end: end[1])
-    labels = recentred(group.element({name: labels}))[name]
+    labels = recentre(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(chains, draws, -1)}))
 
 

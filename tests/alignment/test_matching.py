@@ -1,5 +1,7 @@
 """Alignment recovers planted permutations and enumerated optima, and never makes matters worse."""
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -159,3 +161,13 @@ def test_alignment_runs_on_the_device_of_its_source():
     result = align(source, reference, group)
     assert result.element["hidden.0"].is_cuda
     assert result.element.to("cpu").equal(planted)
+
+
+def test_descents_do_not_depend_on_the_hashes_of_names():
+    group, ends = mlp(2, 12, 12, 12, 12, 12, 12, 2), set()
+    source, reference = weights_of(group), weights_of(group)
+    for prefix in "abcde":
+        renamed = Group([replace(one, name=prefix + one.name) for one in group.units.values()], group.site_shapes)
+        torch.manual_seed(0)
+        ends.add(align(source, reference, renamed, restarts=6).start_costs)
+    assert len(ends) == 1
