@@ -53,7 +53,7 @@ def draws() -> dict[str, torch.Tensor]:
 def test_what_is_taken_at_once_changes_nothing_and_weights_keep_their_batch_shape(
     model, posterior, x, draws, most, monkeypatch
 ):
-    monkeypatch.setattr(module, "MOST_DRAWS", most)
+    monkeypatch.setattr(module, "MAX_DRAWS", most)
     expected = one_by_one(model, posterior.get_samples(), x)
     assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
     assert torch.allclose(predict(posterior, model.net, x), expected, atol=1e-6)
@@ -237,9 +237,9 @@ def in_random_parts(x, y=None, rows=2):
 
 def test_predictions_of_rows_that_a_plate_draws_anew_are_refused(draws, x):
     for kind in ("outputs", "mean", "samples"):
-        with pytest.raises(ValueError, match=r"'data'.* draw rows anew.*without subsample_size"):
+        with pytest.raises(ValueError, match=r"'data'.* draw other rows.*without subsample_size"):
             predict(draws, in_random_parts, x, kind=kind)
-    with pytest.raises(ValueError, match="rows anew"):
+    with pytest.raises(ValueError, match="other rows"):
         predict(draws, in_random_parts, x, torch.randn(9), kind="log_likelihood")
     assert predict(draws, in_random_parts, x, kind="mean", rows=9)["y"].shape == (40, 9)
 

@@ -1,4 +1,4 @@
-"""Draws from a posterior: what they are, how well they were drawn, what they predict, and weights read from files."""
+"""Draws from a posterior: storage, convergence checks, predictions, tables, and weights read from files."""
 
 from pyro_symmetric.posterior.posterior import Posterior
 

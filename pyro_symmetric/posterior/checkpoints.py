@@ -1,7 +1,7 @@
-"""Collections of checkpoints: a folder of state dicts, one file for each network, as one posterior.
+"""Folders of checkpoints, one state dict for each network, as one posterior.
 
-Nothing that a file could execute is executed: all but ``.safetensors`` is read with ``torch.load(weights_only=True)``,
-which refuses all but tensors and plain containers.
+No file can execute code: all but ``.safetensors`` are read with ``torch.load(weights_only=True)``, which accepts only
+tensors and plain containers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyro_symmetric.store import PathLike
 from pyro_symmetric.weights import Weights
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
-_NESTED = ("state_dict", "model_state_dict", "model")  # where training scripts put the state dict
+_KEYS = ("state_dict", "model_state_dict", "model")  # under which training scripts save the state dict
 
 
 def read_checkpoints(
@@ -43,17 +43,17 @@ def read_checkpoints(
     >>> ps.checkpoints.read_checkpoints("checkpoints").samples["weight"].shape
     torch.Size([1, 3, 3, 2])
 
-    :param source: a folder, or the files themselves in the order that the draws shall have.
-    :param pattern: which files of the folder, as :meth:`pathlib.Path.glob` takes it; those of a known ending are read,
-        in natural order (``net-2`` before ``net-10``).
+    :param source: a folder, or a list of files in the order of the draws.
+    :param pattern: of the folder's files, for :meth:`pathlib.Path.glob`; those with a known ending are read in natural
+        order (``net-2`` before ``net-10``).
     :param rename: name in the file -> name of the site, or ``None`` to leave it out. Running statistics of batch
-        normalisation are sites, too; tensors that aren't floating-point are left out.
-    :param key: where in a ``.pt`` file the state dict lies. Default: the file itself, or its entry ``state_dict``,
+        normalisation become sites; integer tensors are left out.
+    :param key: of the state dict in a ``.pt`` file. Default: the file's own top level, or its entry ``state_dict``,
         ``model_state_dict`` or ``model``.
-    :return: samples ``(1, files, *shape)`` in the first file's precision; ``metadata`` with ``files`` and
-        ``not_finite``, those with a NaN or an infinity in them, of which it warns.
+    :return: samples ``(1, files, *shape)`` in the first file's precision; ``metadata`` lists the ``files`` and, with a
+        warning, those that hold a NaN or an infinity as ``not_finite``.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
-    :raises ValueError: naming the file that can't be read, or differs from the first one in its sites.
+    :raises ValueError: naming the file that can't be read or has other sites than the first one.
     """
     files = _files(source, pattern)
     if not files:
@@ -72,8 +72,8 @@ def read_checkpoints(
         if not all(bool(torch.isfinite(value[i]).all()) for value in samples.values()):
             not_finite.append(names[i])
     if not_finite:
-        told = f"{len(not_finite)} checkpoints hold a NaN or an infinity: {not_finite}"
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
+        message = f"{len(not_finite)} checkpoints hold a NaN or an infinity: {not_finite}"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     metadata = {"files": names, "not_finite": not_finite}
     return Posterior({site: value[None] for site, value in samples.items()}, {}, metadata, kind="independent")
 
@@ -81,35 +81,35 @@ def read_checkpoints(
 def _files(source: PathLike | Sequence[PathLike], pattern: str) -> list[Path]:
     if not isinstance(source, str | os.PathLike):
         return [Path(file) for file in source]
-    found = [file for file in Path(source).glob(pattern) if file.is_file() and file.suffix in SUFFIXES]
-    # Numbers in a name count as numbers: between them stands text, so that like meets like.
-    return sorted(found, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
+    files = [file for file in Path(source).glob(pattern) if file.is_file() and file.suffix in SUFFIXES]
+    # Sort digits as numbers; the split alternates text and digits, so that keys are comparable.
+    return sorted(files, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
 
 
 def _state(file: Path, key: str | None) -> dict[str, Tensor]:
-    """A file's tensors, on the CPU."""
+    """Read the state dict of a file, on the CPU."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # a damaged file can end in any of them
+    except Exception as error:  # a damaged file may raise any exception
         raise ValueError(
             f"{file} can't be read as a checkpoint ({type(error).__name__}: {str(error)[:200]}): it is damaged, "
             "another kind of file (pattern= says which are read), or holds more than tensors: save net.state_dict()"
         ) from error
-    held = content if isinstance(content, Mapping) else {}
-    nested = next((held[name] for name in _NESTED if isinstance(held.get(name), Mapping)), held)
-    state: Any = nested if key is None else held.get(key)
+    entries = content if isinstance(content, Mapping) else {}
+    default = next((entries[name] for name in _KEYS if isinstance(entries.get(name), Mapping)), entries)
+    state: Any = default if key is None else entries.get(key)
     tensors = {str(name): value for name, value in (state or {}).items() if isinstance(value, Tensor)}
     if not tensors:
-        raise ValueError(f"{file} holds no state dict, but {sorted(map(str, held))[:10]}: name an entry by key=")
+        raise ValueError(f"{file} holds no state dict, but {sorted(map(str, entries))[:10]}: name an entry by key=")
     return tensors
 
 
 def _sites(state: Mapping[str, Tensor], rename: Callable[[str], str | None] | None, file: Path) -> Weights:
-    """The sites of one network."""
+    """Rename the tensors of one network to sites."""
     sites: Weights = {}
     for name, value in state.items():
         site = name if rename is None else rename(name)

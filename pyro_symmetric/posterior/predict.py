@@ -1,8 +1,8 @@
-r"""Predictions of many weights: chunked over draws, for networks and for any Pyro model.
+"""Posterior predictions of networks and of any Pyro model, in chunks of draws.
 
-:class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here the network, or the model's
-trace, is mapped over draws by :func:`torch.func.vmap`, in chunks whose activations stay small, and only what is asked
-for is kept.
+:class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here :func:`torch.func.vmap`
+maps the network, or the model's trace, over chunks of draws whose activations fit into memory, and keeps only the
+requested values.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
-# Numbers in the largest activation of a chunk: on a CPU what its cache holds, elsewhere what keeps the device busy.
+# Numbers in the largest activation of a chunk: on a CPU as many as its cache holds, elsewhere enough for the device.
 CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
 WEIGHT_ENTRIES = 2**24
-MOST_DRAWS = 1024
+MAX_DRAWS = 1024
 
 
 @torch.no_grad()
@@ -58,27 +58,27 @@ def predict(
     progress: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """The predictions of each draw of a posterior.
+    """Predict with each draw of a posterior.
 
     >>> model, x = ps.BayesianModel(nn.Linear(2, 3)), torch.randn(7, 2)
     >>> weights = {name: prior.sample((400,)) for name, prior in model.priors().items()}
     >>> ps.predict(weights, model, x, kind="mean").shape  # class probabilities
     torch.Size([400, 7, 3])
 
-    :param posterior: a ``Posterior``, whose draws count chain after chain; weights, whose batch shape the result keeps;
-        or a guide of this library (of another, pass ``sample_posterior(guide, (100,))``). Running statistics among them
-        take the place of the network's own.
+    :param posterior: a ``Posterior``, taken chain after chain; weights, whose batch shape the result keeps; or a guide
+        of this library (for others, pass ``sample_posterior(guide, (100,))``). Running statistics in the draws replace
+        those of the network.
     :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites; or any Pyro model.
-    :param args: what it is called with: inputs, first axis rows. Targets are left out, or drawn anew where given.
-    :param kind: ``"outputs"`` of the network, or what the Pyro model returns; ``"mean"``, the expected target given the
-        draw (class probabilities, the regression function); ``"samples"``, a target for each draw; ``"discrete"``, the
-        sites that a sampler summed out, jointly given the draw and the data, as :func:`pyro.infer.infer_discrete`;
-        ``"log_likelihood"`` of each observation, untempered: observed site -> ``batch_shape + observations``.
-    :param num_samples: how many draws, evenly spaced along one batch axis; by default all, of a guide 100.
-    :param average: of means over draws as they are made, in float64, so that memory holds one prediction.
-    :return: ``batch_shape + (N, ...)`` where the draws are. Of a ``BayesianModel`` means and samples end with the axis
-        of outputs or classes, sampled labels don't. Of a Pyro model, for all but ``"outputs"``: site -> such a tensor,
-        for each site that ``posterior`` doesn't give and each deterministic one.
+    :param args: the model's arguments: inputs, rows first. Targets are left out, or redrawn where they are given.
+    :param kind: ``"outputs"`` of the network or return values of the Pyro model; ``"mean"``, the expected target given
+        the draw (class probabilities, the regression function); ``"samples"``, a target for each draw; ``"discrete"``,
+        sites that a sampler summed out, drawn jointly given the draw and the data, as :func:`pyro.infer.infer_discrete`
+        does; ``"log_likelihood"`` of each observation, untempered: observed site -> ``batch_shape + observations``.
+    :param num_samples: number of draws, evenly spaced along one batch axis. ``None``: all; of a guide, 100.
+    :param average: average means over the draws in float64, holding one prediction in memory.
+    :return: ``batch_shape + (N, ...)`` on the draws' device. Of a ``BayesianModel``, means and samples (but not labels)
+        end with the axis of outputs or classes. Of a Pyro model, for all but ``"outputs"``: site -> such a tensor, for
+        deterministic sites and sites that ``posterior`` lacks.
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if average and kind != "mean":
@@ -95,11 +95,11 @@ def predict(
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
         isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())
-    ):  # a network's; if some of its weights are missing they are named
+    ):  # which names weights that are missing
         predictor = NetworkPredictor(model, args, kwargs, kind, weights)
     else:
-        device = getattr(getattr(posterior, "source", None), "device", None)
-        predictor = TracedPredictor(model, args, kwargs, kind, weights, device)
+        source_device = getattr(getattr(posterior, "source", None), "device", None)
+        predictor = TracedPredictor(model, args, kwargs, kind, weights, source_device)
 
     require_sites(weights, predictor.site_shapes)
     batch = batch_shape(weights, predictor.site_shapes)
@@ -110,51 +110,59 @@ def predict(
         draws = {s: value[evenly_spaced(len(value), num_samples).to(value.device)] for s, value in draws.items()}
         batch = torch.Size([num_samples])
 
-    count, place, results = batch.numel(), next(iter(draws.values())).device, list[Any]()
-    room = CPU_ENTRIES if (predictor.device or place).type == "cpu" else DEVICE_ENTRIES
-    each = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
-    at_once = min(MOST_DRAWS, room // predictor.entries, WEIGHT_ENTRIES // each)
-    with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
-        for part in slices(count, at_once):
-            own = {site: value[part].to(predictor.device, predictor.dtype) for site, value in draws.items()}
-            found = predictor(own)
-            if average:
-                found = tree_map(lambda leaf: leaf.sum(0, dtype=torch.float64), found)
-                found = tree_map(torch.add, found, results.pop()) if results else found
-            results.append(tree_map(lambda leaf: leaf.to(place), found))
-            bar.update(part.stop - part.start)
+    results = _in_chunks(predictor, draws, batch.numel(), average, progress)
     if not results or not tree_leaves(results[0]):
         raise ValueError("there is nothing to predict: the posterior holds no draws, or the model no targets")
     if average:
-        return tree_map(lambda leaf: leaf / count, results[0])
+        return tree_map(lambda leaf: leaf / batch.numel(), results[0])
     return tree_map(lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0], *results)
 
 
-# What is mapped over draws. Each says which sites it needs, in which place and precision, and how many numbers a draw
-# meets, about.
+def _in_chunks(
+    predictor: NetworkPredictor | TracedPredictor, draws: Weights, count: int, add_up: bool, progress: bool
+) -> list[Any]:
+    """Predict in chunks of draws; return the chunks' predictions or, added up over the draws, a single one."""
+    device, results = next(iter(draws.values())).device, list[Any]()
+    max_entries = CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
+    num_weights = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
+    chunk_size = min(MAX_DRAWS, max_entries // predictor.entries, WEIGHT_ENTRIES // num_weights)
+    with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
+        for chunk in slices(count, chunk_size):
+            part = {site: value[chunk].to(predictor.device, predictor.dtype) for site, value in draws.items()}
+            predictions = predictor(part)
+            if add_up:
+                predictions = tree_map(lambda leaf: leaf.sum(0, dtype=torch.float64), predictions)
+                predictions = tree_map(torch.add, predictions, results.pop()) if results else predictions
+            results.append(tree_map(lambda leaf: leaf.to(device), predictions))
+            bar.update(chunk.stop - chunk.start)
+    return results
+
+
+# Functions that are mapped over draws. ``entries`` is about the size of one draw's largest activation; ``site_shapes``,
+# ``device`` and ``dtype`` are those of the weights that they take.
 
 
 class NetworkPredictor:
     """A network, or a network with a likelihood.
 
-    Draws that hold running statistics (an ensemble's) are predicted with their own, others with the network's.
+    Running statistics come from the draws if these hold them (as an ensemble's do), otherwise from the network.
     """
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
     ):
-        found, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
+        call, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
-            raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {found}")
+            raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {call}")
         if not bare and len(args) + len(kwargs) != (2 if kind == "log_likelihood" else 1):
-            raise TypeError(f"a BayesianModel takes the inputs only, for log-likelihoods the targets; found {found}")
+            raise TypeError(f"a BayesianModel takes the inputs and, for log-likelihoods, the targets; found {call}")
         if kind == "discrete" or (bare and kind != "outputs"):
             lacks = "no discrete latent sites" if kind == "discrete" else "no likelihood; pass the BayesianModel"
             raise ValueError(f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}")
         self.model, self.kind = model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(), kind
         net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
-        # A posterior may lack what is frozen, and hold running statistics.
+        # A posterior may lack frozen parameters, and hold running statistics.
         needed = {name for name, value in parameters.items() if value.requires_grad} or set(parameters)
         tensors = {**parameters, **dict(net.named_buffers())}
         self.site_shapes = {name: t.shape for name, t in tensors.items() if name in needed or name in given}
@@ -173,7 +181,7 @@ class NetworkPredictor:
     def __call__(self, weights: Weights) -> Any:
         args, kwargs = self.args, self.kwargs
         if not isinstance(self.model, BayesianModel):
-            return over_weights(self.model, lambda own: call_with_weights(self.model, own, args, kwargs), weights)
+            return over_weights(self.model, lambda draw: call_with_weights(self.model, draw, args, kwargs), weights)
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)
@@ -182,15 +190,13 @@ class NetworkPredictor:
         mean = self.model.likelihood.mean(outputs)
         if self.kind == "mean":
             return mean
-        drawn = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents}).sample()
-        return drawn[..., None] if mean.shape == (*drawn.shape, 1) else drawn
+        latents = {name: weights[name] for name in self.latents}
+        targets = self.model.likelihood.distribution(outputs, latents).sample()
+        return targets[..., None] if mean.shape == (*targets.shape, 1) else targets
 
 
 class TracedPredictor(Traced):
-    """Any Pyro model.
-
-    Computed in the draws' precision, whatever the arguments' is; on ``device``, or else where the arguments are.
-    """
+    """Any Pyro model, in the draws' precision, on ``device`` or else on that of the arguments."""
 
     def __init__(
         self,
@@ -206,38 +212,38 @@ class TracedPredictor(Traced):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.entries = max([1, *(leaf.numel() for leaf in tensors)])
         parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
-        places = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
-        self.device: torch.device | None = torch.device(places[0]) if places else None
+        devices = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
+        self.device: torch.device | None = torch.device(devices[0]) if devices else None
         with LOCK, poutine.block(), explaining(self.model, args, kwargs), Drawn(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
         drawn = {s: site for s, site in sites.items() if s not in self.site_shapes and _is_random(site)}
         check_observed(site for site in drawn.values() if site["is_observed"])
-        self._last = next(reversed(drawn), None)  # on whose value no mean depends
+        self._last = next(reversed(drawn), None)
         if not self.site_shapes:
-            has = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
-            raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {has}")
+            latent = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
+            raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {latent}")
         frames = {frame.name for site in drawn.values() for frame in site["cond_indep_stack"]}
         plates: dict[str, Any] = {name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()}
         if partial := [n for n, fn in plates.items() if fn.subsample_size is not None and fn.subsample_size < fn.size]:
             raise ValueError(
-                f"the plates {partial} draw rows anew for each draw, whose order and average would mean nothing; pass "
+                f"the plates {partial} draw other rows for each draw, whose order and average would mean nothing; pass "
                 "the model without subsample_size, whose sites are the same"
             )
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, given)
 
     def _require_given(self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-        """:raises ValueError: if other sites than discrete ones are left to be drawn, or none though asked for."""
+        """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``, enumerated ones."""
         latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
         if missing := [n for n, s in latent.items() if self.kind == "log_likelihood" or not is_enumerated(s)]:
             raise ValueError(f"kind is {self.kind!r}, which is one given all other sites; nothing gives {missing}")
         if self.kind == "discrete":
             if not latent or len(latent) == len(drawn):
                 raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
-            one = {name: given[name].reshape(-1, *shape)[0].to(self.device) for name, shape in self.site_shapes.items()}
-            self.sum_out(one)
+            draw = {n: given[n].reshape(-1, *shape)[0].to(self.device) for n, shape in self.site_shapes.items()}
+            self.sum_out(draw)
 
     def __call__(self, weights: Weights) -> Any:
         try:
@@ -246,17 +252,17 @@ class TracedPredictor(Traced):
             if self.one_by_one:
                 raise
             self.one_by_one = "not known yet"
-            values = self.mapped(self._one, weights)  # if the model itself is in order it was the map that failed
+            values = self.mapped(self._one, weights)  # raises if the model is to blame rather than vmap
             self.give_up_map(error)
         if self.kind == "discrete":
             values, possible = values
             if not bool(possible.all()):
-                found = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
-                raise ValueError(f"of {len(possible)} draws, {found}: the density of all of them is 0 or not a number")
+                impossible = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
+                raise ValueError(f"of {len(possible)} draws, {impossible}: their density is 0 or not a number")
         return values
 
     def _one(self, weights: Weights) -> Any:
-        """The prediction of one draw."""
+        """Predict with one draw."""
         if self.kind == "log_likelihood":
             nodes: Mapping[str, Any] = self.run(weights).nodes
             observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
@@ -277,9 +283,9 @@ class TracedPredictor(Traced):
 
 
 class _Targets(Messenger):
-    """Draws what the posterior doesn't give, and keeps that or its mean, and deterministic sites.
+    """Handler that draws the sites that the posterior lacks. It records them or their means, and deterministic sites.
 
-    :param last: the last such site of the model, on whose value no mean depends.
+    :param last: the last site that the posterior lacks; no mean depends on its value.
     """
 
     def __init__(self, given: Mapping[str, Tensor], kind: str, last: str | None):
@@ -292,31 +298,30 @@ class _Targets(Messenger):
             self.values[msg["name"]] = msg["value"]
         if msg["name"] in self.given or not _is_random(msg):
             return
-        # Not rsample, whose in-place noise vmap refuses. Data stay where only what they don't change is asked for.
         if self.kind == "samples" or not msg["is_observed"]:
-            # Many distributions draw by noise in place, which vmap refuses too; so no more is drawn than is needed.
-            idle = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
-            msg["value"] = _mean(msg["name"], msg["fn"]) if idle else msg["fn"].sample()
+            # vmap refuses in-place noise: all of rsample, and sample of many distributions. So draw only if needed.
+            unused = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
+            msg["value"] = _mean(msg["name"], msg["fn"]) if unused else msg["fn"].sample()
             msg["done"] = True
         self.values[msg["name"]] = _mean(msg["name"], msg["fn"]) if self.kind == "mean" else msg["value"]
 
 
 def _mean(site: str, fn: Any) -> Tensor:
-    """The mean, which of a categorical site are its probabilities, as of a classifying ``BayesianModel``.
+    """Return the mean; of a categorical site its probabilities, as of a classifying ``BayesianModel``.
 
-    :raises ValueError: naming the site, if its distribution has none in closed form.
+    :raises ValueError: naming the site, if its distribution has no mean in closed form.
     """
-    inner = fn
-    while isinstance(inner, Independent | MaskedDistribution | ExpandedDistribution):
-        inner = inner.base_dist
+    base = fn
+    while isinstance(base, Independent | MaskedDistribution | ExpandedDistribution):
+        base = base.base_dist
     try:
-        if isinstance(inner, Categorical):  # OneHotCategorical's mean are its probabilities
-            return inner.probs.expand(*fn.batch_shape, *fn.event_shape, inner.probs.shape[-1])
+        if isinstance(base, Categorical):
+            return base.probs.expand(*fn.batch_shape, *fn.event_shape, base.probs.shape[-1])
         return fn.mean
     except NotImplementedError as error:
         raise ValueError(f"the mean of site {site!r} ({type(fn).__name__}) isn't known; use kind='samples'") from error
 
 
 def _is_random(site: Any) -> bool:
-    """True if a sample site is one, and not the rows of a plate or a deterministic site, which Pyro makes alike."""
+    """Return whether a sample site is random: neither the rows of a plate nor deterministic."""
     return not site_is_subsample(site) and not is_deterministic(site)

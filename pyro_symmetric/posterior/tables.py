@@ -1,7 +1,7 @@
-"""Draws ``(chains, draws, *site_shape)`` by site, and what is known of them, as tables and as ArviZ's tree.
+"""Draws ``(chains, draws, *site_shape)`` by site as tables of statistics and as ArviZ's tree.
 
-Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0. Numbers that can't be told are NaN: of
-sites without entries, of fewer than 4 draws, of weights that are constant or not finite.
+Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0. Statistics are NaN where they are
+undefined: for sites without entries, fewer than 4 draws, and weights that are constant or not finite.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pyro_symmetric.traced import Drawn, placed, promoted
 if TYPE_CHECKING:
     import xarray
 
-MOST_ENTRIES_SHOWN = 32  # of a site, one by one
+MAX_ENTRIES_SHOWN = 32  # of a site
 HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows of equally many cells as aligned lines; the columns ``left`` to the left, the others to the right."""
+    """Align rows of cells in columns; the columns ``left`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows)
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
-    """The row of a site under :data:`HEAD`: worst and median R-hat and effective sample sizes."""
+    """Format the row of a site under :data:`HEAD`: worst and median R-hat and effective sample sizes."""
     numbers = statistics.summary()
     r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
     sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
@@ -45,23 +45,23 @@ def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
 
 
 def summary_tables(samples: Mapping[str, Tensor], prob: float, chains: bool) -> list[str]:
-    """A line for every entry of the sites that have few of them, as Pyro's summary; of chains, a line for each site.
+    """Format a line for every entry of the smaller sites, as in Pyro's summary, and for chains a line for every site.
 
-    :param prob: how much of an entry's draws its interval holds, between quantiles.
+    :param prob: probability of the interval between quantiles.
     """
     statistics = {site: chain_statistics(draws) for site, draws in samples.items()} if chains else {}
-    few = {s: v for s, v in samples.items() if v.numel() and v.shape[2:].numel() <= MOST_ENTRIES_SHOWN}
-    rows = [row for site, draws in few.items() for row in _entry_rows(site, draws, prob, statistics.get(site))]
-    found = []
+    small = {s: v for s, v in samples.items() if v.numel() and v.shape[2:].numel() <= MAX_ENTRIES_SHOWN}
+    rows = [row for site, draws in small.items() for row in _entry_rows(site, draws, prob, statistics.get(site))]
+    lines: list[str] = []
     if rows:
         low, high = (1 - prob) / 2, (1 + prob) / 2
         heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", *(("n_eff", "r_hat") if chains else ()))
         width = max(len(row[0]) for row in rows)
-        found = [" " * width + "".join(f"{head:>10}" for head in heads)]
-        found += [f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows]
-    between = [""] if found and chains else []
-    sites = [table([HEAD, *(site_row(*one) for one in statistics.items())])] if chains else []
-    return [*found, *between, *sites]
+        lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
+        lines += [f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows]
+    if chains:
+        lines += [""] * bool(lines) + [table([HEAD, *(site_row(*site) for site in statistics.items())])]
+    return lines
 
 
 def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatistics | None) -> list[tuple[Any, ...]]:
@@ -86,7 +86,7 @@ def to_arviz(
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
 ) -> xarray.DataTree:
-    """An ArviZ ``DataTree``, as ``arviz_stats`` takes it: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+    """Convert to an ArviZ ``DataTree``, for ``arviz_stats``: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
 
     >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
     >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
@@ -94,13 +94,13 @@ def to_arviz(
     >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
     (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
 
-    :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and of an axis of rows ``row``.
+    :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and ``row`` for rows of data.
     :param coords: name of an axis -> its labels.
-    :param log_likelihood: of every row, as ``arviz_stats.loo`` needs it: the model and what it is called with, or
-        ``True`` for what the posterior was drawn from.
-    :param posterior_predictive: draws of targets, likewise; leave targets out to predict other inputs.
+    :param log_likelihood: adds that of every row, for ``arviz_stats.loo``: ``(model, *args)``, or ``True`` for the
+        model and arguments that the posterior was drawn from.
+    :param posterior_predictive: adds draws of targets, likewise; leave targets out to predict at other inputs.
     """
-    import arviz_base  # which takes a second to load, with xarray and pandas
+    import arviz_base  # takes a second, with xarray and pandas
 
     groups = {"posterior": posterior.samples, "sample_stats": posterior.statistics}
     predicted = {}
@@ -112,35 +112,35 @@ def to_arviz(
         model, args, kwargs = _call(posterior, posterior_predictive, "posterior_predictive")
         if isinstance(model, BayesianModel):
             args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "y"}
-        drawn = predict(posterior, model, *args, kind="samples", **kwargs)
-        predicted["posterior_predictive"] = drawn if isinstance(drawn, dict) else {"y": model.likelihood.targets(drawn)}
+        draws = predict(posterior, model, *args, kind="samples", **kwargs)
+        predicted["posterior_predictive"] = draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
     names: dict[str, list[str]] = {}
     chains = (posterior.num_chains, posterior.num_samples)
     for group, values in predicted.items():
-        row = ["row"] if len({value.shape[1:2] for value in values.values()}) == 1 else []  # one name, one length
+        row = ["row"] if len({value.shape[1:2] for value in values.values()}) == 1 else []  # if all have as many
         for site, value in values.items():
-            own = [f"{site}_dim_{k}" for k in range(value.dim() - 1)]
-            names.setdefault(site, [*row, *own[len(row) :]] if own else [])
+            axes = [f"{site}_dim_{k}" for k in range(value.dim() - 1)]
+            names.setdefault(site, [*row, *axes[len(row) :]] if axes else [])
         groups[group] = {site: value.unflatten(0, chains) for site, value in values.items()}
     arrays = {group: {s: _array(v) for s, v in values.items()} for group, values in groups.items() if values}
-    # Many short chains are what a vectorised sampler makes; ArviZ's check takes them for swapped axes.
     attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
     dims = {**names, **(dims or {})}
+    # ArviZ's check would take many short chains for swapped axes.
     return arviz_base.from_dict(arrays, dims=dims, coords=coords, check_conventions=False, attrs=attributes)
 
 
 def _array(value: Tensor) -> np.ndarray:
-    """A tensor as an array of NumPy's, which knows no bfloat16."""
+    """Convert a tensor to a NumPy array; bfloat16, which NumPy lacks, to float32."""
     value = value.detach().cpu()
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
-def _call(posterior: Any, asked: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """The model and what it is called with."""
-    if isinstance(asked, tuple) and asked:
-        return asked[0], asked[1:], {}
-    if asked is not True:
-        raise TypeError(f"{name} is {described(asked)}; it must be True or a tuple (model, *args)")
+def _call(posterior: Any, value: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the model and its arguments, as the value of the argument ``name`` specifies them."""
+    if isinstance(value, tuple) and value:
+        return value[0], value[1:], {}
+    if value is not True:
+        raise TypeError(f"{name} is {described(value)}; it must be True or a tuple (model, *args)")
     if posterior.source is None:
         raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")
     return posterior.source.model, posterior.source.args, posterior.source.kwargs
