@@ -1,8 +1,7 @@
 """Validation of arguments at entry points, and descriptions of values for error messages.
 
-Each check returns the valid value. It raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value, with
-one sentence that says the argument's name, the value found and the values allowed. Arguments that Python, PyTorch or
-Pyro would refuse anyway aren't checked.
+Each check returns the value, or raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value, in one
+sentence with the name, the value and the values allowed. What Python, PyTorch or Pyro refuse anyway isn't checked.
 """
 
 from __future__ import annotations
@@ -54,11 +53,8 @@ def number(
     return value
 
 
-positive = partial(number, above=0, below=math.inf)
-"""Require a positive finite number."""
-
-fraction = partial(number, above=0, below=1)
-"""Require a number strictly between 0 and 1."""
+positive = partial(number, above=0, below=math.inf)  # a positive finite number
+fraction = partial(number, above=0, below=1)  # a number strictly between 0 and 1
 
 
 def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> Any:
@@ -85,7 +81,6 @@ def instance(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -
 
 
 tensor = partial(instance, kinds=Tensor, what="a tensor")
-"""Require a tensor."""
 
 
 def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:

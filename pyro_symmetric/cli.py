@@ -91,11 +91,7 @@ def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         else:
             option["type"] = PARSERS[field.type.split(" |")[0]]
         parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="output folder (default: runs/<data>, with --quick runs/<data>-quick)",
-    )
+    parser.add_argument("--out", metavar="FOLDER", help="output folder (default: runs/<data>, or runs/<data>-quick)")
     parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=compare)
@@ -140,9 +136,7 @@ def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--input", type=widths, metavar="N,N,...", help=shape_help)
     outputs_help = "num_outputs of a callable that takes it (default: 10)"
     parser.add_argument("--outputs", type=int, default=10, metavar="N", help=outputs_help)
-    parser.add_argument(
-        "--explain", action="store_true", help="explain for each axis what moves it, or why nothing does"
-    )
+    parser.add_argument("--explain", action="store_true", help="explain what moves each axis, or why nothing does")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=symmetries)

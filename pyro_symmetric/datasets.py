@@ -134,10 +134,10 @@ def load(
     :param download: whether to download an image data set that is missing.
     :param target: the target column, for ``csv:FILE`` only.
     :param task: the task of a table whose target allows both; guessed by default.
-    :param hold_out: classes, by name, whose rows are left out of training and test; those of the official test part, or
-        else of all rows, become the out-of-distribution inputs. ``"auto"``: the last fifth of at least 5 classes.
-    :param split: number of the split: one of the official splits of a UCI data set; of other data sets without a test
-        part, a random split (stratified by class) with a fifth of the rows for test.
+    :param hold_out: names of classes to leave out of training and test; their rows, of the official test part if there
+        is one, are the out-of-distribution inputs. ``"auto"``: the last fifth of at least 5 classes.
+    :param split: number of an official split of a UCI data set; else of a random split, stratified by class, with a
+        fifth of the rows for test, unless there is an official test part.
     :param image_size: side in pixels to which ``images:FOLDER`` is resized and cropped.
     :param max_train: most training rows, a stratified subset; ``max_test`` likewise, and of out-of-distribution rows.
     :param seed: seed of the split and the subsets, independent of PyTorch's generator.

@@ -82,8 +82,7 @@ def ensemble(
     :param members_at_once: size of a part that is trained together, with a seed of its own.
     :param watch: called after each step of a part with the step's number and the weights of its members.
     :param seed: seed of all random numbers; by default drawn from PyTorch's generator.
-    :return: one chain of members, on the CPU, with each member's loss on all data; ``metadata["losses"]`` holds the
-        mean loss of each epoch.
+    :return: one chain of members, on the CPU, with each member's loss on all data; ``metadata["losses"]`` by epoch.
     """
     for name, value, none in (("epochs", epochs, "2,000 steps"), ("batch_size", batch_size, "all data")):
         arguments.whole(name, value, 1, none=none)
@@ -176,10 +175,7 @@ def _train(
     watch: Watch | None,
     bar: tqdm,
 ) -> tuple[Weights, Tensor, Tensor]:
-    """Train a part of the members.
-
-    :return: final weights ``(M, *shape)``, final losses ``(M,)`` and mean losses ``(epochs,)``, on the CPU.
-    """
+    """Train ``M`` members; return final weights ``(M, *shape)``, losses ``(M,)`` and mean losses ``(epochs,)``."""
     rows, count = len(objective.x), len(next(iter(unconstrained.values())))
     objective.net.train(objective.training)
     buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
@@ -308,25 +304,7 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-def network_loss(net: nn.Module, loss: Loss) -> MemberLoss:
-    """Return the loss of one network as a function of its parameters, to be vmapped over members."""
-
-    def evaluate(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
-
-    return evaluate
-
-
-def map_loss(model: BayesianModel, num_data: int) -> MemberLoss:
-    """Return the objective of a posterior mode: minus the log-joint density, per row of the data."""
-
-    def evaluate(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
-
-    return evaluate
-
-
-# small steps --------------------------------------------------------------------------------------------------------
+# objectives and initial values ----------------------------------------------------------------------------------------
 
 
 def _objective(
@@ -342,17 +320,35 @@ def _objective(
     if not isinstance(net, BayesianModel) and not any(parameter.requires_grad for parameter in net.parameters()):
         raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
     x, y = (part.to(next(net.parameters()).device) for part in data)
-    fresh = functools.partial(fresh_members, net)
     if isinstance(net, BayesianModel):
-        require_data(net, x, y)
-        net.num_data = len(x)
-        transforms = {site: biject_to(prior.support) for site, prior in net.priors().items()}
-        return Objective(net.net, False, map_loss(net, len(x)), x, y, net.site_shapes, transforms, fresh)
-    function = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
+        return _negative_log_joint(net, x, y)
+    named_loss = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
+    return _loss_of_network(net, named_loss, x, y)
+
+
+def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
+    """Return the objective of a posterior mode: minus the log-joint density, per row of the data."""
+    require_data(model, x, y)
+    model.num_data = num_data = len(x)
+
+    def loss(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
+
+    transforms = {site: biject_to(prior.support) for site, prior in model.priors().items()}
+    fresh = functools.partial(fresh_members, model)
+    return Objective(model.net, False, loss, x, y, model.site_shapes, transforms, fresh)
+
+
+def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Objective:
+    """Return the objective of a network: the loss of its outputs."""
     hold_frozen(net)
     shapes = {name: parameter.shape for name, parameter in net.requires_grad_(False).named_parameters()}
-    identities = dict.fromkeys(shapes, identity_transform)
-    return Objective(net, True, network_loss(net, function), x, y, shapes, identities, fresh)
+
+    def member_loss(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
+
+    fresh = functools.partial(fresh_members, net)
+    return Objective(net, True, member_loss, x, y, shapes, dict.fromkeys(shapes, identity_transform), fresh)
 
 
 def _initial_values(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:

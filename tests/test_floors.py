@@ -15,7 +15,7 @@ FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks"],
     ["datasets", "store", "weights"],
-    ["models"],
+    ["enumeration", "models"],
     ["traced"],
     ["posterior"],
     ["mcmc"],

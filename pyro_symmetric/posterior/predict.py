@@ -24,16 +24,16 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK
 from pyro_symmetric.arguments import described_call
+from pyro_symmetric.enumeration import masked_log_prob
 from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
 from pyro_symmetric.traced import (
-    Drawn,
+    PriorMessenger,
     Traced,
     check_observed,
     explaining,
     is_deterministic,
     is_enumerated,
-    masked_log_prob,
     placed,
     promoted,
 )
@@ -214,7 +214,7 @@ class TracedPredictor(Traced):
         parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
         devices = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
         self.device: torch.device | None = torch.device(devices[0]) if devices else None
-        with LOCK, poutine.block(), explaining(self.model, args, kwargs), Drawn(self.device, self.dtype):
+        with LOCK, poutine.block(), explaining(self.model, args, kwargs), PriorMessenger(self.device, self.dtype):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
         self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
@@ -267,8 +267,8 @@ class TracedPredictor(Traced):
             nodes: Mapping[str, Any] = self.run(weights).nodes
             observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
             return {name: masked_log_prob(nodes[name]) for name in observed if _is_random(nodes[name])}
-        if self.kind == "discrete":
-            drawn, log_prob = self.draw(self.run(weights))
+        if self.enumeration is not None:  # kind is "discrete"
+            drawn, log_prob = self.enumeration.draw(self.run(weights))
             trace = self.run({**weights, **drawn}, drawing=True)
             computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
             return {**drawn, **computed}, log_prob.isfinite()

@@ -20,7 +20,7 @@ from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
-from pyro_symmetric.traced import Drawn, placed, promoted
+from pyro_symmetric.traced import PriorMessenger, placed, promoted
 
 if TYPE_CHECKING:
     import xarray
@@ -151,6 +151,6 @@ def _observed(
 ) -> dict[str, Tensor]:
     dtype, device = promoted(list(posterior.samples.values())), posterior.source and posterior.source.device
     model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
-    with LOCK, torch.no_grad(), poutine.block(), Drawn(device, dtype):
+    with LOCK, torch.no_grad(), poutine.block(), PriorMessenger(device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: as_tensor(trace.nodes[site]["value"]) for site in sites}

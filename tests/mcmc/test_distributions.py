@@ -115,7 +115,7 @@ CASES: dict[str, Case] = {
     "Empirical": Case(
         lambda t: dist.Empirical(tensor([1.0, 2.0, 3.0]), t.log_softmax(0)),
         value=tensor(2.0),
-        latent="lists no probabilities",
+        latent="probabilities Pyro can't enumerate",
     ),
     "ExpandedDistribution": Case(lambda t: dist.ExpandedDistribution(dist.Normal(t[0], t[1].exp()), torch.Size([2]))),
     "Exponential": Case(lambda t: dist.Exponential(t[0].exp())),

@@ -13,7 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from scipy import stats
 from torch import Tensor
 
-from pyro_symmetric import traced
+from pyro_symmetric import enumeration
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.posterior.predict import predict
 
@@ -309,6 +309,6 @@ def weighted(y: Tensor) -> None:
     ],
 )
 def test_discrete_sites_that_cannot_be_summed_out_are_named(model, message, monkeypatch):
-    monkeypatch.setattr(traced, "MOST_ENTRIES", 2**16)
+    monkeypatch.setattr(enumeration, "MOST_ENTRIES", 2**16)
     with pytest.raises(ValueError, match=message):
         Density(model, (Y,))
