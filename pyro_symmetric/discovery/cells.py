@@ -14,10 +14,10 @@ it only makes the group smaller.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 
 import numpy as np
 import torch
@@ -72,19 +72,18 @@ class Cells:
 
 def solve(flow: Flow) -> Cells:
     """Find the cells of interchangeable units, and how they are nested."""
-    with np.errstate(over="ignore"):  # hashes wrap around
-        facts = _Facts(flow)
-        while True:
-            colour = facts.refined_colours()
-            try:
-                nesting = _Nesting(facts.child, facts.parent, facts.relation, colour)
-                implied = nesting.implied()
-                if not implied:
-                    nesting.check_shape()
-                    return Cells(facts.unit, facts.atom_colour, colour, nesting.cell, nesting.place, nesting.cells)
-                facts.add(implied)
-            except NotNested as failure:
-                facts.individualise(failure.classes)
+    facts = _Facts(flow)
+    while True:
+        colour = facts.refined_colours()
+        try:
+            nesting = _Nesting(facts.child, facts.parent, facts.relation, colour)
+            implied = nesting.implied()
+            if not implied:
+                nesting.check_shape()
+                return Cells(facts.unit, facts.atom_colour, colour, nesting.cell, nesting.place, nesting.cells)
+            facts.add(implied)
+        except NotNested as failure:
+            facts.individualise(failure.classes)
 
 
 # colour refinement ----------------------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ class _Nesting:
         """
         implied, new = list[tuple[Array, Array]](), len(self.colour)
         for cell in self.cells.values():
-            for a, b in combinations(cell.parents, 2):
+            for a, b in itertools.combinations(cell.parents, 2):
                 if b in self.cells[a].parents or a in self.cells[b].parents:
                     continue
                 parent_a, parent_b = cell.parents[a], cell.parents[b]
@@ -525,9 +524,10 @@ def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
 
 def module_name(site: str) -> str:
     """Return ``layer.conv`` for ``layer.conv.weight``; a site that isn't a plain weight or bias keeps its own name."""
-    module, _, own = site.partition(".parametrizations.")[0].rpartition(".")
-    if ".parametrizations." in site:
-        return site.partition(".parametrizations.")[0]
+    path, parametrised, _ = site.partition(".parametrizations.")
+    if parametrised:
+        return path
+    module, _, own = path.rpartition(".")
     for recurrent in ("weight_ih_", "weight_hh_", "bias_ih_", "bias_hh_"):
         own = own.removeprefix(recurrent)
     plain = own in ("weight", "bias", "in_proj_weight", "in_proj_bias", "weight_g", "weight_v")
@@ -537,11 +537,8 @@ def module_name(site: str) -> str:
 def unused(name: str, taken: Iterable[str]) -> str:
     """Return the name, with a number appended if it is taken."""
     taken = set(taken)
-    number, candidate = 1, name
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}~{number}"
-    return candidate
+    candidates = itertools.chain([name], (f"{name}~{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
@@ -565,11 +562,10 @@ def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
 
 def hash64(values: Array) -> Array:
     """Hash integers to 64 bits (splitmix64): sums of hashes tell multisets apart but for a chance of 2^-64 a pair."""
-    with np.errstate(over="ignore"):
-        z = values.astype(_U) + _U(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
-        return z ^ (z >> _U(31))
+    z = values.astype(_U) + _U(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+    return z ^ (z >> _U(31))
 
 
 def salt(number: int) -> np.uint64:

@@ -341,6 +341,14 @@ class Flow:
         dim = max(value.dim for value in operands)
         return self.combine([(value, range(dim - value.dim, dim)) for value in operands], range(dim))
 
+    def einsum(self, equation: str, *operands: Value) -> Value:
+        """Combine operands by an equation of ``torch.einsum``, in which no operand has a letter twice."""
+        inputs, _, out = equation.partition("->")
+        texts = inputs.split(",")
+        hidden = [value.dim - len(text.replace("...", "")) for text, value in zip(texts, operands, strict=True)]
+        terms = [(value, letters_of(text, n)) for text, value, n in zip(texts, operands, hidden, strict=True)]
+        return self.combine(terms, letters_of(out, max(hidden)))
+
     def combine(self, operands: Sequence[tuple[Value, Sequence[int]]], out: Iterable[int]) -> Value:
         """Multiply or add operands whose axes carry letters, and sum over all letters that ``out`` lacks.
 
@@ -422,9 +430,9 @@ def _leaf(flow: Flow, trace: Trace, node: Node) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor
     mask = tensor.dtype == torch.bool
-    if spec is None or spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+    if spec is None or not spec.target:  # data
         return opaque(tensor.shape, mask=mask)
-    path, _, name = str(spec.target).rpartition(".")
+    path, _, name = spec.target.rpartition(".")
     site = trace.sites.get(spec.target, spec.target)
     if spec.kind == InputKind.PARAMETER:
         module = trace.net.get_submodule(path.partition(".parametrizations.")[0])
@@ -546,6 +554,12 @@ def _module_of(node: Node) -> str:
 
 
 # parts and arrays of atoms --------------------------------------------------------------------------------------------
+
+
+def letters_of(text: str, hidden: int) -> list[int]:
+    """Return the letters of an operand's axes as numbers; the ``hidden`` axes of an ellipsis have negative ones."""
+    before, ellipsis, after = text.partition("...")
+    return [*map(ord, before), *(range(-hidden, 0) if ellipsis else ()), *map(ord, after)]
 
 
 def spread(part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]) -> Array:

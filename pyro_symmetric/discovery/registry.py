@@ -184,8 +184,8 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
     * ``elementwise([x, ...])``: a function of one entry of each operand, such as an activation.
     * ``normalise(x, axes)``: a function of an entry and of symmetric statistics along some axes.
     * ``reduce(x, axes, keepdim)``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
-    * ``combine([(x, letters), ...], out)``: a product of operands whose axes carry letters (numbers), as in
-      ``torch.einsum``, summed over the letters that ``out`` lacks.
+    * ``einsum(equation, x, ...)``: a product of operands, as in ``torch.einsum``; ``combine([(x, letters), ...], out)``
+      takes lists of numbers in place of letters.
     * ``restrict(x, keep)``: units may be exchanged along the axes ``keep`` only; elsewhere their position counts.
     * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: units move as the entries do.
     * ``pin(x)``: nothing may move in this operand.

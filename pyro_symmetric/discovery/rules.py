@@ -164,19 +164,15 @@ def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
 
 
 def matmul(flow: Flow, one: Value, other: Value) -> Value:
-    """Apply ``torch.matmul`` with its broadcasting: batch axes are tied, the inner axis is summed over."""
-    batch = max(one.dim - 2, other.dim - 2, 0)
-    rows, inner, columns = batch, batch + 1, batch + 2
-    left = [*range(batch - max(one.dim - 2, 0), batch), *([rows] if one.dim > 1 else []), inner]
-    right = [*range(batch - max(other.dim - 2, 0), batch), inner, *([columns] if other.dim > 1 else [])]
-    return flow.combine([(one, left), (other, right)], sorted({*range(batch), *left, *right} - {inner}))
+    """Compute ``torch.matmul`` with its broadcasting, also for vectors."""
+    rows, columns = "r" if one.dim > 1 else "", "c" if other.dim > 1 else ""
+    left, right = f"...{rows}i" if rows else "i", f"...i{columns}" if columns else "i"
+    return flow.einsum(f"{left},{right}->...{rows}{columns}", one, other)
 
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
     """Compute ``value @ weight.T + bias``."""
-    last = value.dim - 1
-    out = [*range(last), *([last + 1] if weight.dim == 2 else [])]
-    result = flow.combine([(value, range(value.dim)), (weight, [last + 1, last][-weight.dim :])], out)
+    result = flow.einsum("...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight)
     return result if bias is None else flow.elementwise([result, bias])
 
 
@@ -198,40 +194,26 @@ def addmm(flow: Flow, call: Call) -> Value:
 
 @register_rule("bilinear")
 def bilinear(flow: Flow, call: Call) -> Value:
-    one, other, weight = call["input1"], call["input2"], call["weight"]
-    batch = one.dim - 1
-    lead = list(range(batch))
-    terms = [(one, [*lead, batch]), (other, [*lead, batch + 1]), (weight, [batch + 2, batch, batch + 1])]
-    result = flow.combine(terms, [*lead, batch + 2])
+    result = flow.einsum("...i,...j,oij->...o", call["input1"], call["input2"], call["weight"])
     return result if call["bias"] is None else flow.elementwise([result, call["bias"]])
 
 
 @register_rule("_cdist_forward", "cdist")
 def distances(flow: Flow, call: Call) -> Value:
     """Compute norms of all differences between rows of two matrices."""
-    one, other = call["x1"], call["x2"]
-    return flow.reduce(flow.elementwise([flow.unsqueeze(one, one.dim - 1), flow.unsqueeze(other, other.dim - 2)]), [-1])
+    return flow.einsum("...id,...jd->...ij", call["x1"], call["x2"])
 
 
 @register_rule("einsum")
 def einsum(flow: Flow, call: Call) -> Value:
-    """Combine operands by letters; axes of an ellipsis have negative numbers, counted from the last one."""
+    """Apply an equation; without an arrow, the result has the letters that come once, in alphabetical order."""
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
-    operands = [
-        (value, _letters(text, value.dim)) for value, text in zip(call["tensors"], inputs.split(","), strict=True)
-    ]
-    if any(len(set(letters)) < len(letters) for _, letters in operands):
+    if any(text.count(letter) > 1 for text in inputs.split(",") for letter in set(text) - {"."}):
         return flow.give_up(call["tensors"], call.shape, "a letter comes twice")
-    if arrow:
-        return flow.combine(operands, _letters(out, len(call.shape)))
-    used = [letter for _, letters in operands for letter in letters]
-    return flow.combine(operands, sorted({letter for letter in used if letter < 0 or used.count(letter) == 1}))
-
-
-def _letters(text: str, dim: int) -> list[int]:
-    before, _, after = text.partition("...")
-    hidden = dim - len(before) - len(after) if "." in text else 0
-    return [*map(ord, before), *range(-hidden, 0), *map(ord, after)]
+    if not arrow:
+        once = sorted(letter for letter in set(inputs) - {",", "."} if inputs.count(letter) == 1)
+        out = "".join(["..." if "." in inputs else "", *once])
+    return flow.einsum(f"{inputs}->{out}", *call["tensors"])
 
 
 @register_rule("scaled_dot_product_attention")
@@ -240,10 +222,10 @@ def attention(flow: Flow, call: Call) -> Value:
     query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
-    scores = matmul(flow, query, flow.relaid(key, [*range(key.dim - 2), key.dim - 1, key.dim - 2]))
+    scores = flow.einsum("...qd,...kd->...qk", query, key)
     if mask is not None:
         scores = flow.elementwise([scores, mask])
-    return matmul(flow, flow.normalise(scores, [-1]), value)
+    return flow.einsum("...qk,...kd->...qd", flow.normalise(scores, [-1]), value)
 
 
 def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
@@ -283,20 +265,20 @@ def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed:
 
     Groups lie along axis 0 of the kernel: that of its outputs or, if transposed, of its inputs.
     """
-    batch, group, inputs, outputs = range(4)
-    of_rows, of_columns = (inputs, outputs) if transposed else (outputs, inputs)
+    row, column = "io" if transposed else "oi"
     columns, (rows, second) = weight.columns, weight.shape[:2]
     weight = _channels(flow, replace(weight, parts=tuple(part for part in weight.parts if part is not columns)))
     if groups == 1:
-        return flow.combine([(value, [batch, inputs]), (weight, [of_rows, of_columns])], [batch, outputs])
+        return flow.einsum(f"bi,{row}{column}->bo", value, weight)
     value = flow.reshape(value, [value.shape[0], groups, value.shape[1] // groups])
     if columns is None:
-        terms = [(flow.reshape(weight, [groups, rows // groups, second]), [group, of_rows, of_columns])]
+        weight = flow.reshape(weight, [groups, rows // groups, second])
+        result = flow.einsum(f"bgi,g{row}{column}->bgo", value, weight)
     else:
-        own = columns.atoms.reshape(groups, -1, second)[:, 0]
-        terms = [(flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1]), [group, of_rows, of_columns])]
-        terms += [(flow.value(own.shape, [Part((0, 1), own)]), [group, of_columns])]
-    result = flow.combine([(value, [batch, group, inputs]), *terms], [batch, group, outputs])
+        atoms = columns.atoms.reshape(groups, -1, second)[:, 0]
+        of_rows = flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1])
+        of_columns = flow.value(atoms.shape, [Part((0, 1), atoms)])
+        result = flow.einsum(f"bgi,g{row}{column},g{column}->bgo", value, of_rows, of_columns)
     return flow.reshape(result, [result.shape[0], -1])
 
 
