@@ -1,7 +1,7 @@
 """Posteriors with symmetries for Pyro.
 
 Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
-reference posteriors with many chains at once, and measure the distance of an approximation.
+reference posteriors with many chains at once, and measure the quality of an approximation.
 
 The public names by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
 

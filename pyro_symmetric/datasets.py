@@ -33,7 +33,7 @@ IMAGES = {
     "svhn": "SVHN",
 }
 TEST_SHARE = 0.2  # of the rows of a data set without an official test part
-MOST_CLASSES = 20  # a target with at most so many different whole numbers holds classes
+MOST_CLASSES = 20  # a target with at most this many different whole numbers holds classes
 KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 """The names that :func:`load` reads."""
 
@@ -97,9 +97,7 @@ class Dataset:
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} test rows",
             f"{'images of' if len(self.input_shape) == 3 else 'features:'} {size}",
-            f"{len(classes)} classes ({shorten(classes)})"
-            if classes
-            else f"targets of standard deviation {self.y_scale:.4g}",
+            f"{len(classes)} classes ({shorten(classes)})" if classes else f"targets of scale {self.y_scale:.4g}",
         ]
         if self.ood_x is not None:
             parts.append(f"{len(self.ood_x):,} out-of-distribution rows ({self.ood_name})")
@@ -151,19 +149,9 @@ def load(
     raw = _read(name, Path(root).expanduser(), download, target, split, task, image_size)
     if task not in (None, raw.task):
         raise ValueError(f"{name} is a {raw.task} data set, so task={task!r} doesn't fit")
-    rng = np.random.default_rng([seed, split])
     held_out = _held_out(name, raw, hold_out)
-    is_kept = np.array([label not in held_out for label in raw.class_names])  # of each class
-    inside = is_kept[raw.y] if held_out else np.ones(len(raw.y), dtype=bool)
-    train, test = raw.parts or (np.arange(len(raw.y)),) * 2
-    train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
-    if not raw.parts:
-        rows, num_test = _stratified(train, raw, rng), max(1, round(TEST_SHARE * len(train)))
-        train, test = rows[num_test:], rows[:num_test]
-    sizes = zip((train, test, outside), (max_train, max_test, max_test), strict=True)
-    train, test, outside = (
-        rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most] for rows, most in sizes
-    )
+    is_kept = np.array([label not in held_out for label in raw.class_names])
+    train, test, outside = _split(raw, is_kept, max_train, max_test, np.random.default_rng([seed, split]))
     if held_out:
         kept = tuple(label for label in raw.class_names if label not in held_out)
         raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=kept)
@@ -254,6 +242,20 @@ def _held_out(name: str, raw: Raw, classes: Literal["auto"] | Sequence[str | int
     if held_out and (not set(held_out) <= set(names) or len(set(names) - set(held_out)) < 2):
         raise ValueError(f"hold_out is {held_out}; it must leave at least 2 of the classes of {name}: {shorten(names)}")
     return held_out
+
+
+def _split(
+    raw: Raw, is_kept: np.ndarray, max_train: int | None, max_test: int | None, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """Return training, test and out-of-distribution rows; the latter are in classes that aren't kept."""
+    inside = is_kept[raw.y] if raw.class_names else np.ones(len(raw.y), dtype=bool)
+    train, test = raw.parts or (np.arange(len(raw.y)),) * 2
+    train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
+    if not raw.parts:
+        rows, num_test = _stratified(train, raw, rng), max(1, round(TEST_SHARE * len(train)))
+        train, test = rows[num_test:], rows[:num_test]
+    sizes = ((train, max_train), (test, max_test), (outside, max_test))
+    return [rows if most is None or len(rows) <= most else _stratified(rows, raw, rng)[:most] for rows, most in sizes]
 
 
 def _stratified(rows: np.ndarray, raw: Raw, rng: np.random.Generator) -> np.ndarray:

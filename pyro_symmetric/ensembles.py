@@ -37,7 +37,7 @@ MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 Watch = Callable[[int, Weights], None]
 
-ENTRIES = 2**22  # approximate number of inputs of all members of a part in one step
+ENTRIES = 2**22  # approximate number of inputs in one step, of all members that are trained together
 STEPS, EPOCHS = 2_000, 20  # default lower bounds
 
 
@@ -58,7 +58,7 @@ def ensemble(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Posterior:
-    """Train many independent networks at once and return them as a posterior with one draw a member.
+    """Train many independent networks at once and return them as a posterior whose draws are the members.
 
     >>> x = torch.randn(100, 2)
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -79,8 +79,8 @@ def ensemble(
     :param cosine: whether the learning rate decays to zero along a cosine.
     :param initial: number of members -> their initial parameters, e.g.
         :func:`~pyro_symmetric.ensembles.initialised_by`. Default: the modules' own initialisation.
-    :param members_at_once: size of a part that is trained together, with a seed of its own.
-    :param watch: called after each step of a part with the step's number and the weights of its members.
+    :param members_at_once: number of members that are trained together, with a seed of their own.
+    :param watch: called after each step with the step's number and the weights of the members trained together.
     :param seed: seed of all random numbers; by default drawn from PyTorch's generator.
     :return: one chain of members, on the CPU, with each member's loss on all data; ``metadata["losses"]`` by epoch.
     """
@@ -107,20 +107,13 @@ def ensemble(
                 parts.append(_train(objective, z, epochs, batch_size, make_optimizer, cosine, generator, watch, bar))
     samples = {site: torch.cat([weights[site] for weights, _, _ in parts]) for site in parts[0][0]}
     losses = torch.cat([losses for _, losses, _ in parts])
-    converged = losses.isfinite()
-    for draws in samples.values():
-        converged &= draws.reshape(num_members, -1).isfinite().all(1)
-    if not converged.any():
-        raise ValueError(f"all {num_members} members diverged; is the learning rate too high, are the data finite?")
-    if diverged := int((~converged).sum()):
-        message = f"{diverged} members diverged, to a loss or weights that aren't finite"
-        warnings.warn(f"{message}; {num_members - diverged} of {num_members} are left", RuntimeWarning, stacklevel=2)
+    converged = _converged(samples, losses)
     metadata = {
         "kernel": "ensemble",
         "settings": {"num_members": num_members, "members_at_once": size, "epochs": epochs, "batch_size": batch_size},
         "seed": seed,
-        "diverged": diverged,
-        "losses": torch.stack([len(own) * curve for _, own, curve in parts]).sum(0).div(num_members).tolist(),
+        "diverged": int((~converged).sum()),
+        "losses": torch.stack([len(final) * curve for _, final, curve in parts]).sum(0).div(num_members).tolist(),
         "seconds": time.perf_counter() - start_time,
     }
     members = {site: value[converged][None] for site, value in samples.items()}
@@ -212,6 +205,19 @@ def _train(
         statistics = {name: value for name, value in buffers.items() if value.is_floating_point()}
         members = {**objective.constrain(unconstrained), **statistics}
     return {site: value.detach().cpu() for site, value in members.items()}, final.cpu(), torch.stack(epoch_losses)
+
+
+def _converged(samples: Weights, losses: Tensor) -> Tensor:
+    """Return a mask ``(M,)`` of the members with finite loss and weights; warn of others, raise if there are none."""
+    total, converged = len(losses), losses.isfinite()
+    for draws in samples.values():
+        converged &= draws.reshape(total, -1).isfinite().all(1)
+    if not converged.any():
+        raise ValueError(f"all {total} members diverged; is the learning rate too high, are the data finite?")
+    if diverged := int((~converged).sum()):
+        message = f"{diverged} members diverged, to a loss or weights that aren't finite"
+        warnings.warn(f"{message}; {total - diverged} of {total} are left", RuntimeWarning, stacklevel=3)
+    return converged
 
 
 # initial values -------------------------------------------------------------------------------------------------------
@@ -352,11 +358,11 @@ def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Object
 
 
 def _initial_values(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:
-    """Return the unconstrained initial values of the members of a part."""
+    """Return unconstrained initial values of ``count`` members."""
     start = arguments.weights("the result of initial", (initial or objective.fresh)(count))
     for name, shape in objective.shapes.items():
         if name not in start or start[name].shape != (count, *shape):
-            found = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
-            raise ValueError(f"initial: {name!r} {found}; it must be {(count, *shape)}")
+            problem = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
+            raise ValueError(f"initial: {name!r} {problem}; its shape must be {(count, *shape)}")
     unconstrained = {name: objective.transforms[name].inv(start[name]) for name in objective.shapes}
     return {name: v.detach().to(objective.x.device).clone().requires_grad_() for name, v in unconstrained.items()}

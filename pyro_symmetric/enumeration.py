@@ -123,7 +123,7 @@ def _require_enumerable(site: Any) -> None:
         raise ValueError(f"the discrete site {site['name']!r} is Empirical, whose probabilities Pyro can't enumerate")
     if any(shape[dim] > 1 and dim not in plates for dim in range(-len(shape), 0)):
         raise ValueError(
-            f"the discrete site {site['name']!r} has batch shape {tuple(shape)}, of which dimensions lie in no "
+            f"the discrete site {site['name']!r} has batch shape {tuple(shape)}, with dimensions that lie in no "
             "pyro.plate; put it into plates, so that its values are summed out one by one"
         )
 

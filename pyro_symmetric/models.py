@@ -208,11 +208,11 @@ class BayesianModel(nn.Module):
         require_sites(weights, shapes)
         shapes |= {name: buffer.shape for name, buffer in self.net.named_buffers() if name in weights}
         shape = batch_shape(weights, shapes)
-        own = {name: weights[name].to(x.device) for name in shapes}
+        weights = {name: weights[name].to(x.device) for name in shapes}
         with self._lock:  # functional_call puts the weights into the network: one thread at a time
             if not shape:
-                return self.call(own, x)
-            flat = {name: value.reshape(-1, *shapes[name]) for name, value in own.items()}
+                return self.call(weights, x)
+            flat = {name: value.reshape(-1, *shapes[name]) for name, value in weights.items()}
             result = over_weights(self.net, lambda w: self.call(w, x), flat, chunk_size=chunk_size)
         return result.reshape(*shape, *result.shape[1:])
 
