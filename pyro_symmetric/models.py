@@ -352,8 +352,7 @@ class GaussianLikelihood:
     def distribution(self, outputs: Tensor, latents: Mapping[str, Tensor]) -> dist.TorchDistribution:
         outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
         scale = outputs.new_full((), self.scale) if self.scale is not None else latents["noise_scale"]
-        per_row = outputs.dim() - scale.dim()
-        scale = scale.reshape(*scale.shape, *([1] * per_row))
+        scale = scale.reshape(*scale.shape, *[1] * (outputs.dim() - scale.dim()))
         return dist.Normal(outputs, scale, validate_args=False)
 
     def targets(self, y: Tensor) -> Tensor:
@@ -388,9 +387,8 @@ def _named_likelihood(likelihood: str | Likelihood) -> Likelihood:
 
 # vmap over networks ---------------------------------------------------------------------------------------------------
 
-
 # Networks that vmap has failed on -> the reason.
-_UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+UNMAPPABLE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def over_weights(
@@ -405,7 +403,7 @@ def over_weights(
     the network has an operator that vmap refuses. The options are those of ``vmap``."""
     axes = tuple(in_dims or [0] * len(args))
     failure: Exception | None = None
-    if not unmappable(net):
+    if net not in UNMAPPABLE:
         try:
             return torch.func.vmap(function, axes, randomness=randomness, chunk_size=chunk_size)(*args)
         except (torch.OutOfMemoryError, torch.linalg.LinAlgError):
@@ -422,8 +420,8 @@ def over_weights(
         results.append(function(*(v if a is None else tree_map(entry, v) for v, a in zip(args, axes, strict=True))))
     if failure is not None:  # of vmap, not of the network, which the loop has evaluated
         reason = str(failure.__cause__ or failure).splitlines()[0]
-        _UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {reason}"
-        warnings.warn(f"networks are evaluated one by one, which takes longer: {_UNMAPPABLE[net]}", stacklevel=3)
+        UNMAPPABLE[net] = f"the network can't be mapped over weights (torch.func.vmap): {reason}"
+        warnings.warn(f"networks are evaluated one by one, which takes longer: {UNMAPPABLE[net]}", stacklevel=3)
     return tree_map(lambda *leaves: torch.stack(leaves), *results)
 
 
@@ -440,11 +438,6 @@ def call_with_weights(
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def unmappable(net: nn.Module) -> str:
-    """Return the reason why vmap failed on a network; empty if it hasn't."""
-    return _UNMAPPABLE.get(net, "")
 
 
 # small steps --------------------------------------------------------------------------------------------------------

@@ -92,8 +92,7 @@ def resnet18(input_shape: Shape = (3, 32, 32), num_outputs: int = 10) -> nn.Modu
 
 
 # The networks that a study's ``net`` may name without a module.
-NETWORKS: dict[str, Callable[[Shape, int], nn.Module]]
-NETWORKS = {"optunet": optunet, "resnet20": resnet20, "resnet18": resnet18}
+NETWORKS: dict[str, Callable[..., nn.Module]] = {"optunet": optunet, "resnet20": resnet20, "resnet18": resnet18}
 
 
 def net_from_callable(spec: str, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:

@@ -106,8 +106,8 @@ class Traced:
                     "causes: Python control flow on a discrete value (write torch.where), indexing that doesn't "
                     "broadcast (pyro.ops.indexing.Vindex), or a long loop outside pyro.plate and pyro.markov"
                 ) from error
-            nodes: dict[str, Any] = dict(trace.nodes)
-            rows = {n: s["value"] for n, s in nodes.items() if s["type"] == "sample" and site_is_subsample(s)}
+            nodes = dict[str, Any](trace.nodes).items()
+            rows = {name: s["value"] for name, s in nodes if s["type"] == "sample" and site_is_subsample(s)}
             for _ in range(DISCRETE_DRAWS):
                 draws, log_prob = self.enumeration.draw(trace)
                 expected = as_tensor(self.run({**given, **rows, **draws}, drawing=True).log_prob_sum())

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric.arguments import described, described_call
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, over_weights, unmappable
+from pyro_symmetric.models import UNMAPPABLE, BayesianModel, CategoricalLikelihood, GaussianLikelihood, over_weights
 from pyro_symmetric.traced import TracedTarget, explaining
 from pyro_symmetric.weights import Layout, Weights
 
@@ -120,7 +120,7 @@ class NetworkTarget:
 
     @property
     def one_by_one(self) -> str:
-        return unmappable(self.model.net)
+        return UNMAPPABLE.get(self.model.net, "")
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
         """Log-density ``(C,)`` of constrained weights of batch shape ``(C,)``, on mini-batches ``(C, B)`` if given."""
