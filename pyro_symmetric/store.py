@@ -112,7 +112,7 @@ class Recorder:
     :param num_samples: draws of each chain to make room for.
     :ivar fingerprint: of the run, for its checkpoints.
     :ivar last: the checkpoint found on opening, if any.
-    :ivar failed: whether writing has failed; nothing more should be committed then.
+    :ivar failed: whether writing has failed; then nothing more should be committed.
     :ivar next_commit: time at which the next commit is due, by ``time.perf_counter``.
     :ivar diverged: number of draws written so far whose statistic ``diverging`` is true.
     :raises OSError: if the folder can't be written, is being written by another process, or holds something else.

@@ -158,10 +158,8 @@ def unpack(content: bytes | memoryview, kernel: Kernel) -> tuple[dict[str, Any],
     """
     modules = {kind.__module__ for kind in type(kernel).__mro__}
     modules |= {name for name in sys.modules if name.startswith(f"{KERNELS}.")}
-    classes = [value for name in modules for value in vars(sys.modules[name]).values() if isinstance(value, type)]
-    allowed: list[Any] = [
-        k for k in classes if is_dataclass(k) and k.__module__ in modules and not issubclass(k, Kernel)
-    ]
+    kinds = [value for name in modules for value in vars(sys.modules[name]).values() if isinstance(value, type)]
+    allowed: list[Any] = [k for k in kinds if is_dataclass(k) and k.__module__ in modules and not issubclass(k, Kernel)]
     with LOCK, torch.serialization.safe_globals(allowed):  # a list of the whole process
         saved = torch.load(io.BytesIO(content), weights_only=True)
     fields = saved["at"]

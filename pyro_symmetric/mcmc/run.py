@@ -176,10 +176,8 @@ class Settings:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
 
     def warmups(self, density: Density) -> tuple[int, ...]:
-        """Return the lengths at which warm-up may end: several if it ends once the chains have settled.
-
-        Chains of a network have one: they rarely agree, since symmetries copy every mode.
-        """
+        """Return the lengths at which warm-up may end: several if it ends once the chains have settled, which those
+        of a network rarely do, since symmetries copy every mode."""
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
@@ -328,10 +326,8 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
     lengths = settings.warmups(density)
     state = settings.kernel.init(density, z, lengths[-1], generator)
     agreement = Agreement() if len(lengths) > 1 else None
-    one_start = len(z) > 1 and bool((z == z[:1]).all())
-    run_state = RunState(
-        0, state, state.generator.get_state(), 0, lengths[-1], agreement, seed=seed, one_start=one_start
-    )
+    shared = len(z) > 1 and bool((z == z[:1]).all())
+    run_state = RunState(0, state, state.generator.get_state(), 0, lengths[-1], agreement, seed=seed, one_start=shared)
     if settings.store is not None:
         recorder.fingerprint = identify(settings, density, seed)
         require_storable(vars(run_state), settings.kernel)
@@ -340,15 +336,15 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
     return run_state
 
 
-def restore(settings: Settings, checkpoint: Checkpoint, recorder: Recorder) -> tuple[Density, RunState]:
+def restore(settings: Settings, last: Checkpoint, recorder: Recorder) -> tuple[Density, RunState]:
     """Rebuild the density and the state of the run at its last commit.
 
     :raises StoreError: if the store holds another run, or a damaged one.
     """
-    if not checkpoint.state:
+    if not last.state:
         raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
     try:
-        call, engine = checkpoint.fingerprint["call"], checkpoint.fingerprint["rounding"]["engine"]
+        call, engine = last.fingerprint["call"], last.fingerprint["rounding"]["engine"]
         seed = call["seed"] if settings.seed is None else settings.seed
         # An extended run might choose another engine or chunk, which would round differently.
         density = settings.density(
@@ -356,18 +352,14 @@ def restore(settings: Settings, checkpoint: Checkpoint, recorder: Recorder) -> t
             engine=engine if settings.engine == "auto" else settings.engine,
         )
         recorder.fingerprint = identify(settings, density, seed)
-        require_same(settings, checkpoint.fingerprint, recorder.fingerprint)
-        fields, stored_energies = unpack(checkpoint.state, settings.kernel)
+        require_same(settings, last.fingerprint, recorder.fingerprint)
+        fields, stored_energies = unpack(last.state, settings.kernel)
         run_state = RunState(**{**fields, "seed": seed})
         iteration, num_warmup, z = run_state.iteration, run_state.num_warmup, run_state.state.z
         draws = max(iteration - num_warmup, 0) // settings.thinning
-        if (
-            iteration < 0
-            or num_warmup not in settings.warmups(density)
-            or not run_state.draws == draws == checkpoint.draws
-            or z.shape != (settings.num_chains, density.dim)
-        ):
-            raise ValueError(f"{len(z)} chains have {checkpoint.draws} draws at iteration {iteration}")
+        fits = iteration >= 0 and num_warmup in settings.warmups(density) and run_state.draws == draws == last.draws
+        if not fits or z.shape != (settings.num_chains, density.dim):
+            raise ValueError(f"{len(z)} chains have {last.draws} draws at iteration {iteration}")
         require_same_energies(settings, density, z, stored_energies)
     except StoreError:
         raise
@@ -520,10 +512,8 @@ def _draw_starts(density: Density, count: int, initial: Any, generator: torch.Ge
 
 
 def _warn_of_flat_entries(density: Density, z: Tensor) -> None:
-    """Warn of entries whose gradient is exactly zero at all starts and near them: the density doesn't depend on them.
-
-    Proper priors have no such entries, and chains would drift along them for ever.
-    """
+    """Warn of entries whose gradient is exactly zero at all starts and near them, as under no proper prior. The density
+    doesn't depend on them, and chains would drift along them for ever."""
     if density.row_counts:
         return
     flat = (evaluated_once(density, torch.cat([z, 0.9 * z + 0.1]))[1] == 0).all(0)
@@ -541,7 +531,7 @@ def _warn_of_flat_entries(density: Density, z: Tensor) -> None:
 
 
 def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Density]:
-    """Choose a kernel and a number of chains for a model; return the settings, which say why, and the density.
+    """Choose a kernel and, unless it is given, the number of chains; return the new settings and the density.
 
     The rules use counts rather than timings, so that every run of a model chooses alike and a stored one resumes. They
     rest on measurements (``ordinary_models`` of commit 4060604).
@@ -552,8 +542,6 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     * **AdaptiveHMC** for many chains, which it moves in step; NUTS would wait for the longest tree.
     * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations a step and saves many steps. Not
       for networks, whose modes differ in their correlations.
-
-    :param num_chains: ``None``: chosen, too.
     """
     density = settings.density()
     limits = {

@@ -24,10 +24,9 @@ SMALLEST_TASK, LARGEST_TASK, MIN_TASKS = 4, 16, 4  # chains that warm up togethe
 
 
 def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: int | None, progress: bool) -> Posterior:
-    """Run chains in tasks and concatenate their posteriors.
+    """Run chains in tasks, each with its own seed and, within a store, its own folder; concatenate their posteriors.
 
-    Each task is a run with its own seed and, within a store, its own folder. The draws depend on the size of the tasks,
-    and not on where they run. The error of a task carries a note that names its chains.
+    The draws depend on the size of the tasks and not on where they run. A note of a task's error names its chains.
 
     :param executor: its workers run the tasks. ``None``: this process does.
     :param chains_per_task: ``None``: see :func:`default_size`.
@@ -86,8 +85,7 @@ def run_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str
     """Run one task in this process, on one thread of PyTorch's.
 
     :param caller: id of the process that submits the task, and its number of threads.
-    :return: samples and statistics as arrays, which every executor can send, or nothing if they are in a store; and the
-        metadata.
+    :return: samples and statistics as arrays, which every executor can send (none if there is a store), and metadata.
     """
     before = caller[1] if caller[0] == os.getpid() else torch.get_num_threads()  # a new thread reports another number
     torch.set_num_threads(1)

@@ -83,10 +83,7 @@ def checked(name: str, value: float, limits: tuple[float, float], finding: str, 
 
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
-    """Check that all draws are finite.
-
-    :param draws: name, as in the message -> ``(chains, draws, ...)``.
-    """
+    """Check that all draws are finite: name in the message -> ``(chains, draws, ...)``."""
     for name, value in draws.items():
         count = non_finite(value)
         if bool(count.any()):
@@ -258,11 +255,10 @@ def named(chains: Sequence[int]) -> str:
 def sampler_failures(
     statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
 ) -> list[Check]:
-    """Return the failed checks that a run warns of: acceptance, divergences and energy errors; with enough draws also
-    R-hat, temperatures and E-BFMI (of which a warning counts).
+    """Return the failed checks that a run warns of; with few draws, of acceptance, divergences and energy errors only.
 
-    :param statistics: the sampler's, ``(chains, draws)`` each.
-    :param samples: draws on which the chains must agree; ``None`` if they needn't.
+    :param statistics: of the sampler, ``(chains, draws)`` each.
+    :param samples: draws on which chains must agree; then E-BFMI, too, is checked. ``None``: they needn't.
     """
     names = {"acceptance", "divergences", "energy error", "weights"}
     length = min((value.shape[1] for value in statistics.values()), default=0)
@@ -273,6 +269,5 @@ def sampler_failures(
     arrived = all(check.status != "fail" for check in agreement)
     checks = [*sampler_checks(statistics, subsampled, arrived), *agreement]
     failed = [check for check in checks if check.name in names and check.status == "fail"]
-    return failed + [
-        check for check in checks if agreement and check.name == "energy" and check.status in ("fail", "warn")
-    ]
+    energy = [check for check in checks if check.name == "energy" and check.status in ("fail", "warn")]
+    return failed + energy if agreement else failed

@@ -150,10 +150,8 @@ class Posterior:
         return {site: value.shape[2:] for site, value in self.samples.items()}
 
     def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
-        """Return the draws as weights, as Pyro's ``MCMC.get_samples`` does.
-
-        Deterministic sites are left out, which ``Predictive`` would keep instead of recomputing; :attr:`samples` has
-        them.
+        """Return the draws as Pyro's ``MCMC.get_samples`` does, without deterministic sites, which ``Predictive`` would
+        keep instead of recomputing (:attr:`samples` has them).
 
         :param num_samples: number of draws, with replacement. ``None``: all of them, once.
         :param group_by_chain: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
@@ -213,13 +211,11 @@ class Posterior:
     to_arviz = to_arviz
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Diagnose convergence in the form of Pyro's ``MCMC.diagnostics``.
+        """Diagnose convergence as Pyro's ``MCMC.diagnostics`` does: site -> ``n_eff`` (bulk effective sample size) and
+        ``r_hat`` (rank-normalised split R-hat) of its entries; ``"divergences"`` -> ``{"chain 0": [draws], ...}``; if
+        the sampler has one, ``"acceptance rate"`` -> ``{"chain 0": mean, ...}``.
 
         Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
-
-        :return: site -> ``n_eff`` (bulk effective sample size) and ``r_hat`` (rank-normalised split R-hat) of its
-            entries; ``"divergences"`` -> ``{"chain 0": [draws], ...}``; and ``"acceptance rate"``, if the sampler has
-            one -> ``{"chain 0": mean, ...}``.
         """
         numbers = {site: chain_statistics(value) for site, value in self.samples.items()}
         result: dict[str, dict[str, Any]] = {s: {"n_eff": n.ess_bulk, "r_hat": n.r_hat} for s, n in numbers.items()}

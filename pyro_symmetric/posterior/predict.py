@@ -89,9 +89,7 @@ def predict(
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
-    arguments.weights(
-        "posterior", weights, "a Posterior, a guide of this library, or guides.sample_posterior of another"
-    )
+    arguments.weights("posterior", weights, "a Posterior, a guide of this library, or sample_posterior of another")
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
         isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())
@@ -118,9 +116,7 @@ def predict(
     return tree_map(lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0], *results)
 
 
-def _in_chunks(
-    predictor: NetworkPredictor | TracedPredictor, draws: Weights, count: int, add_up: bool, progress: bool
-) -> list[Any]:
+def _in_chunks(predictor: Any, draws: Weights, count: int, add_up: bool, progress: bool) -> list[Any]:
     """Predict in chunks of draws; return the chunks' predictions or, added up over the draws, a single one."""
     device, results = next(iter(draws.values())).device, list[Any]()
     max_entries = CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
@@ -190,8 +186,8 @@ class NetworkPredictor:
         mean = self.model.likelihood.mean(outputs)
         if self.kind == "mean":
             return mean
-        latents = {name: weights[name] for name in self.latents}
-        targets = self.model.likelihood.distribution(outputs, latents).sample()
+        law = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents})
+        targets = law.sample()
         return targets[..., None] if mean.shape == (*targets.shape, 1) else targets
 
 
