@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
-from pyro_symmetric.discovery.linear_twin import Pass, gradients, precise
+from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Group
@@ -75,7 +75,7 @@ def completeness(
     if sum(shape.numel() for shape in symmetry.site_shapes.values()) > LARGEST:
         raise ValueError(f"there are more than {LARGEST} weights, whose null space takes too long to find")
     run, tried = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits), list[Completeness]()
-    own = {site: precise(value.detach(), torch.float64) for site, value in symmetry.weights_of(net).items()}
+    own = {site: in_dtype(value.detach(), torch.float64) for site, value in symmetry.weights_of(net).items()}
     for point in range(POINTS):
         weights = {site: near(value, site in symmetry.buffers) for site, value in own.items()}
         if point % 2:  # units that read positive numbers switch on and off if their weights have a mean of nearly zero

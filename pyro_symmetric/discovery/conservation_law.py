@@ -1,14 +1,18 @@
-r"""Scales, signs and shifts of units, by gradients alone.
+r"""Scales, signs and shifts of units, from conservation laws of the gradient.
 
-If all weights :math:`W_a` that a unit lies in may be multiplied by :math:`\lambda^{e_a}`, the derivative in
-:math:`\log\lambda` is zero: :math:`\sum_a e_a \langle W_a, \partial L / \partial W_a \rangle = 0` for every loss
-:math:`L` of the outputs, every input and all weights, a conservation law for each unit. So exponents are the whole
-numbers in the null space of a small matrix, to which each random loss adds a row for each unit. A shift of a bias is a
-direction along which its gradient adds up to zero.
+Let a unit ``u`` meet the weights :math:`W_a[u]` along axes ``a``. If multiplying them by :math:`\lambda^{e_a}` leaves
+the outputs as they are, so it does every loss :math:`L` of the outputs; the derivative in :math:`\log\lambda` is
+Noether's identity
 
-Gradients are those of a twin of the network, in which no scale passes through a clamp, say, that the inputs happen not
-to reach. Signs obey the same law, modulo two, in a linear twin (:mod:`~pyro_symmetric.discovery.linear_twin`). What
-follows for small steps, or for twins, is then tried on the network itself.
+.. math:: \sum_a e_a \, \langle W_a[u], \partial L / \partial W_a[u] \rangle = 0,
+
+at all weights and for all inputs. Each random loss adds one row for each unit to the matrix of these inner products,
+whose columns are the axes; the exponents are the small integers of its null space. Along a shift of a bias the gradient
+adds up to zero.
+
+A gradient knows only the inputs that it saw: it is taken in a twin of the network in which no scale passes, say, a
+clamp that they didn't reach. Signs obey the same law, modulo two, in a linearised twin
+(:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law proposes is then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
 2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).
@@ -31,7 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.cells import module_name, unused
-from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, precise, random_like
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, in_dtype, random_like
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.symmetry import near
 from pyro_symmetric.discovery.trace import Trace
@@ -40,20 +44,20 @@ from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-PRECISE = 6_000_000  # networks with more weights are differentiated in float32
-SMALL = 20_000  # networks with fewer weights are looked at near several sets of weights, each farther off
-SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # of these around the network's own, relative to their standard deviation
-FURTHER = 12 * (1.2,)  # of sets at which nothing is proposed, but proposals are tried
-# Random losses at most, of large and of small networks; units with more places than these tell have no multipliers.
-MOST = (6, 48)
-# Relative size of what counts as zero in a precision: of singular values, and of gradients.
+FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
+SMALL = 20_000  # networks with fewer weights are probed at several points
+SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # distances of these points from the network's weights, in their deviations
+TEST_SPREADS = 12 * (1.2,)  # distances of further points, at which proposals are tried only
+MOST_LOSSES = (6, 48)  # of a large and of a small network; cells that need more get no multipliers
+# Relative tolerances, by precision: singular values of the null space, and magnitudes of axes without gradient.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
-EXACT = 1e-12  # of the scale of a whole site: an epsilon in a norm makes a larger difference
-LARGEST = 12  # larger exponents aren't looked for
+EXACT = 1e-12  # relative tolerance for the scale of a whole site; the epsilon of a norm exceeds it
+LARGEST_EXPONENT = 12
 
-Place = tuple[str, int, int]  # a site, an axis, and how many axes count as one
-Powers = tuple[int, ...]  # for each place of some units, the power with which a multiplier enters
-Moves = dict[Powers, frozenset[Move]]  # whether these are the exponents of scales or of signs
+Place = tuple[str, int, int]  # site, dim and span of an axis
+Products = dict[Place, Tensor]  # ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
+Exponents = tuple[int, ...]  # one for each axis of a cell; of signs, their parities
+Moves = dict[Exponents, frozenset[Move]]  # whether these are the exponents of scales, of signs, or of both
 
 
 @torch.inference_mode(False)
@@ -68,56 +72,55 @@ def with_multipliers(
     held: Collection[str] = (),
     logits: bool = False,
 ) -> list[Units]:
-    """Units with the multipliers that they admit, and further units that are only multiplied or shifted.
+    """Add to units the multipliers that they admit, and units that are only multiplied or shifted.
 
     :param units: the units that permute, outer ones first.
     :param fixed: units that nothing permutes.
     :param traces: the forward passes whose outputs matter.
     :param net: the network that was traced.
     :param shapes: the shapes of all sites.
-    :param slices: of matrices whose rows fall into slices that read other inputs each, the slice of each row.
-    :param held: sites that stay as they are.
+    :param slices: for matrices whose rows fall into slices that read different inputs, the slice of each row.
+    :param held: frozen sites.
     :param logits: whether outputs go through a softmax.
     """
-    found = {one.name: one for one in units}
+    every = {one.name: one for one in units}
     try:
         law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
         cells = list[_Cell]()
         for one in (*units, *fixed):
-            inside = [other for other in units if other.parent == one.name]
-            made_of = {other.name for other in inside}
-            if law.small and one.count == 1 and not one.moves:  # all that others do together may be what one unit does
-                made_of = {cell.units.name for cell in cells}
-            places = _places(one, inside, law, slices, held)
-            if places:
-                cells.append(_Cell(one, places, frozenset(made_of)))
-        moves = law.moves(cells)
-    except NotDifferentiable:  # then permutations alone are told
+            inner = [other for other in units if other.parent == one.name]
+            spanning = {other.name for other in inner}
+            if law.small and one.count == 1 and not one.moves:  # all others together may do what a lone unit does
+                spanning = {cell.units.name for cell in cells}
+            axes = _axes_of(one, inner, law, slices, held)
+            if axes:
+                cells.append(_Cell(one, axes, frozenset(spanning)))
+        multipliers = law.multipliers(cells)
+    except NotDifferentiable:  # permutations alone are found
         return list(units)
-    for cell, own in zip(cells, moves, strict=True):
-        _add_multipliers(found, cell, own)
-    alone = [{axis.site for axis in one.axes if axis.exponent} for one in found.values()]
-    lying = {axis.site for one in found.values() for axis in one.axes}
-    for site, move in law.whole():
-        if site not in held and ({site} not in alone if move == "scale" else site not in lying):
+    for cell, moves in multipliers.items():
+        _add_multipliers(every, cell, moves)
+    multiplied = [{axis.site for axis in one.axes if axis.exponent} for one in every.values()]
+    occupied = {axis.site for one in every.values() for axis in one.axes}
+    for site, move in law.whole_sites():
+        if site not in held and ({site} not in multiplied if move == "scale" else site not in occupied):
             axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
-            found[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
-    return list(found.values())
+            every[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
+    return list(every.values())
 
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
-    """The group of all units; multipliers that permutations don't carry onto one another are left out."""
+    """Build the group of all units, without multipliers that permutations don't carry onto one another."""
     with contextlib.suppress(ValueError):
         return Group(units, shapes, of_network=True)
-    plain = ((one, [replace(axis, exponent=0, epsilon=None) for axis in one.axes]) for one in units)
-    kept = {
-        one.name: replace(one, axes=tuple(axes), moves=frozenset({"permute"}))
-        for one, axes in plain
-        if "permute" in one.moves
-    }
+    kept = dict[str, Units]()
+    for one in units:
+        if "permute" in one.moves:
+            axes = tuple(replace(axis, exponent=0, epsilon=None) for axis in one.axes)
+            kept[one.name] = replace(one, axes=axes, moves=frozenset({"permute"}))
 
     def add(some: Sequence[Units]) -> None:
-        """Those that fit in with what is there, by halves."""
+        """Add the units that fit in with the others, by bisection."""
         try:
             kept.update(Group((kept | {one.name: one for one in some}).values(), shapes).units)
         except ValueError:
@@ -128,44 +131,263 @@ def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     return Group(kept.values(), shapes, of_network=True)
 
 
-# where units lie ------------------------------------------------------------------------------------------------------
+# the law --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Cell:
-    """Units that are alike, and the places where each of them lies: axes with one exponent each.
+    """Units with a common law.
 
-    :param made_of: names of units whose combined multipliers may equal these.
+    :param axes: the axes of the law, with one exponent each: pieces of the units' own.
+    :param spanning: names of other units, whose combined multipliers may equal these.
     """
 
     units: Units
-    places: tuple[Axis, ...]
-    made_of: frozenset[str]
+    axes: tuple[Axis, ...]
+    spanning: frozenset[str]
 
 
-def _places(
-    units: Units, inside: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
+Proposal = tuple[_Cell, Exponents]
+Bases = dict[_Cell, list[Exponents]]
+
+
+class _Point(NamedTuple):
+    """Random weights near the network's own, random inputs of each pass, and the network's outputs there."""
+
+    weights: Weights
+    inputs: list[list[Tensor]]
+    outputs: list[Tensor]
+
+
+class _Law:
+    """The conservation laws of a network's units, from random losses at random points."""
+
+    def __init__(self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]):
+        self.passes, self.shapes = passes, shapes
+        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+        weights = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
+        size = sum(value.numel() for value in weights.values())
+        self.small = size < SMALL
+        self.dtype = torch.float64 if size < FLOAT64 else torch.float32
+        self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
+        self.buffers = set(dict(net.named_buffers()))
+        self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
+        self.generator = torch.Generator("cpu").manual_seed(0)
+        self.first_gradient: Weights = {}
+        # A unit that is silent at one point (a ReLU that no input switches on) isn't at another, farther off.
+        weights = {site: in_dtype(value, self.dtype) for site, value in weights.items()}
+        self.points = [self._point(weights, spread) for spread in (SPREADS if self.small else SPREADS[:1])]
+        self.test_points = [self._point(weights, spread) for spread in (TEST_SPREADS if self.small else ())]
+
+    def multipliers(self, cells: Sequence[_Cell]) -> dict[_Cell, Moves]:
+        """Find for each cell the exponents of its multipliers, and whether these are scales, signs or both."""
+        most = MOST_LOSSES[self.small]
+        soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
+        spare = 4 if self.small else 1  # of rows; for three units with one axis, an image's channels, one loss will do
+        needed = [math.ceil((2 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
+        losses = max(len(self.points), min(most, max(needed, default=1)))
+        products = self._inner_products(cells, losses, "scale")
+        scales = self._confirmed({cell: self._scales(cell, products) for cell in cells}, 4.0)
+        scales = _independent_of_others(scales, self.shapes, False)
+        try:
+            linear = self._inner_products(cells, losses, "flip")
+            signs = {cell: self._signs(cell, scales[cell], products, linear) for cell in cells}
+        except NotDifferentiable:
+            signs = {cell: [] for cell in cells}
+        signs = _independent_of_others(self._confirmed(signs, -1.0), self.shapes, True)
+        found: dict[_Cell, Moves] = {cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells}
+        for cell, moves in found.items():
+            for parity in signs[cell]:
+                same = next((exponents for exponents in moves if _parity(exponents) == parity), parity)
+                moves[same] = moves.get(same, frozenset()) | {"flip"}
+        return found
+
+    def whole_sites(self) -> Iterator[tuple[str, Move]]:
+        """Iterate over vectors that may be shifted, and sites that may be scaled, as a whole, as one loss tells.
+
+        Single precision can't tell such a scale from one that an epsilon breaks.
+        """
+        norms = {site: float(gradient.norm()) for site, gradient in self.first_gradient.items()}
+        for site, norm in norms.items():
+            if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
+                continue
+            gradient = self.first_gradient[site].real
+            if len(self.shapes[site]) == 1 < self.shapes[site][0] and abs(float(gradient.sum())) <= self.null * norm:
+                yield site, "shift"
+            products = (self.points[0].weights[site] * self.first_gradient[site].conj()).real
+            if self.dtype == torch.float64 and abs(float(products.sum())) <= EXACT * float(products.abs().sum()):
+                yield site, "scale"
+
+    # inner products -------------------------------------------------------------------------------------------------
+
+    def _inner_products(self, cells: Sequence[_Cell], losses: int, twin: Move) -> Products:
+        r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all positions ``i`` of all axes."""
+        axes = {_place(axis): axis for cell in cells for axis in cell.axes}
+        kept = {axis.site: set[int]() for axis in axes.values()}  # the dimensions that aren't summed over
+        for axis in axes.values():
+            kept[axis.site].update(range(axis.dim, axis.dim + axis.span))
+        found: dict[Place, list[Tensor]] = {place: [] for place in axes}
+        for weights, gradient in self._gradients(losses, twin):
+            self.first_gradient = self.first_gradient or gradient
+            sums = dict[str, list[Tensor]]()
+            for site in kept.keys() & gradient.keys():
+                weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
+                terms = (weight * gradient[site].conj()).real
+                rest = [dim for dim in range(terms.dim()) if dim not in kept[site]]
+                sums[site] = [x.sum(rest, keepdim=True) if rest else x for x in (terms, terms.abs())]
+            for place, axis in axes.items():
+                own = torch.zeros(2, axis.length(self.shapes), device="cpu")
+                if axis.site in sums:
+                    spanned = [_spanned(x, axis).unsqueeze(-1) for x in sums[axis.site]]
+                    rest = [dim for dim in range(spanned[0].dim()) if dim != axis.dim]
+                    own = torch.stack([x.sum(rest) for x in spanned])
+                found[place].append(own.double().cpu())
+        return {place: torch.stack(own, 1) for place, own in found.items()}
+
+    def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
+        """Iterate over weights and the gradients of random losses of a twin there."""
+        for k, point in enumerate(self.points):
+            weights = {site: value.detach().requires_grad_() for site, value in point.weights.items()}
+            outputs = self._outputs(weights, point.inputs, twin)
+            for gradient in gradients(outputs, weights, len(range(k, losses, len(self.points))), self.generator):
+                yield point.weights, gradient
+
+    def _outputs(
+        self,
+        weights: Weights,
+        inputs: Sequence[Sequence[Tensor]],
+        twin: Move | None = None,
+        unfitted: set[int] | None = None,
+    ) -> list[Tensor]:
+        torch.default_generator.manual_seed(0)
+        passes = zip(self.passes, inputs, strict=True)
+        with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
+            return [out for one, own in passes for out in one.outputs(weights, own, self.dtype, twin, unfitted)]
+
+    def _point(self, own: Weights, spread: float) -> _Point:
+        """Draw a point near a network's own weights; inputs are the example's if it doesn't take random ones."""
+        weights = {site: near(value, site in self.buffers, spread, self.generator) for site, value in own.items()}
+        # Fitted statistics keep every layer's signal, and with it the rounding: too much for single precision.
+        fitted = self.epsilons if self.dtype == torch.float64 else ()
+        unfitted = {id(weights[site]) for site in fitted if site in weights}
+        example = [[in_dtype(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
+        inputs = [[random_like(x, self.generator) for x in tensors] for tensors in example]
+        with contextlib.suppress(NotDifferentiable):
+            outputs = self._outputs(weights, inputs, None, unfitted)
+            if all(bool(out.isfinite().all()) for out in outputs):
+                return _Point(weights, inputs, outputs)
+        return _Point(weights, example, self._outputs(weights, example))
+
+    # proposals ------------------------------------------------------------------------------------------------------
+
+    def _scales(self, cell: _Cell, products: Products) -> list[Exponents]:
+        """Solve a cell's law for a basis of the exponents of scales."""
+        law, magnitude = _matrix(cell, products)
+        if not bool((magnitude > 0).all()):  # no loss depends on some axis, an expert's, say: nothing is known of it
+            return []
+        movable = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.axes]
+        live = (magnitude > self.silent) & torch.tensor(movable, device="cpu")
+        return _integer_null_space(law, magnitude, live, cell, self.null)
+
+    def _signs(self, cell: _Cell, scales: list[Exponents], products: Products, linear: Products) -> list[Exponents]:
+        """Propose a basis of the parities of a cell's axes: 1 where a sign enters, else 0.
+
+        :param products: inner products of the twin of scales; ``linear``: of the linearised twin.
+        """
+        magnitude, (law, linear_magnitude) = _matrix(cell, products)[1], _matrix(cell, linear)
+        if not bool((magnitude > 0).all()):
+            return []
+        live = (magnitude > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.axes], device="cpu")
+        seen = live & (linear_magnitude > self.silent)
+        # Axes that only even functions read flip together; what is nearly silent, trials can't decide.
+        unseen = live & ~seen & (magnitude > 10 * self.null)
+        null_space = _integer_null_space(law, linear_magnitude, seen, cell, self.null)
+        proposed = np.array([unseen.tolist(), *null_space], dtype=int)
+        # Gains and biases are the pivots, so that streams flip without the gains of their normalisations.
+        order = np.argsort([self.shapes[axis.site].numel() for axis in cell.axes], kind="stable")
+        basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
+        shared = [parity for parity in map(_parity, scales) if len(independent([*basis, parity], True)) == len(basis)]
+        every = [*shared, *map(tuple, basis)]
+        return [every[k] for k in independent(every, True)]
+
+    # trials ---------------------------------------------------------------------------------------------------------
+
+    def _confirmed(self, bases: Bases, factor: float) -> Bases:
+        """Keep the exponents that leave outputs as they are when units are multiplied by powers of a factor."""
+        every = [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
+        # One by one first, since changes may cancel; then all at once far off, where a clamp isn't odd any more.
+        for k, point in enumerate([*self.points, *self.test_points]):
+            if self.small and k == 0:
+                every = [one for one in every if not self._refuted([one], point, factor)]
+            refuted = set(self._refuted(every, point, factor))
+            every = [one for one in every if one not in refuted]
+        return {cell: [own for own in basis if (cell, own) in every] for cell, basis in bases.items()}
+
+    def _refuted(self, proposals: Sequence[Proposal], point: _Point, factor: float) -> list[Proposal]:
+        """Return the proposals that change outputs at a point.
+
+        Random units are multiplied by the factor; all others are divided by it, or stay if it is a sign.
+        """
+        powers = dict[Proposal, Tensor]()
+        for one in proposals:
+            chosen = torch.rand(one[0].units.count, generator=self.generator, device="cpu") < 0.5
+            powers[one] = torch.where(chosen, 1.0, 0.0 if factor < 0 else -1.0).double()
+        if len(proposals) == 1:
+            powers[proposals[0]][0] = 1.0
+
+        def change(some: Sequence[Proposal]) -> bool:
+            """Return whether these proposals together change outputs."""
+            total = dict[Place, Tensor]()
+            for cell, exponents in some:
+                largest = 1 if factor < 0 else max(map(abs, exponents))
+                for axis, exponent in zip(cell.axes, exponents, strict=True):
+                    if exponent:
+                        zeros = torch.zeros(axis.length(self.shapes), dtype=torch.float64, device="cpu")
+                        own = exponent / largest * powers[cell, exponents]
+                        total.setdefault(_place(axis), zeros)[axis.index] += own
+            moved = dict(point.weights)
+            for (site, dim, span), power in total.items():
+                shape, epsilon = self.shapes[site], self.epsilons.get(site)
+                value = moved[site].reshape(*shape[:dim], -1, *shape[dim + span :])
+                factors = factor ** power.to(value.device).reshape(-1, *(1 for _ in shape[dim + span :]))
+                factors = factors.to(value.real.dtype)
+                value = (value + epsilon) * factors - epsilon if epsilon else value * factors
+                moved[site] = value.reshape(shape)
+            with torch.no_grad():
+                return not difference(point.outputs, self._outputs(moved, point.inputs)) < 10 * self.null
+
+        return guilty(proposals, change) if proposals and change(proposals) else []
+
+
+# axes of the law ------------------------------------------------------------------------------------------------------
+
+
+def _axes_of(
+    units: Units, inner: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
 ) -> tuple[Axis, ...]:
-    """The places where units lie; those at which one further unit lies inside them have one exponent."""
-    places = list[Axis]()
+    """Cut the axes of units into pieces with one exponent each: blocks that hold the same inner unit share theirs."""
+    axes = list[Axis]()
     for axis in units.axes:
         if axis.site in held:
             continue
-        inner = [row for one in inside for own in one.axes if _place(own) == _place(axis) for row in own.index]
+        inner_blocks = [
+            block for one in inner for own in one.axes if _place(own) == _place(axis) for block in own.index
+        ]
         owner = torch.full((axis.length(law.shapes),), -1, device="cpu")
-        for number, row in enumerate(inner):
-            owner[row] = number
-        together: dict[int, list[Tensor]] = {}
-        for k, (row, own) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
-            together.setdefault(int(own[0]) if bool((own == own[0].clamp_min(0)).all()) else -1 - k, []).append(row)
-        blocks = (replace(axis, index=torch.stack(rows)) for rows in together.values())
-        places += [piece for block in blocks for piece in _cut(block, slices.get(axis.site), law)]
-    return tuple(replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in places)
+        for number, block in enumerate(inner_blocks):
+            owner[block] = number
+        pieces: dict[int, list[Tensor]] = {}
+        for k, (block, own) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
+            shared = int(own[0]) >= 0 and bool((own == own[0]).all())
+            pieces.setdefault(int(own[0]) if shared else -1 - k, []).append(block)
+        for blocks in pieces.values():
+            axes += _cut(replace(axis, index=torch.stack(blocks)), slices.get(axis.site), law.shapes)
+    return tuple(replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in axes)
 
 
-def _cut(axis: Axis, slices: Array | None, law: _Law) -> list[Axis]:
-    """Columns of a small matrix of which slices of rows read other inputs each: those of each slice by themselves."""
-    rows, columns = (*law.shapes[axis.site], 1)[:2]
+def _cut(axis: Axis, slices: Array | None, shapes: Mapping[str, torch.Size]) -> list[Axis]:
+    """Cut the columns of a small matrix into those of each slice of rows, if slices read different inputs."""
+    rows, columns = (*shapes[axis.site], 1)[:2]
     if slices is None or (axis.dim, axis.span, len(axis.index)) != (1, 1, 1) or rows * columns > SMALL:
         return [axis]
     pieces = (torch.from_numpy(np.flatnonzero(slices == number))[:, None] for number in np.unique(slices))
@@ -176,290 +398,82 @@ def _place(axis: Axis) -> Place:
     return axis.site, axis.dim, axis.span
 
 
-def _one_run(shape: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    """A site's shape if the axes that an axis spans are one."""
-    first, last = axis.dim, axis.dim + axis.span
-    return (*shape[:first], math.prod(shape[first:last]), *shape[last:])
+def _spanned(value: Tensor, axis: Axis) -> Tensor:
+    """Merge the dimensions that an axis spans."""
+    return value.flatten(axis.dim, axis.dim + axis.span - 1)
 
 
-# the law --------------------------------------------------------------------------------------------------------------
+# integer null spaces --------------------------------------------------------------------------------------------------
 
 
-class _Draw(NamedTuple):
-    """Weights near the network's own, random inputs of each pass, and the outputs."""
+def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
+    """Return the matrix of a cell's law, ``(losses * units, axes)``, and the largest magnitude of each column.
 
-    weights: Weights
-    inputs: list[list[Tensor]]
-    outputs: list[Tensor]
-
-
-class _Law:
-    """The conservation laws of some passes: of random losses, at random weights near the network's own."""
-
-    def __init__(self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]):
-        self.passes, self.shapes = passes, shapes
-        tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-        own = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
-        size = sum(value.numel() for value in own.values())
-        self.dtype = torch.float64 if size < PRECISE else torch.float32
-        self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
-        self.buffers = set(dict(net.named_buffers()))
-        self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
-        self.generator = torch.Generator("cpu").manual_seed(0)
-        self.first: Weights = {}  # the gradients of the first loss
-        # Where one unit is silent, because another is negative, say, another speaks farther off.
-        self.small = size < SMALL
-        own = {site: precise(value, self.dtype) for site, value in own.items()}
-        self.draws = [self._draw(own, far) for far in (SPREADS if self.small else SPREADS[:1])]
-        self.further = [self._draw(own, far) for far in (FURTHER if self.small else ())]
-
-    def moves(self, cells: Sequence[_Cell]) -> list[Moves]:
-        """For each cell, with which powers multipliers enter its places, and whether these are scales or signs."""
-        most = MOST[self.small]
-        told = [cell for cell in cells if len(cell.places) + 4 <= most * cell.units.count]
-        spare = 4 if self.small else 1  # three units with one place, an image's channels, say, ask for one loss then
-        asked = [math.ceil((2 * len(cell.places) + spare) / cell.units.count) for cell in told]
-        losses = max(len(self.draws), min(most, max(asked, default=1)))
-        plain = self._sums(cells, losses, "scale")
-        scales = self._right(cells, [self._scales(cell, plain) for cell in cells], 4.0)
-        scales = _besides(cells, scales, self.shapes, False)
-        try:
-            twin = self._sums(cells, losses, "flip")
-            signs = [self._signs(cell, own, plain, twin) for cell, own in zip(cells, scales, strict=True)]
-        except NotDifferentiable:
-            signs = [[] for _ in cells]
-        signs = _besides(cells, self._right(cells, signs, -1.0), self.shapes, True)
-        found = []
-        for own, odd in zip(scales, signs, strict=True):
-            moves: Moves = {powers: frozenset({"scale"}) for powers in own}
-            for parities in odd:
-                same = next((powers for powers in moves if _odd(powers) == parities), parities)
-                moves[same] = moves.get(same, frozenset()) | {"flip"}
-            found.append(moves)
-        return found
-
-    def whole(self) -> Iterator[tuple[str, Move]]:
-        """The vectors that may be shifted, and the sites that may be scaled, as a whole, as far as one loss tells.
-
-        In single precision nothing tells such a scale from one that an epsilon breaks.
-        """
-        norms = {site: float(gradient.norm()) for site, gradient in self.first.items()}
-        for site, norm in norms.items():
-            if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
-                continue
-            gradient = self.first[site].real
-            if len(self.shapes[site]) == 1 < self.shapes[site][0] and abs(float(gradient.sum())) <= self.null * norm:
-                yield site, "shift"
-            slope = (self.draws[0].weights[site] * self.first[site].conj()).real
-            if self.dtype == torch.float64 and abs(float(slope.sum())) <= EXACT * float(slope.abs().sum()):
-                yield site, "scale"
-
-    # small steps ----------------------------------------------------------------------------------------------------
-
-    def _scales(self, cell: _Cell, sums: Mapping[Place, Tensor]) -> list[Powers]:
-        """A basis of the exponents of a cell's scales."""
-        rows, loud = _rows(cell, sums)
-        if not bool((loud > 0).all()):  # of a place that no loss depends on, an expert's, say, nothing is known
-            return []
-        moved = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.places]
-        live = (loud > self.silent) & torch.tensor(moved, device="cpu")
-        return _null_vectors(rows, loud, live, cell, self.null)
-
-    def _signs(
-        self, cell: _Cell, scales: Sequence[Powers], plain: Mapping[Place, Tensor], twin: Mapping[Place, Tensor]
-    ) -> list[Powers]:
-        """For a cell what may be a basis of the places that a sign enters (1; others are 0)."""
-        heard, (rows, loud) = _rows(cell, plain)[1], _rows(cell, twin)
-        if not bool((heard > 0).all()):
-            return []
-        live = (heard > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.places], device="cpu")
-        seen = live & (loud > self.silent)
-        # What only even functions read flips together; of what is nearly silent, trials tell nothing.
-        unseen = live & ~seen & (heard > 10 * self.null)
-        proposed = np.array([unseen.tolist(), *_null_vectors(rows, loud, seen, cell, self.null)], dtype=int)
-        # Gains and biases first: whatever the order of sites, streams flip without the gains of their normalisations.
-        order = np.argsort([self.shapes[axis.site].numel() for axis in cell.places], kind="stable")
-        basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
-        shared = [odd for odd in map(_odd, scales) if len(independent([*basis, odd], True)) == len(basis)]
-        every = [*shared, *map(tuple, basis)]
-        return [every[k] for k in independent(every, True)]
-
-    def _right(self, cells: Sequence[_Cell], proposed: Sequence[list[Powers]], factor: float) -> list[list[Powers]]:
-        """The proposals that leave outputs as they are if units are multiplied by powers of a factor."""
-        every = [(i, powers) for i, basis in enumerate(proposed) for powers in basis]
-        # Each alone, for what several change may cancel out; all together far off, where a clamp isn't odd any more.
-        for number, draw in enumerate([*self.draws, *self.further]):
-            if self.small and number == 0:
-                every = [one for one in every if not self._wrong([one], cells, draw, factor)]
-            wrong = set(self._wrong(every, cells, draw, factor))
-            every = [one for one in every if one not in wrong]
-        return [[powers for powers in basis if (i, powers) in every] for i, basis in enumerate(proposed)]
-
-    def _wrong(
-        self, chosen: Sequence[tuple[int, Powers]], cells: Sequence[_Cell], draw: _Draw, factor: float
-    ) -> list[tuple[int, Powers]]:
-        """Return the proposals that change outputs, by the numbers of their cells.
-
-        Random units are multiplied by a positive factor, and all others divided; random units are flipped.
-        """
-        units = {one: torch.rand(cells[one[0]].units.count, generator=self.generator, device="cpu") for one in chosen}
-        others = 0.0 if factor < 0 else -1.0
-        steps = {one: torch.where(own < 0.5, 1.0, others).double() for one, own in units.items()}
-        for own in steps.values() if len(chosen) == 1 else ():
-            own[0] = 1.0
-
-        def fails(some: Sequence[tuple[int, Powers]]) -> bool:
-            by = dict[Place, Tensor]()
-            for number, powers in some:
-                largest = 1 if factor < 0 else max(map(abs, powers))
-                for axis, power in zip(cells[number].places, powers, strict=True):
-                    if power:
-                        none = torch.zeros(axis.length(self.shapes), dtype=torch.float64, device="cpu")
-                        by.setdefault(_place(axis), none)[axis.index] += power / largest * steps[number, powers]
-            moved = dict(draw.weights)
-            for (site, dim, span), exponents in by.items():
-                shape, epsilon = self.shapes[site], self.epsilons.get(site)
-                run = moved[site].reshape(*shape[:dim], -1, *shape[dim + span :])
-                factors = factor ** exponents.to(run.device).reshape(-1, *(1 for _ in shape[dim + span :]))
-                factors = factors.to(run.real.dtype)
-                run = (run + epsilon) * factors - epsilon if epsilon else run * factors
-                moved[site] = run.reshape(shape)
-            with torch.no_grad():
-                return not difference(draw.outputs, self._outputs(moved, draw.inputs)) < 10 * self.null
-
-        return guilty(chosen, fails) if chosen and fails(chosen) else []
-
-    def _sums(self, cells: Sequence[_Cell], losses: int, twin: Move) -> dict[Place, Tensor]:
-        """For each place ``(2, losses, length)``: sums of weights times gradients, and of their magnitudes."""
-        axes = {_place(axis): axis for cell in cells for axis in cell.places}
-        looked = {axis.site: set[int]() for axis in axes.values()}  # the axes of sites along which units lie
-        for axis in axes.values():
-            looked[axis.site].update(range(axis.dim, axis.dim + axis.span))
-        found: dict[Place, list[Tensor]] = {place: [] for place in axes}
-        for weights, slopes in self._gradients(losses, twin):
-            self.first = self.first or slopes
-            products = dict[str, list[Tensor]]()
-            for site in looked.keys() & slopes.keys():
-                weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
-                own = (weight * slopes[site].conj()).real
-                rest = [dim for dim in range(own.dim()) if dim not in looked[site]]
-                products[site] = [x.sum(rest, keepdim=True) if rest else x for x in (own, own.abs())]
-            for place, axis in axes.items():
-                own = torch.zeros(2, axis.length(self.shapes), device="cpu")
-                if axis.site in products:
-                    run = (*_one_run(products[axis.site][0].shape, axis), 1)
-                    rest = [dim for dim in range(len(run)) if dim != axis.dim]
-                    own = torch.stack([x.reshape(run).sum(rest) for x in products[axis.site]])
-                found[place].append(own.double().cpu())
-        return {place: torch.stack(own, 1) for place, own in found.items()}
-
-    def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
-        """Weights, and the gradients of random losses there."""
-        for k, draw in enumerate(self.draws):
-            weights = {site: value.detach().requires_grad_() for site, value in draw.weights.items()}
-            outputs = self._outputs(weights, draw.inputs, twin)
-            for own in gradients(outputs, weights, len(range(k, losses, len(self.draws))), self.generator):
-                yield draw.weights, own
-
-    def _outputs(
-        self,
-        weights: Weights,
-        inputs: Sequence[Sequence[Tensor]],
-        twin: Move | None = None,
-        unsettled: set[int] | None = None,
-    ) -> list[Tensor]:
-        passes = zip(self.passes, inputs, strict=True)
-        torch.default_generator.manual_seed(0)
-        with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
-            return [out for one, own in passes for out in one.outputs(weights, own, self.dtype, twin, unsettled)]
-
-    def _draw(self, own: Weights, far: float) -> _Draw:
-        """Inputs are random numbers, or the example's if the network doesn't take others."""
-        weights = {site: near(value, site in self.buffers, far, self.generator) for site, value in own.items()}
-        # Where all layers are loud, rounding grows from layer to layer: too much for single precision.
-        settled = self.epsilons if self.dtype == torch.float64 else ()
-        unsettled = {id(weights[site]) for site in settled if site in weights}
-        given = [[precise(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
-        inputs = [[random_like(x, self.generator) for x in own] for own in given]
-        try:
-            outputs = self._outputs(weights, inputs, None, unsettled)
-            if all(bool(out.isfinite().all()) for out in outputs):
-                return _Draw(weights, inputs, outputs)
-        except NotDifferentiable:
-            pass
-        return _Draw(weights, given, self._outputs(weights, given))
-
-
-# what follows from it -------------------------------------------------------------------------------------------------
-
-
-def _rows(cell: _Cell, sums: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
-    """A cell's law, one row for each loss and unit ``(rows, places)``, and how loud each place is at most.
-
-    Both are relative to the loudest place of the row.
+    Each row is relative to the largest magnitude of its own.
     """
-    columns = [sums[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.places]
-    signed, loud = torch.stack(columns, -1)
-    signed, loud = (own[(loud.amax(1) > 0) & loud.isfinite().all(1)] for own in (signed, loud))
-    if not len(loud):
-        return signed, torch.zeros(len(cell.places), dtype=torch.float64, device="cpu")
-    return signed / loud.amax(1, keepdim=True), (loud / loud.amax(1, keepdim=True)).amax(0)
+    columns = [products[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.axes]
+    law, magnitude = torch.stack(columns, -1)
+    law, magnitude = (own[(magnitude.amax(1) > 0) & magnitude.isfinite().all(1)] for own in (law, magnitude))
+    if not len(law):
+        return law, torch.zeros(len(cell.axes), dtype=torch.float64, device="cpu")
+    largest = magnitude.amax(1, keepdim=True)
+    return law / largest, (magnitude / largest).amax(0)
 
 
-def _null_vectors(rows: Tensor, loud: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Powers]:
-    """A basis of the small whole numbers with which the live columns of a cell's law add up to zero."""
-    where = live.nonzero().flatten().tolist()
-    if not where or len(rows) < len(where) + 2:
+def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Exponents]:
+    """Return a basis of small integers of the null space of a law's live columns."""
+    columns = live.nonzero().flatten().tolist()
+    if not columns or len(law) < len(columns) + 2:
         return []
-    rows, loud = (rows / loud)[:, where], loud[where]
-    # Many, so that rounding averages out: it is what quiet places know least about.
-    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), 4 * len(where) + 1_000), device="cpu").long()]
-    values, vectors = torch.linalg.svd(rows, full_matrices=False)[1:]
-    basis = vectors[values <= null * math.sqrt(len(rows))] / loud
+    law, magnitude = (law / magnitude)[:, columns], magnitude[columns]
+    # Many rows, so that rounding averages out: it is what quiet axes know least about.
+    law = law[torch.linspace(0, len(law) - 1, min(len(law), 4 * len(columns) + 1_000), device="cpu").long()]
+    values, vectors = torch.linalg.svd(law, full_matrices=False)[1:]
+    basis = vectors[values <= null * math.sqrt(len(law))] / magnitude
     reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
-    whole = [np.array(numbers) for vector in reduced if (numbers := whole_numbers(vector))]
+    integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector))]
     found = []
-    for vector in _sparse(whole, np.array([cell.places[k].buffer for k in where])):
-        powers = np.zeros(len(live), dtype=int)
-        powers[where] = vector
-        sign = np.sign(powers[powers != 0][0])  # what enters the units has a positive exponent
-        found.append(tuple((sign * powers).tolist()))
+    for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):
+        exponents = np.zeros(len(live), dtype=int)
+        exponents[columns] = vector
+        sign = np.sign(exponents[exponents != 0][0])  # what enters the units has a positive exponent
+        found.append(tuple((sign * exponents).tolist()))
     return found
 
 
 def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
-    """A basis of the same, in which fewer vectors touch buffers, and more numbers are zero."""
+    """Add or subtract vectors of a basis so that fewer touch buffers, and fewer exponents differ from zero."""
 
     def cost(vector: Array) -> tuple[bool, int, int]:
         return bool(vector[buffers].any()), int(np.count_nonzero(vector)), int(np.count_nonzero(vector < 0))
 
     for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
-        if (vectors[i] * vectors[j]).any():  # else their sum has more numbers than either
+        if (vectors[i] * vectors[j]).any():  # else neither sum is sparser than its terms
             vectors[i] = min(vectors[i], vectors[i] + vectors[j], vectors[i] - vectors[j], key=cost)
     return vectors
 
 
-def whole_numbers(vector: Array) -> list[int]:
-    """The smallest multiple of a vector in whole numbers; none if these are large."""
-    for denominator in range(1, LARGEST + 1):
+def small_integers(vector: Array) -> list[int]:
+    """Return the smallest integer multiple of a vector; nothing if its entries are large."""
+    for denominator in range(1, LARGEST_EXPONENT + 1):
         numbers = (vector * denominator).round().astype(int)
         if np.abs(vector - numbers / denominator).max() <= 1e-3:
-            return [] if np.abs(numbers).max() > LARGEST else numbers.tolist()
+            return [] if np.abs(numbers).max() > LARGEST_EXPONENT else numbers.tolist()
     return []
 
 
 def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
-    """The reduced echelon form: each row is one where all others are zero; and the columns where, its pivots."""
+    """Return the reduced row echelon form without zero rows, and the columns of its pivots."""
     rows, pivots = rows.astype(float), list[int]()
     rows = rows % 2 if modulo_two else rows
     for column in range(rows.shape[1] if rows.size else 0):
-        done = len(pivots)
-        best = done + int(np.abs(rows[done:, column]).argmax())
+        rank = len(pivots)
+        best = rank + int(np.abs(rows[rank:, column]).argmax())
         if abs(rows[best, column]) < 1e-3:
             continue
-        rows[[done, best]] = rows[[best, done]]
-        rows[done] /= rows[done, column]
-        rows -= np.where(np.arange(len(rows)) == done, 0.0, rows[:, column])[:, None] * rows[done]
+        rows[[rank, best]] = rows[[best, rank]]
+        rows[rank] /= rows[rank, column]
+        rows -= np.where(np.arange(len(rows)) == rank, 0.0, rows[:, column])[:, None] * rows[rank]
         rows = rows % 2 if modulo_two else rows
         pivots.append(column)
         if len(pivots) == len(rows):
@@ -468,80 +482,79 @@ def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
 
 
 def independent(vectors: Sequence[Sequence[int]] | Array, modulo_two: bool) -> list[int]:
-    """The numbers of the vectors that those before them don't span."""
+    """Return the numbers of the vectors that earlier ones don't span."""
     return echelon(np.array(vectors).T, modulo_two)[1] if len(vectors) else []
 
 
-def _besides(
-    cells: Sequence[_Cell], bases: Sequence[list[Powers]], shapes: Mapping[str, torch.Size], modulo_two: bool
-) -> list[list[Powers]]:
-    """Keep of each cell's vectors, sparse ones first, what isn't made of those of other units."""
-    found = []
-    for cell, basis in zip(cells, bases, strict=True):
-        pairs = zip(cells, bases, strict=True)
-        known = [(one, v) for one, own in pairs if one.units.name in cell.made_of for v in own]
-        if basis and (known or cell.units.count == 1):  # a single unit's rows and columns may cancel out
+def _independent_of_others(bases: Bases, shapes: Mapping[str, torch.Size], modulo_two: bool) -> Bases:
+    """Keep of each cell's basis, sparse vectors first, what the multipliers of other units don't span."""
+    found = dict(bases)
+    for cell, basis in bases.items():
+        others = [(one, own) for one, vectors in bases.items() if one.units.name in cell.spanning for own in vectors]
+        if basis and (others or cell.units.count == 1):  # a lone unit's rows and columns may cancel
             basis = sorted(basis, key=np.count_nonzero)
-            entries = _entries([*known, *((cell, vector) for vector in basis)], cell.units.count, shapes)
-            kept = independent(entries, modulo_two)
-            basis = [basis[k - len(known)] for k in kept if k >= len(known)]
-        found.append(basis)
+            exponents = _exponents_of_entries([*others, *((cell, own) for own in basis)], cell.units.count, shapes)
+            kept = independent(exponents, modulo_two)
+            found[cell] = [basis[k - len(others)] for k in kept if k >= len(others)]
     return found
 
 
-def _entries(moves: Sequence[tuple[_Cell, Powers]], count: int, shapes: Mapping[str, torch.Size]) -> Array:
-    """The exponents of all entries of sites, those that are alike once, if the first of so many units is multiplied."""
+def _exponents_of_entries(multipliers: Sequence[Proposal], count: int, shapes: Mapping[str, torch.Size]) -> Array:
+    """Return the exponents of all entries if the first of so many units is multiplied; equal columns once."""
     columns = []
-    for site in sorted({axis.site for cell, _ in moves for axis in cell.places}):
-        rows = torch.zeros(len(moves), *shapes[site], dtype=torch.int16, device="cpu")
-        for row, (cell, powers) in zip(rows, moves, strict=True):
-            for axis, power in zip(cell.places, powers, strict=True):
-                if axis.site == site and power:
-                    run = row.view(_one_run(row.shape, axis)).movedim(axis.dim, 0)
-                    run[axis.index[:, : cell.units.count // count].flatten()] += power
+    for site in sorted({axis.site for cell, _ in multipliers for axis in cell.axes}):
+        rows = torch.zeros(len(multipliers), *shapes[site], dtype=torch.int16, device="cpu")
+        for row, (cell, exponents) in zip(rows, multipliers, strict=True):
+            for axis, exponent in zip(cell.axes, exponents, strict=True):
+                if axis.site == site and exponent:
+                    entries = _spanned(row, axis).movedim(axis.dim, 0)
+                    entries[axis.index[:, : cell.units.count // count].flatten()] += exponent
         flat = rows.flatten(1).numpy()
-        mixed = np.random.default_rng(0).random(len(flat)) @ flat
-        columns.append(flat[:, np.unique(mixed, return_index=True)[1]])
+        hashes = np.random.default_rng(0).random(len(flat)) @ flat
+        columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
     return np.concatenate(columns, 1)
 
 
-def _odd(powers: Powers) -> Powers:
-    """The places that a sign enters whose multiplier enters them with these powers."""
-    return tuple(power % 2 for power in powers)
+def _parity(exponents: Exponents) -> Exponents:
+    """Return the exponents modulo two: those of a sign."""
+    return tuple(exponent % 2 for exponent in exponents)
 
 
-def _add_multipliers(found: dict[str, Units], cell: _Cell, moves: Moves) -> None:
-    """Record the exponents of units' places: the first on the units, if they permute; further ones ride along.
+# units with their multipliers -----------------------------------------------------------------------------------------
 
-    :param found: name -> units, which are changed and added to.
+
+def _add_multipliers(every: dict[str, Units], cell: _Cell, multipliers: Moves) -> None:
+    """Record the exponents of a cell: the first on its units, if they permute; further ones ride along.
+
+    :param every: name -> units, which are changed and added to.
     """
 
-    def late(powers: Powers) -> tuple[bool, int]:
-        """Multipliers of running statistics, which others may leave alone, ride along."""
-        touched = [k for k, power in enumerate(powers) if power]
-        return any(cell.places[k].buffer for k in touched), touched[0]
+    def order(exponents: Exponents) -> tuple[bool, int]:
+        """Rank exponents: those of running statistics, which may be held, ride along."""
+        touched = [k for k, exponent in enumerate(exponents) if exponent]
+        return any(cell.axes[k].buffer for k in touched), touched[0]
 
-    host = found.get(cell.units.name)
-    lying = {_place(axis) for axis in host.axes} if host else set()  # where pieces of what is cut don't lie
-    given = {_place(axis) for axis in cell.places}
-    for powers in sorted(moves, key=late):
+    host = every.get(cell.units.name)
+    occupied = {_place(axis) for axis in host.axes} if host else set()  # columns that were cut lie elsewhere
+    solved = {_place(axis) for axis in cell.axes}
+    for exponents in sorted(multipliers, key=order):
         axes = [
-            replace(a, exponent=e, epsilon=a.epsilon if e else None) for a, e in zip(cell.places, powers, strict=True)
+            replace(a, exponent=e, epsilon=a.epsilon if e else None) for a, e in zip(cell.axes, exponents, strict=True)
         ]
-        axes_moved = _together(axis for axis in axes if axis.exponent)
-        name = unused(module_name(axes_moved[0].site), found)
+        multiplied = _joined(axis for axis in axes if axis.exponent)
+        name = unused(module_name(multiplied[0].site), every)
         if host is None:
-            found[name] = Units(name, cell.units.count, axes_moved, moves=moves[powers])
-        elif found[host.name].moves & {"scale", "flip"} or not lying.issuperset(map(_place, axes_moved)):
-            found[name] = Units(name, 1, axes_moved, host.name, host.count, moves[powers])
+            every[name] = Units(name, cell.units.count, multiplied, moves=multipliers[exponents])
+        elif every[host.name].moves & {"scale", "flip"} or not occupied.issuperset(map(_place, multiplied)):
+            every[name] = Units(name, 1, multiplied, host.name, host.count, multipliers[exponents])
         else:
-            own = [axis for axis in axes if _place(axis) in lying]
-            own += [axis for axis in host.axes if _place(axis) not in given]
-            found[host.name] = replace(host, axes=_together(own), moves=host.moves | moves[powers])
+            own = [axis for axis in axes if _place(axis) in occupied]
+            own += [axis for axis in host.axes if _place(axis) not in solved]
+            every[host.name] = replace(host, axes=_joined(own), moves=host.moves | multipliers[exponents])
 
 
-def _together(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Axes that differ in their blocks alone as one each."""
+def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Join axes that differ in their blocks alone."""
     alike: dict[tuple[Place, int], list[Axis]] = {}
     for axis in axes:
         alike.setdefault((_place(axis), axis.exponent), []).append(axis)

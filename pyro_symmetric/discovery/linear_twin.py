@@ -1,15 +1,15 @@
-"""A network as a function of its weights, and its twins, which show where scales and signs go.
+"""A network as a function of its weights, and its two twins, in which scales and signs can be followed.
 
-The law of gradients only tells what holds at the inputs that it sees. A twin is the same network with other functions
-in place of some, so that what holds in it at some inputs is likely to hold in the network at all of them.
+A conservation law is only seen at some inputs. A twin is the network with other functions in place of some, such that
+a law that holds in it at these inputs is likely to hold in the network at all inputs.
 
-The twin of scales: a function of one number that is homogeneous passes scales on, and stays as it is. One that is
-homogeneous in places (a clamp that no input reaches, a sigmoid that is saturated) is multiplied by a wave of its
-input's logarithm, which is homogeneous nowhere. So is what a comparison with a constant decides.
+The twin of scales keeps functions of one number that are positively homogeneous: they pass scales on. Those that are
+homogeneous in places (a clamp that no input reaches, a saturated sigmoid) are multiplied by a wave in the logarithm of
+their input, which is homogeneous nowhere. So is what a comparison with a constant decides.
 
-The twin of signs is linear but for products: odd functions of one number pass signs on, and are the identity; even
-ones let none pass, and are constants; others have no sign to pass on: one is added, so that no law holds. Norms and
-deviations are even; the division by them is left out.
+The twin of signs is linear but for products. Odd functions of one number pass signs on, and become the identity; even
+ones pass none, and become constants; to all others one is added, so that no law holds. Norms and deviations are even:
+division by them is division by constants.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
 EVEN = ("linalg_vector_norm", "norm", "var", "std")
-# Functions that are homogeneous but pass no sign; those of one number are recognised by trying.
+# Positively homogeneous functions of several numbers that are neither odd nor even.
 UNSIGNED = (
     *("max", "min", "amax", "amin", "prelu", "_prelu_kernel", "rrelu_with_noise", "sort", "topk", "median", "cummax"),
     *("max_pool", "adaptive_max_pool", "fractional_max_pool", "maximum", "minimum", "fmax", "fmin"),
 )
-WIDE = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")  # where functions of one number are tried
+GRID = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")  # where functions of one number are tried
 
 
 class NotDifferentiable(Exception):
@@ -47,7 +47,7 @@ class NotDifferentiable(Exception):
 
 @contextlib.contextmanager
 def evaluation() -> Iterator[None]:
-    """Whatever the operators of a network raise is a :class:`NotDifferentiable`."""
+    """Turn what a network's operators raise into :class:`NotDifferentiable`."""
     try:
         yield
     except (RuntimeError, IndexError) as error:  # no derivative; an index that was read off random inputs
@@ -57,7 +57,7 @@ def evaluation() -> Iterator[None]:
 def gradients(
     outputs: Sequence[Tensor], weights: Weights, losses: int, generator: torch.Generator | None = None
 ) -> Iterator[Weights]:
-    """The gradients of random losses of some outputs; of weights that these don't depend on, there are none."""
+    """Iterate over the gradients of random losses of some outputs, by the weights on which these depend."""
     outputs = [out for out in outputs if out.requires_grad]
     for _ in range(losses):
         if not outputs:
@@ -65,15 +65,15 @@ def gradients(
             continue
         loss = torch.stack([(out * random_like(out, generator)).real.sum() for out in outputs]).sum()
         with evaluation():
-            every = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
-        yield {site: gradient for site, gradient in zip(weights, every, strict=True) if gradient is not None}
+            gradient = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
+        yield {site: value for site, value in zip(weights, gradient, strict=True) if value is not None}
 
 
 class Pass:
     """A traced forward pass as a function of weights.
 
-    :ivar epsilons: what batch normalisation adds to running variances, by their sites.
-    :ivar draws: whether it draws random numbers, which are the same ones whenever it runs.
+    :ivar epsilons: site of a running variance -> the constant that batch normalisation adds to it.
+    :ivar random: whether it draws random numbers; these are the same whenever it runs.
     """
 
     def __init__(self, trace: Trace, logits: bool):
@@ -82,15 +82,15 @@ class Pass:
         self.returned = [i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT]
         names = {spec.arg.name: spec.target for spec in trace.specs if getattr(spec.arg, "name", None) and spec.target}
         self.epsilons: dict[str, float] = {}
-        self.draws = False
+        self.random = False
         self.graph = trace.program.graph_module
         last = {read: node for node in self.graph.graph.nodes for read in node.all_input_nodes}
         self.last = {node: [read for read in node.all_input_nodes if last[read] is node] for node in last.values()}
-        self.lets_through: dict[tuple[fx.Node, Move], bool] = {}
+        self.equivariant: dict[tuple[fx.Node, Move], bool] = {}
         for node in self.graph.graph.nodes:
             given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
             trains = given.get("train", given.get("training", True)) and given.get("dropout_p", 1.0)
-            self.draws |= bool(trains) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            self.random |= bool(trains) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
                 self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
 
@@ -100,12 +100,12 @@ class Pass:
         inputs: Sequence[Any],
         dtype: torch.dtype,
         twin: Move | None = None,
-        unsettled: set[int] | None = None,
+        unfitted: set[int] | None = None,
     ) -> list[Tensor]:
-        """Results of the network, or of a twin, that have derivatives.
+        """Compute the differentiable outputs of the network, or of a twin.
 
-        :param twin: the move that it shows, ``"scale"`` or ``"flip"``; the network itself by default.
-        :param unsettled: ids of running variances that are yet to fit what is normalised, as are their means; they
+        :param twin: the move that it follows, ``"scale"`` or ``"flip"``; the network itself by default.
+        :param unfitted: ids of running variances that are to be fitted, with their means, to what they normalise; they
             change in place.
         """
         users, args = iter(inputs), []
@@ -114,90 +114,90 @@ class Pass:
                 args.append(next(users))
             else:
                 value = weights.get(self.sites.get(spec.target, spec.target))
-                args.append(precise(self.trace.constant(spec.target), dtype) if value is None else value)
-        with evaluation(), Deterministic(dtype) if self.draws else contextlib.nullcontext():
-            every = _Run(self, dtype, twin, set() if unsettled is None else unsettled).outputs(args)
-        found = [every[i] for i in self.returned if isinstance(every[i], Tensor)]
-        found = [out for out in found if out.is_floating_point() or out.is_complex()]
-        return [out.log_softmax(-1) if self.logits and out.dim() else out for out in found]
+                args.append(in_dtype(self.trace.constant(spec.target), dtype) if value is None else value)
+        with evaluation(), Deterministic(dtype) if self.random else contextlib.nullcontext():
+            results = _Run(self, dtype, twin, set() if unfitted is None else unfitted).results(args)
+        outputs = [results[i] for i in self.returned if isinstance(results[i], Tensor)]
+        outputs = [out for out in outputs if out.is_floating_point() or out.is_complex()]
+        return [out.log_softmax(-1) if self.logits and out.dim() else out for out in outputs]
 
 
 class _Run:
-    """A run of a pass in which batch normalisation has derivatives in its running statistics.
+    """One run of a pass, with derivatives by the running statistics of batch normalisation.
 
-    :param dtype: the precision; what is cast to another stays in this one.
-    :param twin: the move of which functions are replaced by what it sees of them.
-    :param unsettled: see :meth:`Pass.outputs`.
+    :param dtype: the precision, which casts in the network don't change.
+    :param twin: see :meth:`Pass.outputs`, as for ``unfitted``.
     """
 
-    def __init__(self, own: Pass, dtype: torch.dtype, twin: Move | None, unsettled: set[int]):
-        self.own, self.dtype, self.twin, self.unsettled = own, dtype, twin, unsettled
-        self.decided = dict[fx.Node, Tensor]()  # results without derivatives, and the number that decides on them
+    def __init__(self, forward: Pass, dtype: torch.dtype, twin: Move | None, unfitted: set[int]):
+        self.forward, self.dtype, self.twin, self.unfitted = forward, dtype, twin, unfitted
+        self.decisions = dict[fx.Node, Tensor]()  # results without derivatives, and the number that they depend on
 
-    def outputs(self, args: Sequence[Any]) -> Any:
-        """The results of the graph; whatever nothing reads any more is forgotten."""
-        left, values = iter(args), dict[fx.Node, Any]()
-        for node in self.own.graph.graph.nodes:
+    def results(self, args: Sequence[Any]) -> Any:
+        """Evaluate the graph, and free each value after its last use."""
+        placeholders, values = iter(args), dict[fx.Node, Any]()
+        for node in self.forward.graph.graph.nodes:
             given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
                 break
             if node.op == "placeholder":
-                values[node] = next(left)
+                values[node] = next(placeholders)
             elif node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(self.own.graph)
+                values[node] = operator.attrgetter(str(node.target))(self.forward.graph)
             else:
                 own, named = self._in_precision(*given)
-                result = precise(self._called(node.target, own, named), self.dtype)
-                values[node] = self._shown(node, own, named, result)
-            for read in self.own.last.get(node, ()):
+                result = in_dtype(self._call(node.target, own, named), self.dtype)
+                values[node] = self._law_broken(node, own, named, result)
+            for read in self.forward.last.get(node, ()):
                 del values[read]
         return given[0][0]
 
-    def _shown(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> Any:
-        """A result as the twin's move sees it: no law holds behind functions through which it doesn't pass."""
+    def _law_broken(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> Any:
+        """Change a result so that no law holds behind functions that the twin's move doesn't pass."""
         if self.twin is None or not isinstance(result, Tensor):
             return result
-        numbers = [self.decided[one] for one in node.all_input_nodes if one in self.decided]
+        stopped_at = [self.decisions[read] for read in node.all_input_nodes if read in self.decisions]
         x = _only_number(node.target, args, kwargs)
-        # A sign that meets a result with derivatives has been seen already.
+        # Results with derivatives are linearised already where signs are followed.
         if x is not None and x.requires_grad and not (self.twin == "flip" and result.requires_grad):
-            if (node, self.twin) not in self.own.lets_through:
-                self.own.lets_through[node, self.twin] = self._lets_through(node.target, x, args, kwargs)
-            numbers += [] if self.own.lets_through[node, self.twin] else [x]
+            if (node, self.twin) not in self.forward.equivariant:
+                self.forward.equivariant[node, self.twin] = self._equivariant(node.target, x, args, kwargs)
+            stopped_at += [] if self.forward.equivariant[node, self.twin] else [x]
         if not result.requires_grad:
-            self.decided.update((node, x) for x in numbers)
+            self.decisions.update((node, x) for x in stopped_at)
             return result
-        for x in numbers:
+        for x in stopped_at:
             if self.twin == "flip":
                 result = result + 1.0
             else:
-                least = 0.01 * x.detach().square().mean().sqrt() + 1e-30
-                wave = 1.0 + 0.3 * (3.0 * (x.abs() + least).log()).sin()
+                smallest = 0.01 * x.detach().square().mean().sqrt() + 1e-30
+                wave = 1.0 + 0.3 * (3.0 * (x.abs() + smallest).log()).sin()
                 result = result * (wave if wave.shape == result.shape else wave.mean())
         return result
 
-    def _lets_through(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
-        """False if a function of one number is homogeneous at some inputs, but not at all; for signs, if it isn't even.
+    def _equivariant(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
+        """Return whether the twin's move passes a function of one number: a sign, if it is even.
 
-        What is homogeneous nowhere (an exponential, or what adds an epsilon) needs no wave: its own gradients tell.
+        A scale does if the function is homogeneous at all inputs, or at none (an exponential, or what adds an epsilon):
+        then its own gradient breaks the law.
         """
-        wide = torch.cat([WIDE, -WIDE]).to(x.device)
-        before, after = (target(c * wide, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
+        grid = torch.cat([GRID, -GRID]).to(x.device)
+        before, after = (target(c * grid, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
         if self.twin == "flip":
             return torch.equal(before, after)
         ratio = after / before
-        ratio = ratio[~ratio.isnan()]  # zeros stay so
+        ratio = ratio[~ratio.isnan()]  # zeros stay zero
         same = (ratio[1:] - ratio[:-1]).abs() <= 1e-12 * ratio[1:].abs()
         return not bool(same.any()) or bool(same.all())
 
     def _in_precision(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of an operator, which casts to this precision."""
+        """Replace the dtypes that an operator casts to by the run's precision."""
         args = tuple(in_precision(x, self.dtype) if isinstance(x, torch.dtype) else x for x in args)
         return args, {name: in_precision(x, self.dtype) if name == "dtype" and x else x for name, x in kwargs.items()}
 
-    def _called(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         name, given = operator_name(target), bound(target, args, kwargs)
-        if name in ("view", "_unsafe_view") and "dtype" not in given:  # a twin's tensors may lie in another order
+        if name in ("view", "_unsafe_view") and "dtype" not in given:  # a twin's tensors may have other strides
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
             return args[1].to(args[0].dtype).expand_as(args[0])
@@ -206,20 +206,20 @@ class _Run:
             returns = len(target._schema.returns)
             return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
         if self.twin == "flip":
-            return self._signed(target, name, args, kwargs)
+            return self._linearised(target, name, args, kwargs)
         return target(*args, **kwargs)
 
     def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
-        """Normalisation by running statistics, in train mode, too; in the twin any, by constants."""
+        """Normalise by running statistics, also in train mode; in the twin of signs, in any layer, by constants."""
         x: Any = given.get("input")
         shape: Any = given.get("normalized_shape")
         variance = given.get("running_var")
         if shape is None and x is not None:
             shape = (1, -1, *(1 for _ in x.shape[2:]))
         if variance is not None:
-            if id(variance) in self.unsettled:
-                self.unsettled.discard(id(variance))
-                _settle(x, given["running_mean"], variance)
+            if id(variance) in self.unfitted:
+                self.unfitted.discard(id(variance))
+                _fit_statistics(x, given["running_mean"], variance)
             y = x - given["running_mean"].reshape(shape)
             if self.twin == "flip":  # the running variance fits another network
                 y = _standardised(y, [dim for dim in range(y.dim()) if dim != 1], given["eps"], False)
@@ -237,8 +237,8 @@ class _Run:
         y = y if given["weight"] is None else y * given["weight"].reshape(shape)
         return y if given.get("bias") is None else y + given["bias"].reshape(shape)
 
-    def _signed(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The result as signs see it."""
+    def _linearised(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call the function that stands for another in the twin of signs."""
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
             with _WithoutTanh():
                 return decomposition_table[target](*args, **kwargs)
@@ -254,46 +254,46 @@ class _Run:
             return first + 1.0 if first is result else type(result)([first + 1.0, *result[1:]])
         if (x := _only_number(target, args, kwargs)) is None:
             return result
-        one, other = (target(sign * WIDE.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0))
-        if torch.allclose(one, -other):
+        positive, negative = (target(sign * GRID.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0))
+        if torch.allclose(positive, -negative):
             return x
-        return result.detach() if torch.allclose(one, other) else result + 1.0
+        return result.detach() if torch.allclose(positive, negative) else result + 1.0
 
 
 def _only_number(target: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The one tensor that a function of one number is applied to; None if it is another function."""
+    """Return the tensor to which a function of one number is applied; None for other functions."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return tensors[0] if len(tensors) == 1 and torch.Tag.pointwise in getattr(target, "tags", ()) else None
 
 
-def _settle(x: Tensor, mean: Tensor, variance: Tensor) -> None:
-    """Move running statistics near those of what they normalise, unless this is always the same."""
+def _fit_statistics(x: Tensor, mean: Tensor, variance: Tensor) -> None:
+    """Move running statistics near those of what they normalise; constant channels keep theirs."""
     spread, centre = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
-    told = spread > 1e-6 * spread.max()
-    mean.copy_(torch.where(told, centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(), mean))
-    variance.copy_(torch.where(told, spread * variance / variance.mean(), variance))
+    varies = spread > 1e-6 * spread.max()
+    mean.copy_(torch.where(varies, centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(), mean))
+    variance.copy_(torch.where(varies, spread * variance / variance.mean(), variance))
 
 
 class _WithoutTanh(TorchFunctionMode):
-    """The hyperbolic tangent is the identity."""
+    """A mode in which the hyperbolic tangent is the identity."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func in (torch.tanh, Tensor.tanh) else func(*args, **(kwargs or {}))
 
 
 def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: bool = True) -> Tensor:
-    """Normalisation over some axes, whose division is by constants."""
+    """Standardise over some dimensions, by a deviation that counts as constant."""
     y = x - x.mean([*dims], keepdim=True) if centre else x
     return y * (y.square().mean([*dims], keepdim=True) + (eps or 0.0)).rsqrt().detach()
 
 
-def precise(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor in a precision; complex numbers stay so, and whatever else is left alone."""
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Cast a tensor of real or complex numbers to a precision; leave all else alone."""
     return value.to(in_precision(value.dtype, dtype)) if isinstance(value, Tensor) else value
 
 
 def random_like(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Normal numbers in place of real or complex ones; whatever else is left alone."""
+    """Draw normal numbers in place of real or complex ones; leave others alone."""
     if not (value.is_floating_point() or value.is_complex()):
         return value
     return torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
