@@ -107,17 +107,17 @@ def ensemble(
                 parts.append(_train(objective, z, epochs, batch_size, make_optimizer, cosine, generator, watch, bar))
     samples = {site: torch.cat([weights[site] for weights, _, _ in parts]) for site in parts[0][0]}
     losses = torch.cat([losses for _, losses, _ in parts])
-    converged = _converged(samples, losses)
+    finite = _finite_members(samples, losses)
     metadata = {
         "kernel": "ensemble",
         "settings": {"num_members": num_members, "members_at_once": size, "epochs": epochs, "batch_size": batch_size},
         "seed": seed,
-        "diverged": int((~converged).sum()),
+        "diverged": int((~finite).sum()),
         "losses": torch.stack([len(final) * curve for _, final, curve in parts]).sum(0).div(num_members).tolist(),
         "seconds": time.perf_counter() - start_time,
     }
-    members = {site: value[converged][None] for site, value in samples.items()}
-    return Posterior(members, {"loss": losses[converged][None]}, metadata, kind="independent")
+    members = {site: value[finite][None] for site, value in samples.items()}
+    return Posterior(members, {"loss": losses[finite][None]}, metadata, kind="independent")
 
 
 @dataclass(frozen=True)
@@ -207,17 +207,96 @@ def _train(
     return {site: value.detach().cpu() for site, value in members.items()}, final.cpu(), torch.stack(epoch_losses)
 
 
-def _converged(samples: Weights, losses: Tensor) -> Tensor:
+def _finite_members(samples: Weights, losses: Tensor) -> Tensor:
     """Return a mask ``(M,)`` of the members with finite loss and weights; warn of others, raise if there are none."""
-    total, converged = len(losses), losses.isfinite()
+    total, finite = len(losses), losses.isfinite()
     for draws in samples.values():
-        converged &= draws.reshape(total, -1).isfinite().all(1)
-    if not converged.any():
+        finite &= draws.reshape(total, -1).isfinite().all(1)
+    if not finite.any():
         raise ValueError(f"all {total} members diverged; is the learning rate too high, are the data finite?")
-    if diverged := int((~converged).sum()):
+    if diverged := int((~finite).sum()):
         message = f"{diverged} members diverged, to a loss or weights that aren't finite"
         warnings.warn(f"{message}; {total - diverged} of {total} are left", RuntimeWarning, stacklevel=3)
-    return converged
+    return finite
+
+
+# objectives and losses ------------------------------------------------------------------------------------------------
+
+
+def _objective(
+    net: nn.Module | BayesianModel, loss: str | Loss, data: tuple[Tensor, Tensor], device: torch.device | str | None
+) -> Objective:
+    arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
+    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
+        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
+    if len(data[0]) != len(data[1]) or not len(data[0]):
+        counts = f"{len(data[0])} inputs and {len(data[1])} targets"
+        raise ValueError(f"data holds {counts}; their numbers must be equal, at least one")
+    net = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
+    if not isinstance(net, BayesianModel) and not any(parameter.requires_grad for parameter in net.parameters()):
+        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
+    x, y = (part.to(next(net.parameters()).device) for part in data)
+    if isinstance(net, BayesianModel):
+        return _negative_log_joint(net, x, y)
+    named_loss = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
+    return _loss_of_network(net, named_loss, x, y)
+
+
+def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
+    """Return the objective of a posterior mode: minus the log-joint density, per row of the data."""
+    require_data(model, x, y)
+    model.num_data = num_data = len(x)
+
+    def loss(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
+
+    transforms = {site: biject_to(prior.support) for site, prior in model.priors().items()}
+    fresh = functools.partial(fresh_members, model)
+    return Objective(model.net, False, loss, x, y, model.site_shapes, transforms, fresh)
+
+
+def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Objective:
+    """Return the objective of a network: the loss of its outputs."""
+    hold_frozen(net)
+    shapes = {name: parameter.shape for name, parameter in net.requires_grad_(False).named_parameters()}
+
+    def member_loss(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
+
+    fresh = functools.partial(fresh_members, net)
+    return Objective(net, True, member_loss, x, y, shapes, dict.fromkeys(shapes, identity_transform), fresh)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
+        raise ValueError(
+            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; use 'mse', or "
+            "'binary_cross_entropy' for two classes"
+        )
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def _of_values(loss: Loss) -> Loss:
+    """Let a loss accept targets without the axis of a single output; refuse other shapes, which it would broadcast."""
+
+    def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
+        if outputs.shape == (*targets.shape, 1):
+            outputs = outputs.squeeze(-1)
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"data: a target has shape {tuple(targets.shape[1:])}, but an output of the network "
+                f"{tuple(outputs.shape[1:])}; they must be the same"
+            )
+        return loss(outputs, targets.to(outputs.dtype))
+
+    return evaluate
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": _cross_entropy,
+    "binary_cross_entropy": _of_values(nn.functional.binary_cross_entropy_with_logits),
+    "mse": _of_values(nn.functional.mse_loss),
+}
 
 
 # initial values -------------------------------------------------------------------------------------------------------
@@ -273,88 +352,6 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
         return {name: torch.stack([member[name].detach() for member in members]) for name in members[0]}
 
     return initial
-
-
-# losses ---------------------------------------------------------------------------------------------------------------
-
-
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    if outputs.dim() > 1 and outputs.shape[1] == 1:
-        raise ValueError(
-            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; use 'mse', or "
-            "'binary_cross_entropy' for two classes"
-        )
-    return nn.functional.cross_entropy(outputs, targets)
-
-
-def _of_values(loss: Loss) -> Loss:
-    """Let a loss accept targets without the axis of a single output; refuse other shapes, which it would broadcast."""
-
-    def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape == (*targets.shape, 1):
-            outputs = outputs.squeeze(-1)
-        if outputs.shape != targets.shape:
-            raise ValueError(
-                f"data: a target has shape {tuple(targets.shape[1:])}, but an output of the network "
-                f"{tuple(outputs.shape[1:])}; they must be the same"
-            )
-        return loss(outputs, targets.to(outputs.dtype))
-
-    return evaluate
-
-
-LOSSES: dict[str, Loss] = {
-    "cross_entropy": _cross_entropy,
-    "binary_cross_entropy": _of_values(nn.functional.binary_cross_entropy_with_logits),
-    "mse": _of_values(nn.functional.mse_loss),
-}
-
-
-# objectives and initial values ----------------------------------------------------------------------------------------
-
-
-def _objective(
-    net: nn.Module | BayesianModel, loss: str | Loss, data: tuple[Tensor, Tensor], device: torch.device | str | None
-) -> Objective:
-    arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
-    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
-    if len(data[0]) != len(data[1]) or not len(data[0]):
-        counts = f"{len(data[0])} inputs and {len(data[1])} targets"
-        raise ValueError(f"data holds {counts}; their numbers must be equal, at least one")
-    net = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
-    if not isinstance(net, BayesianModel) and not any(parameter.requires_grad for parameter in net.parameters()):
-        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
-    x, y = (part.to(next(net.parameters()).device) for part in data)
-    if isinstance(net, BayesianModel):
-        return _negative_log_joint(net, x, y)
-    named_loss = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
-    return _loss_of_network(net, named_loss, x, y)
-
-
-def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
-    """Return the objective of a posterior mode: minus the log-joint density, per row of the data."""
-    require_data(model, x, y)
-    model.num_data = num_data = len(x)
-
-    def loss(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
-
-    transforms = {site: biject_to(prior.support) for site, prior in model.priors().items()}
-    fresh = functools.partial(fresh_members, model)
-    return Objective(model.net, False, loss, x, y, model.site_shapes, transforms, fresh)
-
-
-def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Objective:
-    """Return the objective of a network: the loss of its outputs."""
-    hold_frozen(net)
-    shapes = {name: parameter.shape for name, parameter in net.requires_grad_(False).named_parameters()}
-
-    def member_loss(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
-        return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
-
-    fresh = functools.partial(fresh_members, net)
-    return Objective(net, True, member_loss, x, y, shapes, dict.fromkeys(shapes, identity_transform), fresh)
 
 
 def _initial_values(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:
