@@ -230,37 +230,33 @@ class UnitDensities:
             wide = max(sizes) > SKETCH * self.group[name].count * self.value[..., 0].numel()
             sketch = [(dtype, True)] if wide or quick else []
             levels = [*sketch, (dtype, False), *levels]
-        trusted = quick or not any(self._undrawn(axis) for axis in one.shared)
-        axes = [part for part in (one.exclusive, one.shared) if part]
-        return self._refined(name, axes, levels[:1] if quick else levels, trusted, quick=quick)
+        parts = [axes for axes in (one.exclusive, one.shared) if axes]
+        return self._refined(name, parts, levels[:1] if quick else levels, quick=quick)
 
     def exclusive_matrix(self, name: str, places: Tensor | None = None) -> Tensor:
         """Return the part of ``A`` that no other set concerns, for some places and units, or all."""
         levels = [(self.value.dtype, False), (torch.float64, False)]
-        return self._refined(name, (self.sets[name].exclusive,), levels, True, places)[0]
+        return self._refined(name, (self.sets[name].exclusive,), levels, places)[0]
 
     def _refined(
         self,
         name: str,
-        axes: Sequence[tuple[Axis, ...]],
+        parts: Sequence[tuple[Axis, ...]],
         levels: Sequence[tuple[torch.dtype, bool]],
-        trusted: bool,
         places: Tensor | None = None,
         quick: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute a matrix level by level, until all places are certain or rounding doesn't matter.
-
-        :param levels: precisions, and whether a sketch of the weights serves.
-        :param trusted: whether a place may count as certain.
-        """
+        """Compute a matrix at one level after the other, a precision and whether to sketch, until all places are
+        certain or rounding doesn't matter. Places that depend on an expectation are never certain."""
+        in_expectation = not quick and any(self._undrawn(axis) for axes in parts for axis in axes)
         for dtype, sketched in levels:
-            parts = [self._product(name, some, dtype, sketched, places, quick) for some in axes]
-            densities = sum((product for product, _, _ in parts[1:]), parts[0][0])
+            products = [self._product(name, axes, dtype, sketched, places, quick) for axes in parts]
+            densities = sum((product for product, _, _ in products[1:]), products[0][0])
             with torch.no_grad():
                 best, certain = best_columns(densities, "permute" in self.group[name].moves)
-                sizes = [(p * u.take_along_dim(best.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in parts]
+                sizes = [(p * u.take_along_dim(best.unsqueeze(-1), -2)).abs().sum(-1) for _, p, u in products]
                 rounding = torch.finfo(dtype).eps * sum(sizes[1:], sizes[0])
-                certain = certain & (rounding < 1.0) if trusted else torch.zeros_like(certain)
+                certain = torch.zeros_like(certain) if in_expectation else certain & (rounding < 1.0)
                 if bool(certain.all()):
                     break
                 if not sketched and bool((rounding * ~certain <= MAX_ROUNDING).all()):  # false of NaN
@@ -310,7 +306,8 @@ class UnitDensities:
         the weights are those that separate the base's units.
         """
         for axis in axes:
-            value, loc, scale = (self._rows(part[axis.site], axis) for part in (self.placed, self.loc, self.scale))
+            parts = (part[axis.site] for part in (self.placed, self.loc, self.scale))
+            value, loc, scale = (rows(part, axis, self._dims(axis.site)) for part in parts)
             columns, undrawn, wide = None, self._undrawn(axis), loc.shape[-1] > SKETCH
             other, between = undrawn[0][0] if undrawn else "", (undrawn or wide) and self._is_between(axis.site)
             if undrawn and not (between and other in (self.best if quick else self.expected)):
@@ -338,9 +335,6 @@ class UnitDensities:
         """Return whether a site is a matrix whose rows are one set of units and whose columns are another."""
         shape, members = self.group.view_shapes[site], self.group.members(site)
         return len(shape) == len(members) == 2 and all(own[0][1].fills(shape[d]) for d, own in members.items())
-
-    def _rows(self, value: Tensor, axis: Axis) -> Tensor:
-        return rows(value, axis, self._dims(axis.site))
 
     def _dims(self, site: str) -> int:
         return self.draws[site].dim() - 1 - len(self.batch)

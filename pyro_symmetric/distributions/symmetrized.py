@@ -23,16 +23,16 @@ from pyro_symmetric._process import forked
 from pyro_symmetric.distributions.estimators import OrbitEstimator, usual_estimator
 from pyro_symmetric.groups.action import Action
 
-ROUNDS = 64  # random elements that find the orbits of entries
-TOGETHER = 500  # draws of an estimate at once
+ORBIT_ROUNDS = 64  # random elements that join entries to orbits
+CHUNK = 500  # draws of an estimate evaluated at once
 
 
 class Estimate(NamedTuple):
-    """A mean over draws.
+    """A Monte Carlo estimate.
 
-    :param value: of batch shape.
-    :param standard_error: of ``value``, by the spread of the draws.
-    :param bound: the side on which ``value`` errs in expectation: ``"lower"`` if it is a lower bound of the truth.
+    :param value: the mean over draws, of batch shape.
+    :param standard_error: the standard error of ``value``.
+    :param bound: ``"lower"`` if the expectation of ``value`` is a lower bound, ``"exact"`` if it is unbiased.
     """
 
     value: Tensor
@@ -43,11 +43,10 @@ class Estimate(NamedTuple):
 class Symmetrized(TorchDistribution):
     r"""A base distribution averaged over the orbits of a group.
 
-    ``sample`` and ``rsample`` draw *from the base*: functions of the weights that are invariant under the group (a
-    network's predictions) are distributed as under :math:`\bar q`, and the bounds of ``estimator`` are stated for these
-    draws. :meth:`sample_orbit` draws from :math:`\bar q` itself. ``log_prob`` is the estimator's answer, which for a
-    bound is random: an ELBO made of it never exceeds that of :math:`\bar q` in expectation, **if** the model is
-    invariant under the group, as ``ps.verify_model(group, model, *args)`` checks.
+    ``sample`` and ``rsample`` draw *from the base*: invariant functions of the weights (a network's predictions) are
+    distributed as under :math:`\bar q`, and the estimator's bound holds at these draws. :meth:`sample_orbit` draws from
+    :math:`\bar q` itself. ``log_prob`` is the estimate, random for a bound. If the model is invariant under the group,
+    as ``ps.verify_model(group, model, *args)`` checks, the expected ELBO made of it is at most that of :math:`\bar q`.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
@@ -56,10 +55,11 @@ class Symmetrized(TorchDistribution):
     >>> torch.allclose(orbit.log_prob(w), orbit.log_prob(w.flip(0)))
     True
 
-    :param base_distribution: over vectors of event shape ``(D,)``.
-    :param action: the group's action on those vectors, e.g. ``ps.groups.Action(group, sites)``; the average is over its
+    :param base_distribution: a distribution over vectors of event shape ``(D,)``.
+    :param action: the group's action on these vectors, e.g. ``ps.groups.Action(group, sites)``; ``G`` are its
         permutations and signs.
-    :param estimator: of :math:`\log \bar q`; by default exact where that is cheap, else
+    :param estimator: the estimator of :math:`\log \bar q`; by default
+        :class:`~pyro_symmetric.distributions.ExactOrbit` where that is cheap, else
         :class:`~pyro_symmetric.distributions.SinkhornImportance`.
     """
 
@@ -73,9 +73,8 @@ class Symmetrized(TorchDistribution):
         validate_args: bool | None = None,
     ):
         if estimator is not None:
-            arguments.instance(
-                "estimator", estimator, OrbitEstimator, "an OrbitEstimator such as SinkhornImportance(4)"
-            )
+            wanted = "an OrbitEstimator such as SinkhornImportance(4)"
+            arguments.instance("estimator", estimator, OrbitEstimator, wanted)
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
                 f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
@@ -92,7 +91,7 @@ class Symmetrized(TorchDistribution):
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
-        """True if draws of the base are reparametrised."""
+        """Whether draws of the base are reparametrised."""
         return self.base_distribution.has_rsample
 
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
@@ -105,16 +104,16 @@ class Symmetrized(TorchDistribution):
         return new
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Reparametrised draws of the base, ``sample_shape + batch_shape + (D,)``."""
+        """Draw from the base with gradient, ``sample_shape + batch_shape + (D,)``."""
         return self.base_distribution.rsample(torch.Size(sample_shape))
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Draws of the base, without gradient."""
+        """Draw from the base without gradient."""
         with torch.no_grad():
             return self.base_distribution.sample(torch.Size(sample_shape))
 
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        r"""Draws of :math:`\bar q` itself: draws of the base, each moved by a uniform group element."""
+        r"""Draw from :math:`\bar q` itself: from the base, each draw moved by a uniform group element."""
         value = self.sample(sample_shape)
         return self.action(value, self.action.group.finite.sample(value.shape[:-1], device=value.device))
 
@@ -124,8 +123,8 @@ class Symmetrized(TorchDistribution):
         return self.estimator.log_prob(self.base_distribution, self.action, value)
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        """Score parts as Pyro's objectives ask for them. Draws that aren't reparametrised have the base's score; then
-        the gradient of ``log_prob`` itself, whose mean is zero, is left out."""
+        """Return the parts of Pyro's gradient estimators. Without reparametrisation the score function is the base's,
+        and the gradient of ``log_prob`` itself, whose mean is zero, is left out."""
         log_prob = self.log_prob(x)
         score = (0, log_prob) if self.has_rsample else (self.base_distribution.log_prob(x), 0)
         return ScoreParts(log_prob, *score)
@@ -134,12 +133,12 @@ class Symmetrized(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        r"""Mean of :math:`\bar q`, exact: that of the base, averaged over where the group moves each entry."""
+        r"""The exact mean of :math:`\bar q`: that of the base, averaged over the orbit of each entry."""
         return averaged_over_orbits(self.action, self.base_distribution.mean, signed=True)
 
     @property
     def variance(self) -> Tensor:
-        r"""Variances of :math:`\bar q`, exact as the mean is."""
+        r"""The exact variances of :math:`\bar q`."""
         second = self.base_distribution.variance + self.base_distribution.mean.square()
         return averaged_over_orbits(self.action, second, signed=False) - self.mean.square()
 
@@ -147,8 +146,8 @@ class Symmetrized(TorchDistribution):
     def mutual_information(self, num_samples: int = 1000) -> Estimate:
         r"""Estimate :math:`I(g; w) = \mathbb E_q[\log q(w) - \log \bar q(w)]`, the nats that symmetrising gains.
 
-        Between 0, if the base is invariant, and :math:`\log|G|`, if copies don't overlap. With a bound as estimator it
-        errs downward in expectation.
+        It is 0 if the base is invariant, and :math:`\log|G|` if copies don't overlap. With a bound as estimator the
+        expectation is a lower bound.
 
         >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
         >>> base = dist.Normal(torch.tensor([-50.0, 0.0, 50.0]), 1.0).to_event(1)
@@ -160,37 +159,35 @@ class Symmetrized(TorchDistribution):
 
     @torch.no_grad()
     def entropy(self, num_samples: int = 1000) -> Estimate:  # type: ignore[override]
-        r"""Estimate :math:`-\mathbb E_{\bar q} \log \bar q(w)`; it errs downward as :meth:`mutual_information` does.
+        r"""Estimate :math:`-\mathbb E_{\bar q} \log \bar q(w)`, the base's entropy plus the :meth:`mutual_information`.
 
-        The base's own entropy is exact where it is known, so that only what symmetrising adds is estimated.
+        The base's entropy is exact where it is known. With a bound as estimator the expectation is a lower bound.
         """
         try:
-            own = self.base_distribution.entropy()
+            base_entropy = self.base_distribution.entropy()
         except NotImplementedError:
             return self._mean_of(lambda w: -self.log_prob(w), num_samples)
-        gained = self.mutual_information(num_samples)
-        return gained._replace(value=own + gained.value)
+        information = self.mutual_information(num_samples)
+        return information._replace(value=base_entropy + information.value)
 
-    def _mean_of(self, gain: Callable[[Tensor], Tensor], num_samples: int) -> Estimate:
+    def _mean_of(self, integrand: Callable[[Tensor], Tensor], num_samples: int) -> Estimate:
         count = arguments.whole("num_samples", num_samples, 2)
-        sizes = [min(TOGETHER, count - start) for start in range(0, count, TOGETHER)]
-        gains = torch.cat([gain(self.sample((size,))) for size in sizes])
+        sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
+        values = torch.cat([integrand(self.sample((size,))) for size in sizes])
         bound: Literal["lower", "exact"] = "exact" if self.estimator.bound == "exact" else "lower"
-        return Estimate(gains.mean(0), gains.std(0) / math.sqrt(count), bound)
+        return Estimate(values.mean(0), values.std(0) / math.sqrt(count), bound)
 
 
 @register_kl(Symmetrized, dist.Independent)
 def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
-    r"""Estimate :math:`\mathrm{KL}(\bar q \| p)` to independent normals by one draw, from above in expectation.
-
-    The cross entropy and, where known, the base's entropy are exact; the draw's :math:`\log q - \log \bar q` is what
-    is estimated. Draws are reparametrised, so that gradients flow, as objectives of Pyro need.
-    """
+    r"""Estimate :math:`\mathrm{KL}(\bar q \| p) = H(\bar q, p) - H(q) - I(g; w)` to independent normals, from above in
+    expectation. The cross entropy and, where known, the base's entropy are exact; one reparametrised draw estimates
+    the mutual information."""
     normal = prior.base_dist
     if not isinstance(normal, torch.distributions.Normal) or len(prior.event_shape) != 1 or not q.has_rsample:
         raise NotImplementedError
-    away = q.variance + (q.mean - normal.loc).square()
-    cross = (0.5 * away / normal.scale.square() + normal.scale.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
+    square = q.variance + (q.mean - normal.loc).square()
+    cross = (0.5 * square / normal.scale.square() + normal.scale.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
     w = q.rsample()
     try:
         return cross - q.base_distribution.entropy() - (q.base_distribution.log_prob(w) - q.log_prob(w))
@@ -199,9 +196,9 @@ def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
 
 
 def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor:
-    """Average each entry over the places to which the group moves it, ``batch_shape + (D,)``.
+    """Average each entry over its orbit, ``batch_shape + (D,)``.
 
-    :param signed: whether they change their sign with the entries; those that can be flipped then average to zero.
+    :param signed: whether a flip changes the sign of a value; values that can be flipped then average to zero.
     :raises NotImplementedError: if the group permutes the entries of a simplex, whose coordinates it mixes.
     """
     if action.nonlinear_sites:
@@ -214,17 +211,17 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
 
 
 @functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # the cache outlives the mode that it is filled in
+@torch.inference_mode(False)  # the cache outlives the mode in which it is filled
 def _signed_orbits(action: Action) -> Tensor:
-    """The number of the orbit of each entry, and of each with its sign reversed, ``(2 D,)``.
+    """Label the orbit of each entry, and of each entry negated, ``(2 D,)``, by its smallest number.
 
-    Entries take the smallest number of all that random elements bring to them: the entries that have the smallest of
-    their orbit double each time, and that one of two entries never has it is as likely as ``2**-ROUNDS``.
+    Each random element spreads the smaller of two labels, so that the entries that have the smallest double; two
+    entries of one orbit keep different labels with a probability of about ``2**-ORBIT_ROUNDS``.
     """
     group, dim = action.group.finite, action.dim
     numbered, orbit = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu"), torch.arange(2 * dim, device="cpu")
     with forked():
-        for _ in range(ROUNDS):
+        for _ in range(ORBIT_ROUNDS):
             moved = action(numbered, group.sample(device="cpu"))
             source, flipped = moved.abs().long() - 1, moved < 0
             orbit = torch.minimum(orbit, orbit[torch.cat([source + dim * flipped, source + dim * ~flipped])])

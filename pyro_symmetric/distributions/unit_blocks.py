@@ -1,4 +1,4 @@
-"""Normals in which each unit has a covariance of its own: weights correlate inside units, units are independent."""
+"""Normals with a full covariance within each unit and none between units."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.distributions import constraints
 
 
 class UnitBlocks(TorchDistribution):
-    r"""A normal over vectors of event shape ``(D,)`` that is independent between blocks of positions.
+    r"""A normal over vectors of event shape ``(D,)``, independent between blocks of positions.
 
     .. math:: q(w) = \prod_{\text{units}} \mathcal N(w_u \mid m_u, L_u L_u^\top)
        \;\prod_{\text{rest}} \mathcal N(w_r \mid m_r, s_r^2)
 
-    The number of parameters is linear in the number of units, and the log-density of one unit's weights under another's
-    block is exact, as it is for a mean-field normal.
+    The number of parameters is linear in the number of units. As under a mean-field normal, the log-density of one
+    unit's weights under another's block is known exactly.
 
     :param loc: means, ``(D,)``.
     :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the positions of unit ``u`` in the
-        vector, column ``a`` is the same place in every unit. No position is listed twice.
+        vector, column ``a`` holds corresponding weights. No position is listed twice.
     :param scale_trils: for each set the Cholesky factors of the units' covariances, ``(n, d, d)``.
-    :param scale: standard deviations, ``(D,)``; those of listed positions don't count. One by default.
+    :param scale: standard deviations, ``(D,)``, of the positions that aren't listed; one by default.
     :ivar rest: the positions that aren't listed, LongTensor.
     """
 
@@ -58,7 +58,7 @@ class UnitBlocks(TorchDistribution):
             )
         free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
         self.rest = free.index_fill(0, listed, False).nonzero()[:, 0]
-        # Where each number of the vector stands among the blocks one after the other, and the rest.
+        # The index of each position in the concatenation of all blocks and the rest.
         self._order = torch.cat([listed, self.rest]).argsort()
         super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
 
@@ -77,14 +77,14 @@ class UnitBlocks(TorchDistribution):
         centred, scale = (value - self.loc).reshape(-1, len(self.loc)), self.scale[self.rest]
         total = -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
         for index, tril in self._sets:
-            # All draws are columns of one system for each unit: nothing is copied for the batch.
+            # Draws are columns of one triangular system a unit: factors aren't copied for the batch.
             white = torch.linalg.solve_triangular(tril, centred[:, index].permute(1, 2, 0), upper=False)
             total = total - 0.5 * white.square().sum((0, 1)) - tril.diagonal(dim1=-2, dim2=-1).log().sum()
         total = total - 0.5 * len(self.loc) * math.log(2 * math.pi)
         return total.reshape(value.shape[:-1]).expand(shape)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Reparametrised draws, ``sample_shape + batch_shape + (D,)``."""
+        """Draw with gradient, ``sample_shape + batch_shape + (D,)``."""
         shape = torch.Size(sample_shape) + self.batch_shape
         parts = []
         for index, tril in self._sets:
@@ -110,11 +110,11 @@ class UnitBlocks(TorchDistribution):
         return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(self.batch_shape)
 
     def precisions(self, units: Tensor) -> Tensor | None:
-        """Return the precision matrices of some blocks, ``(n, d)`` -> ``(n, d, d)``, in float64; None if the rows of
-        ``units`` aren't the blocks of one set, one by one, with their positions in whatever order."""
+        """Return the precision matrices of one set's blocks, in float64, in the order of ``units``, ``(n, d)`` ->
+        ``(n, d, d)``; None unless the rows of ``units`` are these blocks, with the positions in any order."""
         for index, tril in self._sets:
             if index.shape == units.shape and torch.equal(index.sort(-1).values, units.sort(-1).values):
-                at = index.argsort(-1).gather(-1, units.argsort(-1).argsort(-1))
-                rows = torch.cholesky_inverse(tril.double()).take_along_dim(at.unsqueeze(-1), -2)
-                return rows.take_along_dim(at.unsqueeze(-2), -1)
+                order = index.argsort(-1).gather(-1, units.argsort(-1).argsort(-1))
+                rows = torch.cholesky_inverse(tril.double()).take_along_dim(order.unsqueeze(-1), -2)
+                return rows.take_along_dim(order.unsqueeze(-2), -1)
         return None
