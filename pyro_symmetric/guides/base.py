@@ -1,7 +1,5 @@
-"""The base of all guides of this library: parameters of their own, set-up without a step, draws without data.
-
-And where they start, and what any set-up guide says of its sites: the layout of its vector, a group's action on that.
-"""
+"""The base class of this library's guides, their initial means, and of any set-up guide the layout of its vector and
+a group's action on it."""
 
 from __future__ import annotations
 
@@ -29,77 +27,76 @@ from pyro_symmetric.weights import Layout, Weights
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
 
-APART = 0.01  # deviation of the noise of starts, in unconstrained coordinates; guides are 0.1 wide at the start
+INIT_NOISE = 0.01  # deviation of initial means, unconstrained; the initial scale of guides is 0.1
 # Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
-_NUMBERS = itertools.count(1)
+_NAMES = itertools.count(1)
 
 
 class WeightsGuide(AutoContinuous):
     """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
 
-    Beyond Pyro's: it shares its parameters with no other guide; :meth:`setup` creates them before the first step;
-    :meth:`sample_posterior` draws weights and needs no data. Pickles and copies leave the guide as it is, and have
-    parameters of their own in whatever process. A guide that has been set up is pickled without its model, which it
-    needs no longer.
+    Beyond Pyro's: it shares its parameters with no other guide, :meth:`setup` creates them before the first step, and
+    :meth:`sample_posterior` draws weights without data. Pickling leaves the guide intact; pickles and copies have their
+    own parameters, in any process. A set-up guide is pickled without its model, which it no longer needs.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
-        self._given: tuple[Any, ...] | None = (model,)  # in a tuple, so that a module isn't a part of the guide
+        self._raw_model: tuple[Any] | None = (model,)  # in a tuple, so that a module isn't registered as a submodule
         self._take_name()
 
     def _take_name(self) -> None:
         """Take a name that no other guide of this process has."""
-        for part in self.modules():
-            if isinstance(part, PyroModule):
-                part._pyro_context = self._pyro_context  # which dask, unlike pickle, copies for each part
+        for module in self.modules():
+            if isinstance(module, PyroModule):
+                module._pyro_context = self._pyro_context  # which dask, unlike pickle, copies for each module
         self._pyro_context.used = False
-        self._pyro_set_supermodule(f"{type(self).__name__}_{next(_NUMBERS)}", self._pyro_context)
+        self._pyro_set_supermodule(f"{type(self).__name__}_{next(_NAMES)}", self._pyro_context)
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:
-        """Create the parameters, by tracing the model on its own arguments; does nothing the second time.
+        """Create the parameters by tracing the model on its arguments, unless the guide is set up.
 
-        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see everything there is.
+        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see all parameters.
         """
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.setup(*args, **kwargs)  # before Pyro's store comes into play: parameters belong to the module
+        self.setup(*args, **kwargs)  # outside of Pyro's store: parameters belong to the module
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Weights:
-        """A draw, site by site, as any guide's; a site whose map is trivial costs nothing."""
+        """Draw the latent vector and sample every site, as a Delta with the Jacobian of its transform."""
         latent, plates, result = self.sample_latent(*args, **kwargs), self._create_plates(*args, **kwargs), {}
         trace: Any = self.prototype_trace
         shapes, nodes = self._unconstrained_shapes, trace.nodes
-        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation on the way back, too
+        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation backward, too
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
-            fn, events = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
-            free = piece.view(np.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * events)))  # particles lead
+            fn, event_dim = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
+            value = piece.view(np.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * event_dim)))  # particles lead
             with ExitStack() as stack:
                 for frame in self._cond_indep_stacks[name]:
                     stack.enter_context(plates[frame.name])
-                result[name] = pyro.sample(name, _Image.of(free, fn))
+                result[name] = pyro.sample(name, _Transformed.of(value, fn))
         return result
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
-        """Draws of the weights, ``sample_shape + site_shape``, detached and on the guide's device. Needs no data."""
+        """Draw weights, ``sample_shape + site_shape``, without data; detached and on the guide's device."""
         shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
         with torch.no_grad():
             return layout.constrain(self.get_posterior().sample(shape))
 
     def unpack(self, latent: Tensor) -> Weights:
-        """Flat unconstrained vectors ``batch_shape + (D,)`` -> weights."""
+        """Return the weights of flat unconstrained vectors, ``batch_shape + (D,)``."""
         return layout_of(self).constrain(latent)
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Weights -> flat unconstrained vectors; the inverse of :meth:`unpack`."""
+        """Return the flat unconstrained vectors of weights: the inverse of :meth:`unpack`."""
         return layout_of(self).unconstrain(weights)
 
     def _adopt(self, guide: AutoGuide) -> None:
-        """Know of the model what a guide that was set up on it knows, but for the data."""
+        """Copy the prototype trace of a set-up guide, without the data."""
         layout, trace = layout_of(guide), guide.prototype_trace.copy()  # type: ignore[union-attr]
         for name in {"_INPUT", "_RETURN"} & set(trace.nodes):
             trace.remove_node(name)
@@ -109,55 +106,51 @@ class WeightsGuide(AutoContinuous):
         self._unconstrained_shapes, self.latent_dim = layout.unconstrained_shapes, layout.dim
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Pyro's own makes this guide the master of one that it holds, by a weak reference that dask can't pickle.
+        # Pyro's makes this guide the master of a guide that it holds, by a weak reference that dask can't pickle.
         PyroModule.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
         self._take_name()
         for value in (*self.parameters(), *self.buffers()):
-            if value.is_shared():  # pools of processes send tensors by reference
+            if value.is_shared():  # process pools send tensors by reference
                 value.data = value.data.clone()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pyro's own takes the model away from the guide that is pickled.
+        # Pyro's removes the model from the guide that is pickled, not from the pickle.
         state = {**PyroModule.__getstate__(self), "master": None}
         if self.prototype_trace is not None:
-            state |= {"_model": None, "_given": None}
+            state |= {"_model": None, "_raw_model": None}
         return state
 
 
 class Start:
-    """A way to start for any automatic guide: beside the fixed point of a group, as near to it as other guides start.
+    """An ``init_loc_fn`` near a group's fixed point, but not at it.
 
-    What a group exchanges starts at a network's own values, else at the prior's mean and a little noise: at the mean
-    itself all units are alike, and no gradient can tell them apart; far from it, at a draw of the prior, units may stay
-    for good where they don't belong. Other sites, a likelihood's scale of noise among them, start at their prior's
-    median.
+    Sites that a group moves start at a network's own values, else at the prior's mean with a little noise: at the mean
+    itself all units are alike, and no gradient separates them; at a draw of the prior, far from it, units may never
+    leave a poor place. Other sites, such as the noise scale of a likelihood, start at their prior's median.
 
-    :param exchanged: the sites that a group moves.
+    :param moved: the sites that a group moves.
     """
 
-    def __init__(self, model: Any, exchanged: Collection[str]):
+    def __init__(self, model: Any, moved: Collection[str]):
         self.values = model.initial_weights() if isinstance(model, BayesianModel) else {}
-        self.exchanged = exchanged
+        self.moved = moved
 
     def __call__(self, site: dict[str, Any]) -> Tensor:
         name = site["name"]
         if name in self.values:
             return self.values[name].clone()
-        if name not in self.exchanged:
+        if name not in self.moved:
             return init_to_median(site)
         transform = biject_to(site["fn"].support)
-        free = transform.inv(init_to_mean(site, fallback=init_to_median))
-        return transform(free + APART * torch.randn_like(free))
+        unconstrained = transform.inv(init_to_mean(site, fallback=init_to_median))
+        return transform(unconstrained + INIT_NOISE * torch.randn_like(unconstrained))
 
 
 def layout_of(guide: AutoGuide) -> Layout:
-    """The layout of a guide's flat vector, in the order in which it concatenates its sites.
-
-    :raises ValueError: if the guide hasn't seen its model yet.
-    """
+    """Return the layout of a set-up guide's flat vector, its sites in the order of concatenation."""
     trace = getattr(guide, "prototype_trace", None)
     if trace is None:
         raise ValueError(
@@ -172,9 +165,9 @@ def layout_of(guide: AutoGuide) -> Layout:
 
 
 def action_on(guide: AutoGuide, group: Group) -> Action:
-    """The action of a group on a guide's vectors.
+    """Return the action of a group on a guide's vectors.
 
-    :raises ValueError: if the group moves sites that aren't there, or whose shapes or supports don't fit.
+    :raises ValueError: if the guide lacks a site that the group moves, or its shape or support doesn't fit.
     """
     shapes: Any = layout_of(guide).site_shapes
     for site in group.required_sites:
@@ -192,25 +185,26 @@ def action_on(guide: AutoGuide, group: Group) -> Action:
     return Action(group, {name: nodes[name]["fn"].support for name in shapes}, shapes)
 
 
-class _Image(Delta):
-    """A site's value, the image of an unconstrained one, whose log-density is that of the map.
+class _Transformed(Delta):
+    """A point mass at a constrained value, with the log-density of the transform from the unconstrained one.
 
-    Pyro's compares the value with itself, takes a logarithm and adds zero.
+    Pyro's Delta compares the value with itself, takes a logarithm and adds zero.
     """
 
     @classmethod
-    def of(cls, free: Tensor, fn: Any) -> _Image:
-        """The image under the map to a distribution's support."""
-        transform, events = biject_to(fn.support), fn.event_dim
-        value = transform(free)
-        batch = value.shape[: value.dim() - events]
-        if value is free or poutine.get_mask() is False:  # of the identity
-            # A zero beside which nothing is computed: a GPU takes it along with numbers of its own.
-            log_density = torch.zeros((), dtype=free.dtype, device=free.device if batch else "cpu").expand(batch)
+    def of(cls, unconstrained: Tensor, fn: Any) -> _Transformed:
+        """Transform to the support of a distribution."""
+        transform, event_dim = biject_to(fn.support), fn.event_dim
+        value = transform(unconstrained)
+        batch = value.shape[: value.dim() - event_dim]
+        if value is unconstrained or poutine.get_mask() is False:  # the identity, or a density that isn't asked for
+            # A scalar on the CPU combines with tensors on any device.
+            device = unconstrained.device if batch else "cpu"
+            log_density = torch.zeros((), dtype=unconstrained.dtype, device=device).expand(batch)
         else:
-            log_density = transform.inv.log_abs_det_jacobian(value, free)
-            log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + events)
-        return cls(value, log_density, events, validate_args=False)
+            log_density = transform.inv.log_abs_det_jacobian(value, unconstrained)
+            log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + event_dim)
+        return cls(value, log_density, event_dim, validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
         return super().rsample(sample_shape) if sample_shape else self.v
@@ -219,7 +213,7 @@ class _Image(Delta):
         return self.log_density if x is self.v else super().log_prob(x)
 
 
-@register_kl(_Image, Distribution)
-def _kl_image(image: _Image, prior: Distribution) -> Tensor:
-    # Pyro's, of a Delta, leaves the density of the map out.
-    return image.log_density - prior.log_prob(image.v)
+@register_kl(_Transformed, Distribution)
+def _kl_transformed(site: _Transformed, prior: Distribution) -> Tensor:
+    # Pyro's, of a Delta, leaves out the density of the transform.
+    return site.log_density - prior.log_prob(site.v)

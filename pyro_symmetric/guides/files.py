@@ -92,7 +92,7 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
             fields, group = dict(header["estimator"]), Group.from_dict(header["group"])
             estimator = ESTIMATORS[fields.pop("name")](**fields)
             guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
-            guide._given = None  # of the model only the sites are known
+            guide._raw_model = None  # of the model only the sites are known
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
     return guide

@@ -27,7 +27,6 @@ import torch
 from pyro import poutine
 from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoDiagonalNormal, AutoGuide, AutoNormal
-from pyro.infer.autoguide.initialization import InitMessenger
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -89,7 +88,6 @@ class AutoSymmetrized(WeightsGuide):
             base_arguments = {"group": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
-        self._given = (model, start)
         self.base = _base(base, model, start, base_arguments)
         self.estimator: Any = estimator  # until set-up None, if it is left to the base
         self._action: Action | None = None
@@ -100,21 +98,21 @@ class AutoSymmetrized(WeightsGuide):
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        (model, start), given = self._given or (None, None), self.base.prototype_trace is not None
+        given = self.base.prototype_trace is not None
         if not given:
-            self.base._model = (InitMessenger(start)(model),)  # stock guides lose theirs when they are pickled
+            self.base._model = self._model  # stock guides lose theirs when they are pickled
             self.base._setup_prototype(*args, **kwargs)
         self._adopt(self.base)
         self.base.prototype_trace = self.prototype_trace  # which holds no data
         try:
-            self._check(model, *args, **kwargs)
+            self._check(*args, **kwargs)
         except Exception:
-            # A guide that was refused isn't set up: the next call refuses it again.
+            # A refused guide isn't set up: the next call refuses it again.
             self.prototype_trace = None
             self.base.prototype_trace = self.base.prototype_trace if given else None
             raise
 
-    def _check(self, model: Any, *args: Any, **kwargs: Any) -> None:
+    def _check(self, *args: Any, **kwargs: Any) -> None:
         """Compare the model with the group: its sites, and its joint density at two draws from the prior.
 
         The density is passed over if it isn't a fixed function of the sites (dropout), or if a prior can't be drawn
@@ -150,8 +148,9 @@ class AutoSymmetrized(WeightsGuide):
             ) from error
         self.estimator = self.estimator or usual_estimator(law, self._action)
         with suppress(InconclusiveError, NotImplementedError):
-            if not (found := verify_model(self.group, functools.partial(model, *args, **kwargs))):
-                raise ValueError(str(found))
+            (model,) = self._raw_model or (None,)
+            if not (verdict := verify_model(self.group, functools.partial(model, *args, **kwargs))):
+                raise ValueError(str(verdict))
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
         """The symmetrised distribution over flat unconstrained vectors. Its base is ``guide.base.get_posterior()``."""
