@@ -91,7 +91,7 @@ class Symmetrized(TorchDistribution):
 
     @property
     def has_rsample(self) -> bool:  # type: ignore[override]
-        """Whether draws of the base are reparametrised."""
+        """The flag of the base: reparametrised draws."""
         return self.base_distribution.has_rsample
 
     def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:

@@ -1,4 +1,4 @@
-"""Guides as files: moments, sites, group and estimator in one safetensors file. A loaded guide draws without data."""
+"""Guides as files: moments, sites, group and estimator in one safetensors file."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ESTIMATORS: dict[str, Any] = {kind.__name__: kind for kind in (ExactOrbit, InfoN
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
-    Takes our guides, symmetrised over a Gaussian base, and the stock Gaussian ones (``AutoNormal``,
-    ``AutoDiagonalNormal``, ``AutoLowRankMultivariateNormal``, which becomes one of full rank,
-    ``AutoMultivariateNormal``). Of others write ``guide.state_dict()``.
+    Supported are our guides, symmetrised over a Gaussian base or plain, and the stock Gaussian ones (``AutoNormal``,
+    ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, ``AutoLowRankMultivariateNormal``, which becomes one of full
+    rank). Of others save ``guide.state_dict()``.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -45,13 +45,13 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
 
-    :raises TypeError: for a guide that it doesn't know how to write.
+    :raises TypeError: for any other guide or estimator.
     :raises OSError: if the file can't be written.
     """
     if not isinstance(guide, AutoGuide):
         raise TypeError(
-            f"guide is {described(guide)}, no AutoGuide; of a guide that was written by hand write the parameters, "
-            "which are in pyro.get_param_store() or in its module's state_dict()"
+            f"guide is {described(guide)}, no AutoGuide; of a guide written by hand save the parameters, "
+            "pyro.get_param_store() or its module's state_dict()"
         )
     header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
     moments = gaussian_copy(guide)
@@ -64,9 +64,9 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
 
 
 def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
-    """Read a guide that :func:`save_guide` wrote. ``sample_posterior`` works at once; stock SVI continues the training.
+    """Read a guide that :func:`save_guide` wrote: an :class:`AutoGaussian`, or an :class:`AutoSymmetrized` over one.
 
-    Gaussian guides come back as :class:`AutoGaussian`, symmetrised ones as :class:`AutoSymmetrized` over one.
+    ``sample_posterior`` works at once, and stock SVI continues the training.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -75,9 +75,9 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
 
-    :param device: where its parameters are to be, and so its draws; by default on the CPU, wherever they were.
+    :param device: the device of its parameters and draws; by default the CPU.
     :raises OSError: if the file can't be read.
-    :raises StoreError: if it is damaged (it is compared with its checksum) or no guide.
+    :raises StoreError: if its checksum doesn't fit, or it is no guide.
     """
     tensors, header = load_tensors(path, KIND, VERSION)
     if device is not None:
@@ -85,14 +85,14 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     try:
         loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
         positions = [tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)]
-        trils = [loc.new_ones(where.shape).diag_embed() for where in positions]
+        trils = [loc.new_ones(index.shape).diag_embed() for index in positions]
         guide: Any = AutoGaussian(sites, UnitBlocks(torch.zeros_like(loc), positions, trils))
         guide.load_state_dict(tensors)
         if header["group"] is not None:
             fields, group = dict(header["estimator"]), Group.from_dict(header["group"])
             estimator = ESTIMATORS[fields.pop("name")](**fields)
             guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
-            guide._raw_model = None  # of the model only the sites are known
+            guide._raw_model = None  # only its sites are known
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
     return guide
@@ -100,30 +100,29 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
 
 # sites as JSON --------------------------------------------------------------------------------------------------------
 
-_KNOWN = [*vars(constraints).values(), *vars(pyro_constraints).values()]
-_KINDS = {kind.__name__: kind for kind in _KNOWN if isinstance(kind, type) and issubclass(kind, Constraint)}
+_MEMBERS = [*vars(constraints).values(), *vars(pyro_constraints).values()]
+_KINDS = {kind.__name__: kind for kind in _MEMBERS if isinstance(kind, type) and issubclass(kind, Constraint)}
 
 
 def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
-    """The sites of a guide, with their supports and the plates around them."""
-    shapes, found = layout_of(guide).site_shapes, []
+    """Describe the sites of a guide, with their supports and the plates around them."""
     nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
-    for name, shape in shapes.items():
-        fn, plates = nodes[name]["fn"], nodes[name]["cond_indep_stack"]
-        found.append(
-            {
-                "name": name,
-                "shape": list(shape),
-                "support": _support_to_dict(fn.support),
-                "event_dim": fn.event_dim,
-                "plates": [[p.name, int(p.full_size or p.size), int(p.size), p.dim] for p in plates],
-            }
-        )
-    return found
+    return [
+        {
+            "name": name,
+            "shape": list(shape),
+            "support": _support_to_dict(nodes[name]["fn"].support),
+            "event_dim": nodes[name]["fn"].event_dim,
+            "plates": [
+                [p.name, int(p.full_size or p.size), int(p.size), p.dim] for p in nodes[name]["cond_indep_stack"]
+            ],
+        }
+        for name, shape in layout_of(guide).site_shapes.items()
+    ]
 
 
 def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
-    """A set-up guide of a model with these sites and no data, where a tensor is and in its precision."""
+    """Set up a guide of a model with these sites and no data, with the device and dtype of a tensor."""
     supports = {site["name"]: _support_from_dict(site["support"]) for site in sites}
 
     def model(*args: Any, **kwargs: Any) -> None:
@@ -146,20 +145,20 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
 
 
 def _support_to_dict(support: Constraint) -> dict[str, Any]:
-    """The kind of a constraint, and the arguments that make it, which it keeps as attributes."""
+    """Describe a constraint by its class and the arguments of its constructor, read from its attributes."""
     kind = type(support)
-    found: dict[str, Any] = {"kind": kind.__name__}
+    data: dict[str, Any] = {"kind": kind.__name__}
     for name in inspect.signature(kind).parameters if _KINDS.get(kind.__name__) is kind else ("kind",):
         value = getattr(support, name, None)
         if isinstance(value, Constraint):
-            found[name] = _support_to_dict(value)
+            data[name] = _support_to_dict(value)
         elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            found[name] = value if isinstance(value, int) else float(value)
+            data[name] = value if isinstance(value, int) else float(value)
         else:
             raise ValueError(f"the support {support} can't be written to a file")
-    return found
+    return data
 
 
 def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
-    given = {name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in data.items() if name != "kind"}
-    return _KINDS[data["kind"]](**given)
+    fields = {name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in data.items() if name != "kind"}
+    return _KINDS[data["kind"]](**fields)

@@ -1,11 +1,11 @@
-r"""Gaussian guides, all normals in blocks: no block is mean-field, one of all weights is full rank.
+r"""Gaussian guides, all of them normal in blocks: without blocks mean-field, with one block of full rank.
 
 .. math:: q(w) = \prod_{\text{blocks } u} \mathcal N(w_u \mid m_u, L_u L_u^\top)
           \prod_{\text{other weights } a} \mathcal N(w_a \mid m_a, s_a^2)
 
-The blocks of :class:`AutoUnitBlocks` are units: a unit's row of incoming weights, its bias, its outgoing weights. *A
-weight between two hidden layers* lies in a unit of each: it goes to the unit along the first axis of its site, which it
-enters, as the data correlate most what one pre-activation is made of. Of units inside others it goes to the innermost.
+The blocks of :class:`AutoUnitBlocks` are units: a unit's incoming weights, its bias, its outgoing weights. *A weight
+between two hidden layers* belongs to the unit that it enters, along the first axis of its site: the data correlate most
+the terms of one pre-activation. With units inside others it belongs to the innermost.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pyro_symmetric.groups.units import rows
 from pyro_symmetric.guides.base import InitLocFn, Start, WeightsGuide, action_on, layout_of
 from pyro_symmetric.weights import Weights
 
-NO_COINCIDENCE = 8  # so many draws agree only if all do
+NUM_EQUAL = 8  # equal draws reveal a point mass
 
 
 class AutoGaussian(WeightsGuide):
-    """A Gaussian guide that begins at a given normal over the concatenated unconstrained sites.
+    """A Gaussian guide with given moments over the concatenated unconstrained sites.
 
-    It is set up from the start, needs no model to draw from, and can be trained further with stock SVI: a mean-field
-    one, each block, or the whole covariance. Pushing forward, interpolating and loading make such guides.
+    It is set up at once, draws without a model, and can be trained further by stock SVI, with the covariance's block
+    structure kept. Push-forwards, barycentres and loaded guides are of this class.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -48,10 +48,9 @@ class AutoGaussian(WeightsGuide):
     >>> guide.sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
 
-    :param guide: any set-up guide of the model, whose sites these are.
-    :param normal: independent (``dist.Normal(loc, scale).to_event(1)``), in :class:`UnitBlocks`, or with a whole
-        covariance.
-    :raises TypeError: if that is no normal.
+    :param guide: any set-up guide of the model, for the sites.
+    :param normal: independent (``dist.Normal(loc, scale).to_event(1)``), :class:`UnitBlocks`, or of full or low rank.
+    :raises TypeError: if ``normal`` isn't Gaussian.
     """
 
     loc: Any
@@ -68,23 +67,23 @@ class AutoGaussian(WeightsGuide):
 
     @torch.no_grad()
     def _hold(self, normal: UnitBlocks) -> None:
-        """Make parameters of a normal: the factors of blocks have their diagonals in ``scale``."""
-        diagonal, self.num_sets = normal.stddev.clone(), len(normal.positions)
-        for number, (where, tril) in enumerate(zip(normal.positions, normal.scale_trils, strict=True)):
-            diagonal[where] = tril.diagonal(dim1=-2, dim2=-1)
-            unit = PyroParam(tril / diagonal[where].unsqueeze(-1), constraints.unit_lower_cholesky)
-            setattr(self, f"scale_tril_{number}", unit)
-            self.register_buffer(f"positions_{number}", where)
-        self.loc, self.scale = nn.Parameter(normal.loc.clone()), PyroParam(diagonal, constraints.softplus_positive)
+        """Make a normal's moments parameters; ``scale`` holds the diagonals of the blocks' Cholesky factors."""
+        scale, self.num_sets = normal.stddev.clone(), len(normal.positions)
+        for number, (positions, tril) in enumerate(zip(normal.positions, normal.scale_trils, strict=True)):
+            scale[positions] = tril.diagonal(dim1=-2, dim2=-1)
+            unit_tril = PyroParam(tril / scale[positions].unsqueeze(-1), constraints.unit_lower_cholesky)
+            setattr(self, f"scale_tril_{number}", unit_tril)
+            self.register_buffer(f"positions_{number}", positions)
+        self.loc, self.scale = nn.Parameter(normal.loc.clone()), PyroParam(scale, constraints.softplus_positive)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
-        """The Gaussian over flat unconstrained vectors."""
+        """Return the Gaussian over flat unconstrained vectors."""
         loc, scale = self.loc, self.scale
         if not self.num_sets:
             return dist.Normal(loc, scale).to_event(1)
         positions = [getattr(self, f"positions_{number}") for number in range(self.num_sets)]
-        units = [getattr(self, f"scale_tril_{number}") for number in range(self.num_sets)]
-        trils = [unit * scale[where].unsqueeze(-1) for unit, where in zip(units, positions, strict=True)]
+        unit_trils = [getattr(self, f"scale_tril_{number}") for number in range(self.num_sets)]
+        trils = [tril * scale[index].unsqueeze(-1) for tril, index in zip(unit_trils, positions, strict=True)]
         return UnitBlocks(loc, positions, trils, scale)
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ class AutoGaussian(WeightsGuide):
 
 
 class AutoUnitBlocks(AutoGaussian):
-    """A Gaussian guide with a full covariance within each unit; what belongs to no unit is independent.
+    """A Gaussian guide with a full covariance within each unit; weights of no unit are independent.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3, 2), 1.0).to_event(2))
@@ -101,14 +100,14 @@ class AutoUnitBlocks(AutoGaussian):
     >>> type(guide.base).__name__
     'AutoUnitBlocks'
 
-    Between mean-field and ``AutoMultivariateNormal``, the two ends in cost and in reach. Symmetrised, its units are
+    In cost and in flexibility it lies between mean-field and ``AutoMultivariateNormal``. Symmetrised, its units are
     matched by their exact densities.
 
     :param model: the Pyro model.
-    :param group: whose units have blocks, or a symmetry. Sites that are constrained together and permuted inside (a
-        simplex) have no weights of single units; they are independent.
-    :param init_loc_fn: where the means start; by default where :class:`AutoSymmetrized` starts.
-    :param init_scale: the deviation of each weight at the start, without correlations.
+    :param group: the group, or symmetry, whose units are the blocks. Entries of a simplex are independent: its
+        unconstrained coordinates belong to no single unit.
+    :param init_loc_fn: the initial means; by default those of :class:`AutoSymmetrized`.
+    :param init_scale: the initial standard deviation of each weight; correlations start at zero.
     """
 
     def __init__(
@@ -122,32 +121,32 @@ class AutoUnitBlocks(AutoGaussian):
         super()._setup_prototype(*args, **kwargs)
         self._adopt(self)
         loc, positions = self._init_loc(), unit_positions(action_on(self, self.group))
-        trils = [loc.new_full(where.shape, self._init_scale).diag_embed() for where in positions]
+        trils = [loc.new_full(index.shape, self._init_scale).diag_embed() for index in positions]
         self._hold(UnitBlocks(loc, positions, trils, torch.full_like(loc, self._init_scale)))
 
 
 def unit_positions(action: Action) -> list[Tensor]:
-    """The places of each unit's weights in the flat vector, ``(units, d)`` for each set; no place is in two."""
+    """Return the positions of every unit's weights in the flat vector, ``(units, d)`` a set; units share none."""
     numbers = action.layout.unflatten(torch.arange(action.dim, device="cpu"))
-    view = action.group.viewed({s: where for s, where in numbers.items() if s not in action.nonlinear_sites})
+    view = action.group.viewed({site: v for site, v in numbers.items() if site not in action.nonlinear_sites})
     sets = unit_sets(action.group, view)
-    axes = [(name, axis) for name, own in sets.items() for axis in own.exclusive + own.shared]
-    found: dict[str, list[Tensor]] = {name: [] for name in sets}
+    axes = [(name, axis) for name, one in sets.items() for axis in one.exclusive + one.shared]
+    parts: dict[str, list[Tensor]] = {name: [] for name in sets}
     free = torch.ones(action.dim, dtype=torch.bool, device="cpu")
     for name, axis in sorted(axes, key=lambda pair: (pair[1].dim, -len(action.group.ancestors(pair[0])))):
-        places = rows(view[axis.site], axis, view[axis.site].dim())
-        places = places[:, free[places].all(0)]
-        free[places] = False
-        found[name].append(places)
-    joined = [torch.cat(parts, -1) for parts in found.values() if parts]
-    return [places for places in joined if places.numel()]
+        positions = rows(view[axis.site], axis, view[axis.site].dim())
+        positions = positions[:, free[positions].all(0)]
+        free[positions] = False
+        parts[name].append(positions)
+    joined = [torch.cat(some, -1) for some in parts.values() if some]
+    return [positions for positions in joined if positions.numel()]
 
 
 # any guide ------------------------------------------------------------------------------------------------------------
 
 
 def plain_posterior(guide: AutoGuide) -> Any:
-    """The distribution of a set-up guide over flat unconstrained vectors, before any symmetrisation.
+    """Return the distribution of a set-up guide over flat unconstrained vectors, before any symmetrisation.
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
@@ -161,7 +160,7 @@ def plain_posterior(guide: AutoGuide) -> Any:
 
 
 def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
-    """A guide with copies of the moments of a set-up Gaussian guide; of a symmetrised one, of its base.
+    """Copy the moments of a set-up Gaussian guide, or of a symmetrised guide's base, into a guide of their own.
 
     :raises TypeError: for a guide that isn't Gaussian.
     """
@@ -170,9 +169,9 @@ def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
 
 @torch.no_grad()
 def in_blocks(normal: Any) -> UnitBlocks:
-    """A normal over vectors as one in blocks: none, its own, or one of all; so also that of low rank.
+    """Return a normal over vectors as unit blocks: none of a mean-field one, one block of a correlated one.
 
-    :raises TypeError: for what is no normal.
+    :raises TypeError: if it isn't Gaussian.
     """
     if isinstance(normal, UnitBlocks):
         return normal
@@ -185,9 +184,9 @@ def in_blocks(normal: Any) -> UnitBlocks:
 
 
 def require_spread(distribution: Any, guide: Any) -> None:
-    """:raises TypeError: if all draws are alike in some direction: a point mass has no density."""
+    """Raise ``TypeError`` if all draws agree in some direction: a point mass has no density."""
     with torch.no_grad(), forked():
-        draws = distribution.sample((NO_COINCIDENCE,))
+        draws = distribution.sample((NUM_EQUAL,))
     if still := int((draws == draws[0]).all(0).sum()):
         raise TypeError(
             f"{type(guide).__name__} is a point mass in {still} of {draws.shape[-1]} directions, and has no density. "
@@ -196,7 +195,7 @@ def require_spread(distribution: Any, guide: Any) -> None:
 
 
 def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weights:
-    """Draws of the weights of any automatic guide, stock ones included, without data: ``sample_shape + site_shape``.
+    """Draw weights of any automatic guide, stock or ours, without data: ``sample_shape + site_shape``.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -215,4 +214,4 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
 
 
 def _no_model() -> None:
-    """The model of guides that were given their moments."""
+    """Do nothing: the model of guides with given moments."""

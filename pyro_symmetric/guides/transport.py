@@ -1,21 +1,18 @@
-r"""Gaussian guides made of others: pushed forward by a group's element, between two, in the middle of many; and fitted
-to chains.
+r"""Push-forwards, geodesics and barycentres of Gaussian guides, and a Gaussian fitted to chains.
 
-Permutations, scales, signs and shifts act on real sites by affine maps :math:`g \cdot w = A w + b`, so the push-forward
-of a Gaussian, the distribution of ``g·w`` for ``w ~ q``, is
+*Push-forward.* Permutations, scales, signs and shifts act on real sites by affine maps :math:`g \cdot w = A w + b`, so
 
 .. math:: g_\# \mathcal N(m, \Sigma) = \mathcal N(A m + b, A \Sigma A^\top) .
 
-``A`` has one entry in each row: mean-field guides stay mean-field, and blocks stay blocks if they go to blocks.
+``A`` has one entry in each row: mean-field guides stay mean-field, and blocks that map to blocks stay blocks.
 
-Of mean-field ones :math:`q_i = \mathcal N(m_i, \operatorname{diag}(s_i^2))` and weights :math:`\lambda_i` that sum to
-one, the least :math:`\sum_i \lambda_i W_2^2(q, q_i)`, of squared 2-Wasserstein distances, is attained by the mean of
-the means and the mean of the deviations,
+*Barycentre.* Of mean-field guides :math:`q_i = \mathcal N(m_i, \operatorname{diag}(s_i^2))` with weights
+:math:`\lambda_i` that sum to one, the minimiser of :math:`\sum_i \lambda_i W_2^2(q, q_i)` has
 
-.. math:: m = \sum_i \lambda_i m_i, \qquad s = \sum_i \lambda_i s_i,
+.. math:: m = \sum_i \lambda_i m_i, \qquad s = \sum_i \lambda_i s_i
 
-in the guides' unconstrained coordinates; the geodesic of two has :math:`\lambda = (1 - t, t)`. Align the guides first:
-between unaligned posteriors of a network the midpoint is a mixture of unrelated units.
+in unconstrained coordinates; the geodesic of two guides has :math:`\lambda = (1 - t, t)`. Align the guides first: the
+midpoint of unaligned posteriors of a network mixes unrelated units.
 
 Reference: Rossi et al. 2023 (arXiv 2310.10171).
 """
@@ -47,7 +44,7 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 @torch.no_grad()
 def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
-    """The distribution of ``element(w)`` for ``w`` drawn from a Gaussian guide, as a guide of its own.
+    """Return the push-forward of a Gaussian guide, the distribution of ``element(w)`` for ``w ~ q``, as a guide.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -57,50 +54,45 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
     >>> ps.push_forward(guide, group.element({"unit": torch.tensor([2, 0, 1])})).median()
     {'w': tensor([3., 1., 2.])}
 
-    The moments are copied. Running statistics aren't sites of a guide: elements that move some are refused; those of
-    ``symmetry.holding(net)`` don't.
+    The moments are copied. Elements that move running statistics are refused, as these aren't sites of a guide; those
+    of ``symmetry.holding(net)`` move none.
 
-    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide, its base is pushed forward.
+    :param guide: a set-up Gaussian guide, stock or ours; of a symmetrised guide the base is pushed forward.
     :param element: permutations, scales, signs and shifts. Permutations may also move sites that are constrained entry
-        by entry (positive ones), the others move real sites only.
+        by entry (positive ones); the others move real sites only.
     :raises TypeError: if the guide isn't Gaussian, or ``element`` is no element of a group.
     :raises ValueError: for a batch of elements, for sites that the guide lacks or whose supports don't fit.
     """
-    action, given, group = _affine(element, guide), in_blocks(plain_posterior(guide)), element.group
-    # ``A`` puts the number at ``source[i]``, times ``factor[i]``, at place ``i``.
-    numbers = torch.arange(action.dim, dtype=torch.float64, device=given.loc.device)
+    action, normal, group = _affine_action(element, guide), in_blocks(plain_posterior(guide)), element.group
+    # (A w)_i = factor_i w_{source_i}
+    numbers = torch.arange(action.dim, dtype=torch.float64, device=normal.loc.device)
     source = action(numbers, group.element(element.permutations)).round().long()
     linear = group.element(element.permutations, signs=element.signs, log_scales=element.log_scales)
-    factor, trils = action(torch.ones_like(given.loc), linear), []
-    for positions, tril in zip(given.positions, given.scale_trils, strict=True):
-        places = torch.full_like(source, -1)
-        places[positions.flatten()] = torch.arange(positions.numel(), device=places.device)
-        found = places[source[positions]]
-        block, row = found // positions.shape[1], found % positions.shape[1]
-        if bool((found < 0).any() or (block != block[:, :1]).any()):
+    factor, trils = action(torch.ones_like(normal.loc), linear), []
+    for positions, tril in zip(normal.positions, normal.scale_trils, strict=True):
+        entries = torch.full_like(source, -1)  # of the blocks: d * block + row
+        entries[positions.flatten()] = torch.arange(positions.numel(), device=entries.device)
+        entry = entries[source[positions]]
+        block, row = entry // positions.shape[1], entry % positions.shape[1]
+        if bool((entry < 0).any() or (block != block[:, :1]).any()):
             raise ValueError(
                 "the element takes weights of one unit to several; a guide of unit blocks is pushed forward by "
                 "elements that exchange whole units of its own"
             )
         trils.append(triangular(tril[block[:, :1], row] * factor[positions].unsqueeze(-1)))
-    loc, scale = action(given.loc, element), given.scale[source] * factor.abs()
-    return AutoGaussian(guide, UnitBlocks(loc, given.positions, trils, scale))
+    loc, scale = action(normal.loc, element), normal.scale[source] * factor.abs()
+    return AutoGaussian(guide, UnitBlocks(loc, normal.positions, trils, scale))
 
 
 def triangular(rows: Tensor) -> Tensor:
-    """The Cholesky factors of ``rows @ rows.mT``, ``(n, d, d)``, by a QR decomposition in float64: no squares, no lost
-    digits."""
+    """Return the Cholesky factors of ``rows @ rows.mT``, ``(n, d, d)``, by QR in float64, which loses no digits."""
     upper = torch.linalg.qr(rows.double().mT, mode="r").R
     signs = torch.where(upper.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(upper)
     return (upper * signs.unsqueeze(-1)).mT.to(rows.dtype)
 
 
-def _affine(element: Element, guide: AutoGuide) -> Action:
-    """The action on a guide's vectors.
-
-    :raises TypeError: for what is no element of a group.
-    :raises ValueError: unless a single element acts affinely on the unconstrained coordinates of the guide's sites.
-    """
+def _affine_action(element: Element, guide: AutoGuide) -> Action:
+    """Return the action on a guide's vectors; raise ``ValueError`` unless it is affine and of a single element."""
     arguments.instance("element", element, Element, "an element of a group, as align(a, b, group).element is")
     if element.batch_shape:
         raise ValueError(
@@ -113,21 +105,21 @@ def _affine(element: Element, guide: AutoGuide) -> Action:
     action = action_on(guide, group)
     if action.nonlinear_sites:
         raise ValueError(
-            f"the element permutes the entries of {list(action.nonlinear_sites)}, which are constrained together; the "
-            "push-forward of a Gaussian need not be one"
+            f"the element permutes the entries of {list(action.nonlinear_sites)}, which are constrained together: the "
+            "push-forward of a Gaussian isn't Gaussian"
         )
     return action
 
 
 def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:
-    """Return the point ``t`` of the Wasserstein geodesic between two mean-field guides, as a guide of its own.
+    """Return the point ``t`` of the Wasserstein geodesic between two mean-field guides, as a guide.
 
     >>> first, second = {"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([4.0, 2.0])}
     >>> ps.interpolate(first, second, 0.25).loc
     {'w': tensor([1.0000, 0.5000])}
 
-    :param guide_0: as :func:`barycentre` takes it; or a network.
-    :param guide_1: likewise.
+    :param guide_0: the end at ``t = 0``: what :func:`barycentre` takes, or a network.
+    :param guide_1: the end at ``t = 1``.
     :param t: from 0 to 1.
     """
     arguments.number("t", t, least=0, most=1)
@@ -135,16 +127,16 @@ def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:
 
 
 def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None = None) -> Any:
-    r"""Return the Wasserstein barycentre of mean-field guides, as a guide of its own.
+    r"""Return the Wasserstein barycentre of mean-field guides, as a guide.
 
     >>> members = [{"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([4.0, 2.0])}]
     >>> ps.barycentre(members, weights=[0.5, 0.5]).loc
     {'w': tensor([2., 1.])}
 
-    :param guides: set-up mean-field guides of one model. Or ``GaussianWeights``, weights (site -> tensor) and
-        ``Posterior`` (by their moments), no guide among them: the result is then ``GaussianWeights``.
-    :param weights: :math:`\lambda`, not negative; equal by default. They are scaled to sum to one.
-    :raises ValueError: for guides with correlations, whose barycentre has no such form.
+    :param guides: set-up mean-field guides of one model; or, without any guide, ``GaussianWeights``, weights (site ->
+        tensor) and ``Posterior`` (by their moments), whose barycentre is ``GaussianWeights``.
+    :param weights: :math:`\lambda`, not negative, normalised to sum to one; equal by default.
+    :raises ValueError: for guides with correlations, whose barycentre has no closed form.
     """
     guides = arguments.listed("guides", guides, object, "guides, or of weights")
     if not guides:
@@ -177,11 +169,11 @@ def _barycentre(ends: Sequence[Any], names: Sequence[str], shares: Sequence[floa
 def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     """Fit a Gaussian of full rank to a posterior's draws, modulo a group, and symmetrise it.
 
-    Its mean and covariance are those of the draws, aligned. Correlations are shrunk by the factor ``S / (S + D)`` of
-    ``S`` draws in ``D`` dimensions, so that the covariance has full rank.
+    It has the mean and covariance of the aligned draws, with correlations shrunk by ``S / (S + D)`` for ``S`` draws in
+    ``D`` dimensions, so that the covariance has full rank.
 
-    For :func:`~pyro_symmetric.evidence`, fit one half of each chain, and let the other, which knows nothing of the fit,
-    be the ``posterior``:
+    For :func:`~pyro_symmetric.evidence`, fit one half of each chain; the other half, independent of the fit, is the
+    ``posterior``:
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -191,23 +183,22 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     >>> abs(ps.evidence(guide, posterior=second).best.log_evidence) < 0.5
     True
 
-    :param posterior: draws that know their model, as those of :func:`~pyro_symmetric.sample` do.
+    :param posterior: draws with their model, as :func:`~pyro_symmetric.sample` returns them.
     :param group: the finite group of the model.
-    :raises ValueError: if the posterior doesn't remember its model; ``posterior.attach(model, *args)`` tells it.
+    :raises ValueError: if the posterior has no model; ``posterior.attach(model, *args)`` attaches one.
     """
     arguments.instance("posterior", posterior, Posterior, "a Posterior")
     if posterior.source is None:
-        raise ValueError("posterior doesn't know its model; say it by posterior.attach(model, *args)")
-    # At a draw of the posterior: priors may be improper.
-    first = init_to_value(values={site: draws[0, 0] for site, draws in posterior.samples.items()})
+        raise ValueError("posterior has no model; attach it by posterior.attach(model, *args)")
     model, args, kwargs = posterior.source[:3]
-    sketch = AutoDiagonalNormal(model, init_loc_fn=first)
-    sketch._setup_prototype(*args, **kwargs)
-    layout, aligned = layout_of(sketch), align_many(posterior, group, progress=False).posterior
+    draw = {site: draws[0, 0] for site, draws in posterior.samples.items()}  # priors may be improper
+    prototype = AutoDiagonalNormal(model, init_loc_fn=init_to_value(values=draw))
+    prototype._setup_prototype(*args, **kwargs)
+    layout, aligned = layout_of(prototype), align_many(posterior, group, progress=False).posterior
     vectors = layout.unconstrain({site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes})
     count, dim = vectors.shape
     covariance = vectors.double().mT.cov()
     shrunk = torch.lerp(covariance.diagonal().diag_embed(), covariance, count / (count + dim))
     tril = torch.linalg.cholesky(shrunk).to(vectors.dtype)
-    gaussian = AutoGaussian(sketch, MultivariateNormal(vectors.mean(0), scale_tril=tril))
+    gaussian = AutoGaussian(prototype, MultivariateNormal(vectors.mean(0), scale_tril=tril))
     return AutoSymmetrized(model, group, gaussian).setup(*args, **kwargs)
