@@ -42,7 +42,7 @@ class WeightsGuide(AutoContinuous):
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
-        self._raw_model: tuple[Any] | None = (model,)  # in a tuple, so that a module isn't registered as a submodule
+        self._raw_model: Any = (model,)  # in a tuple, so that a module isn't registered as a submodule
         self._take_name()
 
     def _take_name(self) -> None:

@@ -147,8 +147,7 @@ class AutoSymmetrized(WeightsGuide):
             ) from error
         self.estimator = self.estimator or usual_estimator(posterior, self._action)
         with suppress(InconclusiveError, NotImplementedError):
-            (model,) = self._raw_model or (None,)
-            if not (verdict := verify_model(self.group, functools.partial(model, *args, **kwargs))):
+            if not (verdict := verify_model(self.group, functools.partial(self._raw_model[0], *args, **kwargs))):
                 raise ValueError(str(verdict))
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Symmetrized:
