@@ -1,4 +1,4 @@
-"""Draws on their way to memory, or to a folder that resumes a broken run and can be read at any time.
+"""Draws in memory, or in a folder from which a broken run resumes and which can be read at any time.
 
 The folder of a run or of a saved posterior is a Zarr group (version 3), which ArviZ opens by
 ``xarray.open_datatree(folder, engine="zarr")``::
@@ -14,8 +14,8 @@ the draws and then replaces the checkpoint as a whole: the draws that it counts 
 ``zarr.json`` is written for other readers and never read here.
 
 Checkpoints and guides are files of tensors with a JSON header, written whole or not at all, without pickle. They and
-the draws carry a CRC-32, which reading compares. It detects accidents (flipped bits, zeros after a power cut, a lost
-end), not forgery.
+the draws carry a CRC-32, which reading compares. It detects accidents (flipped bits, zeros after a power cut,
+truncation), not forgery.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ COMMIT_SHARE = 0.05  # of the time that commits may take
 BLOCK = 2**25  # bytes of draws that wait to be written, on their own device: each copy from a GPU stalls the host
 DRAWS_AT_ONCE = 1000  # of a posterior that is saved
 CHECKSUM, BLANK = "crc32", "0" * 8  # the header's entry, and its value while the checksum is computed
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-WHOLES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*FLOATS, *WHOLES)}
+NUMBERS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = {name: getattr(torch, name) for name in NUMBERS}
 WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # in place, into a new or an old file but no link
 
 
@@ -126,7 +125,7 @@ class Recorder:
         self.failed, self.next_commit, self.diverged = False, math.inf, 0
         # Number of written draws, their arrays, and the waiting draws: one value, which no interruption can split.
         self._progress: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
-        self._memory: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._memory: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._files, self._open = list[int](), contextlib.ExitStack()
         if self.folder:
             with contextlib.ExitStack() as stack:
@@ -177,7 +176,7 @@ class Recorder:
         self._flush(count)
         if self.folder:
             return Checkpoint(count, self._progress[1], {}, metadata).contents(self.folder)
-        samples, statistics = ({name: v[:, :count] for name, v in part.items()} for part in self._memory)
+        samples, statistics = ({name: v[:, :count] for name, v in part.items()} for part in self._memory.values())
         return samples, statistics, metadata
 
     def write(self, parts: list[dict[str, Tensor]]) -> None:
@@ -228,7 +227,7 @@ class Recorder:
         values = [(group, *item) for group, part in zip(GROUPS, parts, strict=True) for item in part.items()]
         if not self.folder:
             for group, name, value in values:
-                memory, shape = self._memory[GROUPS.index(group)], (value.shape[1], self.num_samples, *value.shape[2:])
+                memory, shape = self._memory[group], (value.shape[1], self.num_samples, *value.shape[2:])
                 if name not in memory:
                     memory[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 memory[name][:, begin : begin + len(value)] = value.transpose(0, 1)
@@ -358,9 +357,9 @@ class Array:
     crc: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        lengths = all(type(length) is int and length >= 0 for length in self.shape)
-        named = self.group in GROUPS and self.name not in ("", ".", "..")  # other folders
-        if not named or self.dtype not in DTYPES or not (self.shape and lengths):
+        valid_shape = self.shape and all(type(length) is int and length >= 0 for length in self.shape)
+        valid_path = self.group in GROUPS and self.name not in ("", ".", "..")  # other folders
+        if not valid_path or self.dtype not in DTYPES or not valid_shape:
             raise ValueError(f"a store can't keep {self}")
 
     @classmethod

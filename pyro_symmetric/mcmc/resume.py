@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pyro_symmetric.mcmc.run import Settings
 
 KERNELS = Kernel.__module__.rpartition(".")[0]
-OTHER_MODEL = "the model (its density at the same weights is another)"
-OTHER_CODE = "the model's code, or a value that it reads from outside (their digest is another)"
+OTHER_MODEL = "the model (its density at the same weights differs)"
+OTHER_CODE = "the model's code, or a value that it reads from outside (their digest differs)"
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}  # relative; processors differ in the order of summation
 MAX_COMPARED = 64  # chains
 VERSIONS = {"pyro_symmetric": __version__, "torch": torch.__version__, "pyro": pyro.__version__}

@@ -109,7 +109,7 @@ def moving(samples: Mapping[str, Tensor]) -> Check:
     """
     heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
     if heads.shape[1] < 2:
-        return Check("moving", "unknown", "one draw of each chain says nothing of its moves")
+        return Check("moving", "unknown", "one draw of each chain says nothing about its moves")
     heads = heads[..., ~standing_still(heads).all(0)]
     if not heads.shape[2]:
         return Check("moving", "fail", f"no chain moves: {TOO_LARGE}", 0.0)

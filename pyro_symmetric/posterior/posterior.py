@@ -196,7 +196,7 @@ class Posterior:
         :param function: takes and returns weights of batch shape ``(chains, draws)``.
         :param args: further arguments of ``function``; ``kwargs`` likewise.
         """
-        weights = arguments.weights("what function returned", function(self._latent(), *args, **kwargs))
+        weights = arguments.weights("the result of function", function(self._latent(), *args, **kwargs))
         batch = torch.Size([self.num_chains, self.num_samples])
         if other := {site: tuple(value.shape) for site, value in weights.items() if value.shape[:2] != batch}:
             raise ValueError(f"function returned {other}; they must begin with the chains and draws, {tuple(batch)}")

@@ -82,7 +82,7 @@ def predict(
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if average and kind != "mean":
-        raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing of the posterior")
+        raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing about the posterior")
     arguments.whole("num_samples", num_samples, 1, none="all")
     weights = posterior
     if hasattr(posterior, "sample_posterior"):
@@ -186,8 +186,8 @@ class NetworkPredictor:
         mean = self.model.likelihood.mean(outputs)
         if self.kind == "mean":
             return mean
-        law = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents})
-        targets = law.sample()
+        distribution = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents})
+        targets = distribution.sample()
         return targets[..., None] if mean.shape == (*targets.shape, 1) else targets
 
 
@@ -234,7 +234,7 @@ class TracedPredictor(Traced):
         """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``, enumerated ones."""
         latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
         if missing := [n for n, s in latent.items() if self.kind == "log_likelihood" or not is_enumerated(s)]:
-            raise ValueError(f"kind is {self.kind!r}, which is one given all other sites; nothing gives {missing}")
+            raise ValueError(f"kind is {self.kind!r}, which needs values of all other sites; {missing} have none")
         if self.kind == "discrete":
             if not latent or len(latent) == len(drawn):
                 raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
@@ -294,8 +294,8 @@ class _Targets(Messenger):
             self.values[msg["name"]] = msg["value"]
         if msg["name"] in self.given or not _is_random(msg):
             return
-        if self.kind == "samples" or not msg["is_observed"]:
-            # vmap refuses in-place noise: all of rsample, and sample of many distributions. So draw only if needed.
+        if self.kind == "samples" or not msg["is_observed"]:  # other kinds keep the data
+            # vmap refuses in-place noise, as in rsample and in many a distribution's sample. So draw only if needed.
             unused = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
             msg["value"] = _mean(msg["name"], msg["fn"]) if unused else msg["fn"].sample()
             msg["done"] = True
