@@ -1,9 +1,8 @@
-r"""Completeness of a symmetry: in how many directions weights move without any effect, and how many of these are found.
+r"""Completeness of a symmetry: the dimension of all continuous symmetries, against that of those that were found.
 
-The outputs of a network, for many inputs, don't change to first order along the null space of their Jacobian. A
-continuous symmetry moves weights along it. So its dimension is compared with the rank of the tangents of the scales and
-shifts that were found, at random weights near the network's own: what is counted at one set of weights may be an
-accident of it (a unit that no input switches on, say).
+A continuous symmetry moves weights along the null space of the Jacobian of a network's outputs, at many inputs. Its
+dimension is compared with the rank of the tangents of the scales and shifts that were found, at several random points
+near the network's weights: one may have a larger null space by accident (a unit that no input switches on, say).
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-POINTS, LARGEST = 5, 10_000  # sets of weights that are tried, and weights, at most: time grows with their cube
-CENTRED = 0.9  # the part of their mean that rows of matrices lose at every other point
-NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a ratio that leaves no doubt
-STEP, WRONG = 1e-4, 1e-6  # of log-scales, whose differences are tangents; what these change, if they are no symmetry
-LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of these in turn
+POINTS, LARGEST = 5, 10_000  # points at most, and weights at most: time grows with their cube
+CENTRED = 0.9  # the share of their mean that rows of matrices lose at every other point
+NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a gap that leaves no doubt
+STEP, WRONG = 1e-4, 1e-6  # step in log-scales for tangents, and the relative change of outputs along false ones
+LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of the draws in turn
 
 
 @dataclass(frozen=True)
 class Completeness:
-    """The dimension of all continuous symmetries of a network, beside that of those that were found.
+    """The dimension of all continuous symmetries of a network, and of those that were found.
 
-    Most networks have more than scales: linear maps between two matrices (queries and keys), rotations of a normalised
-    stream, an offset that a normalisation takes back. The library doesn't act with these. Permutations and signs have
-    no tangents.
+    Most networks have more than scales and shifts: linear maps between two matrices (queries and keys), rotations of a
+    normalised stream, an offset that a normalisation removes. The library doesn't act with these. Permutations and
+    signs have no tangents.
 
     :ivar weights: the number of weights (with the running statistics that the symmetry moves).
     :ivar null: the dimension of the Jacobian's null space, at generic weights and to first order.
     :ivar found: the dimension of the scales and shifts of the symmetry.
-    :ivar doubts: why the numbers may be wrong; empty if nothing speaks against them.
+    :ivar doubts: reasons why the numbers may be wrong.
     """
 
     weights: int
@@ -51,7 +50,7 @@ class Completeness:
 
     @property
     def complete(self) -> bool:
-        """True if all directions are found, without a doubt."""
+        """Whether all directions are found, without a doubt."""
         return self.null == self.found and not self.doubts
 
 
@@ -59,17 +58,17 @@ class Completeness:
 def completeness(
     symmetry: Symmetry, net: nn.Module, *inputs: Any, kwargs: Mapping[str, Any] | None = None
 ) -> Completeness:
-    """Compare a symmetry with all directions in which the weights of a network move without effect.
+    """Compare a symmetry with all directions in which a network's weights move without effect.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(5, 3)
     >>> result = ps.discovery.completeness(ps.find_symmetry(net, x), net, x)
-    >>> result.null, result.found  # of 50 weights, 8 numbers decide what it computes
+    >>> result.null, result.found  # 8 numbers determine the function of 50 weights
     (42, 8)
 
-    :param symmetry: what was found for the network, which isn't changed.
+    :param symmetry: the symmetry of the network, which isn't changed.
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers,
         integers by others from the smallest to the largest of the example; masks stay.
-    :param kwargs: what its ``forward`` takes by name, treated alike.
+    :param kwargs: keyword arguments of its ``forward``, likewise.
     :raises ValueError: if there are more than 10,000 weights, or the network isn't the symmetry's.
     """
     if sum(shape.numel() for shape in symmetry.site_shapes.values()) > LARGEST:
@@ -88,11 +87,11 @@ def completeness(
     return best
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# the Jacobian ---------------------------------------------------------------------------------------------------------
 
 
 def _rows(run: Pass, weights: Weights) -> Tensor:
-    """Gradients of random losses, each of length one, more than there are weights."""
+    """Return normalised gradients of random losses, which span the Jacobian's rows: more than there are weights."""
     size, rows = sum(value.numel() for value in weights.values()), list[Tensor]()
     leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
     needed = size + size // 4 + 64
@@ -111,7 +110,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
 
 
 def _like(value: Tensor, size: float) -> Tensor:
-    """Random inputs like one: normal ones, or integers from its smallest to its largest. Masks are what they are."""
+    """Draw normal numbers like a tensor, or integers from its smallest to its largest; return masks as they are."""
     own = in_precision(value.dtype, torch.float64)
     if own.is_floating_point or own.is_complex:
         return size * torch.randn_like(value, dtype=own)
@@ -121,13 +120,13 @@ def _like(value: Tensor, size: float) -> Tensor:
 
 
 def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
-    """The dimensions at one set of weights: tangents span no more, and the null space no less, than elsewhere."""
+    """Return the dimensions at one point, where the null space may be too large, and the span of tangents too small."""
     columns = rows.norm(dim=0)
-    scale = columns.clamp_min(1e-4 * columns.max())  # what no output feels would be noise of length one
+    scale = columns.clamp_min(1e-4 * columns.max())  # without an effect, columns would be noise of length one
     values = torch.linalg.svdvals(torch.linalg.qr(rows / scale, mode="r").R)
-    values = values.clamp_min(torch.finfo(values.dtype).eps * values[0])  # what is smaller is rounding
+    values = values.clamp_min(torch.finfo(values.dtype).eps * values[0])  # smaller ones are rounding
     ratios = values[:-1] / values[1:]
-    ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)  # the null space begins at the largest of these
+    ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)  # the largest gap delimits the null space
     rank = int(ratios.argmax()) + 1 if bool((ratios > 0).any()) else len(values)
     null = len(values) - rank
     doubts, tangents = list[str](), [rows[:0]]
@@ -146,7 +145,7 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
 
 
 def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Units with a scale or a shift in words, and how weights move as each begins to grow: ``(units, size)``."""
+    """Iterate over scales and shifts, in words, with the tangents of their units, ``(units, size)``."""
     moves: dict[Move, str] = {"scale": "log_scales", "shift": "shifts"}
     for move, argument in moves.items():
         for name in group.names(move):

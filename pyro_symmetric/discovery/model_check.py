@@ -1,9 +1,9 @@
-r"""Does a Pyro model have a declared symmetry? If not, which units are wrong, and which axis.
+r"""Verification of a declared symmetry of a Pyro model.
 
-A group is a symmetry of a model if the joint density of its sites doesn't change,
-:math:`p(g \cdot w, D) = p(w, D)`. That is compared at draws from the prior. If it fails, the sites whose own
-(conditional) density changes are named, and declarations with one axis fewer, or one more, are tried. A posterior has
-the symmetries of its network only if the prior has them: it may tell units apart by other scales within a layer, say.
+A group is a symmetry of a model if the joint density is invariant, :math:`p(g \cdot w, D) = p(w, D)`, which is tried at
+draws from the prior. If it isn't, the sites whose own (conditional) density changes are named, and declarations with
+one axis fewer, or one more, are tried. A posterior has the symmetries of its network only if the prior has them: a
+prior may give the units of a layer different scales, say.
 """
 
 from __future__ import annotations
@@ -39,19 +39,15 @@ from pyro_symmetric.traced import check_observed
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4
-# If others make up for a site's change, at most this share of it is left.
-MADE_UP_FOR = 0.1
-# Of a function's draws, how many are compared; all of them show how large the noise is.
-COMPARED = 2
-# Changes up to so many times the largest noise seen pass, and up to so many nats, by which evidence may err.
-NOISE, NATS = 10.0, 0.01
-# How often a function is asked again that answers the same draws differently: dropout may give one answer a few times.
-REPEATS = 8
+COMPENSATED = 0.1  # the share of a site's change that is left at most if others compensate it
+COMPARED = 2  # draws at which a function is compared; all of them measure its noise
+NOISE, NATS = 10.0, 0.01  # changes pass up to this multiple of the noise, plus so many nats, by which evidence may err
+REPEATS = 8  # evaluations of a function that is random: dropout may give one answer several times
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run Pyro models without gradients, and without a trace in generators, handlers and warnings."""
+    """Run Pyro models without gradients or warnings, and without an effect on generators and handlers."""
     with forked(), torch.no_grad(), poutine.block(), running_pyro(), without_warnings():
         yield
 
@@ -75,13 +71,13 @@ def verify_model(
     >>> bool(ps.verify_model(ps.Group.declare({"locs": ("k",), "scales": ("k",)}, shapes), model, data))
     True
     >>> result = ps.verify_model(ps.Group.declare({"locs": ("k",)}, shapes), model, data)
-    >>> bool(result), "axis 0 of 'scales'" in str(result)  # it says what the declaration lacks
+    >>> bool(result), "axis 0 of 'scales'" in str(result)  # the axis that the declaration lacks
     (False, True)
 
-    :param group: what was declared, or a symmetry; its permutations and signs count.
-    :param model: any Pyro model; ``args`` and ``kwargs`` are what it is called with, data included. (If its own
-        arguments are called ``trials`` or ``tolerance``, give ``functools.partial(model, ...)``.)
-    :param trials: how many draws from the prior are compared.
+    :param group: a declared group, or a symmetry; its permutations and signs count.
+    :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data included. (If some of these are called
+        ``trials`` or ``tolerance``, give ``functools.partial(model, ...)``.)
+    :param trials: the number of draws from the prior.
     :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
     :raises ValueError: if the group moves sites that the model lacks.
     :raises InconclusiveError: if the density isn't a function of the sites (dropout, other randomness).
@@ -101,10 +97,10 @@ def verify_model(
 
 @undisturbed()
 def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights) -> Verification:
-    """:func:`verify_model` for a log-density of which only values are known.
+    """Verify a log-density of which only values are known, as :func:`verify_model` does a model.
 
-    What passes is measured, not guessed: by how much the values change if the same draws are asked for again (which a
-    function that subsamples its data, or is otherwise random, answers differently), or others in the last digit.
+    The tolerance is measured, by the changes of the values at the same draws (of a function that subsamples its data,
+    or is otherwise random), and at draws that differ in the last digit.
 
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
@@ -136,27 +132,25 @@ def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: 
 
 @undisturbed()
 def require_of_posterior(symmetry: Any, posterior: Any) -> None:
-    """Refuse a declared group that the model of a posterior lacks, by its density at some of the draws.
+    """Raise ``ValueError`` if a declared group changes the density of a posterior's model at some of the draws.
 
-    Of draws that know no model nothing can be told. A network's symmetry was verified on the network.
-
-    :raises ValueError: if the density changes when draws are moved.
+    Nothing is checked for draws without a model, nor for a network's symmetry, which was verified on the network.
     """
-    known = isinstance(symmetry, Group) and isinstance(posterior, Posterior)
-    if not known or posterior.source is None or posterior.num_chains * posterior.num_samples == 0:
+    declared = isinstance(symmetry, Group) and isinstance(posterior, Posterior)
+    if not declared or posterior.source is None or posterior.num_chains * posterior.num_samples == 0:
         return
     dtype = next(iter(posterior.samples.values())).dtype
     density = Density(*posterior.source[:3], device=posterior.source.device, dtype=dtype, subsampled=True)
     sites, draws = density.layout.site_shapes, posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
-        return  # rows of its own at every call, or draws that were cut
+        return  # a subsampled density is random; some sites of the draws were dropped
     some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)
-    at = density.layout.constrain(density.unconstrain({site: draws[site][some] for site in sites}))
-    found = check_function(symmetry, lambda weights: density.target.log_joint(weights, None), at)
-    if not found:
+    points = density.layout.constrain(density.unconstrain({site: draws[site][some] for site in sites}))
+    result = check_function(symmetry, lambda weights: density.target.log_joint(weights, None), points)
+    if not result:
         raise ValueError(
-            f"at draws of the posterior, {found}\nModulo that group they would be draws of another posterior: give the "
-            "group that the model has (verify_model(group, model, ...) names the sites), or mend the prior or the "
+            f"at draws of the posterior, {result}\nModulo that group they would be draws of another posterior: give "
+            "the group that the model has (verify_model(group, model, ...) names the sites), or mend the prior or the "
             "likelihood that treats units differently"
         )
 
@@ -168,7 +162,7 @@ class JointDensity:
     """The joint density of a Pyro model's sites, site by site, at a draw from its prior.
 
     :param model: the model, without arguments.
-    :param group: what is to move its continuous latent sites.
+    :param group: the group that acts on its continuous latent sites.
     :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
     :ivar values: continuous sites, and the rows of subsampled plates.
     :ivar log_probs: the log-densities of each site's entries there; of all together if discrete sites are summed out.
@@ -203,13 +197,13 @@ class JointDensity:
             )
 
     def change(self, element: Element) -> Change:
-        """The effect of an element on the density."""
+        """Return the change of the density by an element."""
         return self._compared(self._at(element.on_sites(self.values)))
 
     def _at(self, values: Weights) -> dict[str, Tensor]:
         conditioned = poutine.condition(self.model, data=values)
         if self.summed_out:  # of the whole density, which bears no site's name
-            return {"": self._summed_out(conditioned)}
+            return {"": self._enumerated(conditioned)}
         result = {}
         for name, site in _sampled(conditioned).items():
             if name in values and not site_is_subsample(site) and not _in_support(site["fn"], site["value"]):
@@ -218,8 +212,8 @@ class JointDensity:
                 result[name] = _entries(site).double().reshape(-1)
         return result
 
-    def _summed_out(self, conditioned: Callable[[], Any]) -> Tensor:
-        """The log-density with discrete sites summed out, ``(1,)``."""
+    def _enumerated(self, conditioned: Callable[[], Any]) -> Tensor:
+        """Return the log-density with discrete sites summed out, ``(1,)``."""
         from pyro.infer import config_enumerate
         from pyro.infer.mcmc.util import TraceEinsumEvaluator
 
@@ -230,27 +224,26 @@ class JointDensity:
 
     def _compared(self, after: Mapping[str, Tensor]) -> Change:
         changes = {name: float(after[name].sum() - old.sum()) for name, old in self.log_probs.items()}
-        # Rounding errors of independent entries add up like the entries' norm.
+        # Rounding errors of independent entries add up as the entries' norm.
         allowed = {name: self.tolerance * (1 + float(old.norm())) for name, old in self.log_probs.items()}
         # NaN, outside of a support, counts as a change.
         changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
-        # What is allowed to a large likelihood must not hide the change of a small prior, so sites that didn't change
-        # count only if they make up for those that did, which sums of large numbers show less sharply.
+        # The tolerance of a large likelihood must not hide the change of a small prior: sites within theirs count only
+        # if they compensate those beyond it.
         together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
-        made_up_for = total <= MADE_UP_FOR * together < float("inf")
-        holds = made_up_for or together <= sum(allowed[name] for name in changed)
+        compensated = total <= COMPENSATED * together < float("inf")
+        holds = compensated or together <= sum(allowed[name] for name in changed)
         return Change(not holds, total if total == total else float("inf"), tuple(filter(None, changed)))
 
 
 def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
-    """The sample sites of one run of a model."""
+    """Return the sample sites of one run of a model."""
     nodes: dict[str, Any] = dict(poutine.trace(model).get_trace().nodes)
     return {name: site for name, site in nodes.items() if site["type"] == "sample"}
 
 
 def _entries(site: Any) -> Tensor:
-    """Log-densities of a site's single entries: a change of one would drown in the rounding that is allowed to the sum
-    that ``to_event`` makes."""
+    """Return the log-densities of a site's single entries: rounding of the sums of ``to_event`` would hide changes."""
     fn, events = site["fn"], 0
     while type(fn) is dist.Independent:
         fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
@@ -269,17 +262,17 @@ def _in_support(fn: Any, value: Tensor) -> bool:
         return True
 
 
-# what would hold ------------------------------------------------------------------------------------------------------
+# remedies -------------------------------------------------------------------------------------------------------------
 
 
 def _verified(
     name: str, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size], tolerance: float
 ) -> Verification:
     def changed(element: Element) -> Change:
-        # Running statistics may be missing, or stay in the model: the density itself says whether it minds.
+        # Running statistics may be missing, or stay in the model: the density shows whether that matters.
         try:
             return change(element)
-        except ValueError:  # the draws themselves were accepted, but a distribution refuses the other weights
+        except ValueError:  # a distribution accepted the draws, but refuses the moved weights
             return Change(True, float("inf"))
 
     broken, error = broken_moves(group, changed)
@@ -290,7 +283,7 @@ def _verified(
 def _remedy(
     broken: BrokenMove, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size]
 ) -> str:
-    """The axis to leave out, or to add, with which the declaration of some units holds, in words."""
+    """Find the axis to leave out, or to add, with which the declaration of some units holds, in words."""
     units = replace(group.restricted(broken.move)[broken.name], parent=None, moves=frozenset({broken.move}))
     if kept := sorted({axis.site for axis in units.axes} & set(group.buffers) - set(shapes)):
         return f"if running statistics {kept} moved along, which stay in the model; symmetry.holding(net) leaves them"

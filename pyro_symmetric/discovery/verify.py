@@ -1,13 +1,13 @@
-"""The last word on a symmetry: a function of the weights before and after random elements of the whole group.
+"""Verification: a function of the weights, compared before and after random elements of the whole group.
 
-The function may be the outputs of a network (:func:`verify`) or a log-density
-(:mod:`~pyro_symmetric.discovery.model_check`). Each says by itself what an element changes, and whether that is more
-than rounding; the elements that are tried, and the search for the moves that break the invariance, are the same.
+The function may be a network's outputs (:func:`verify`), or a log-density
+(:mod:`~pyro_symmetric.discovery.model_check`). Each decides whether an element changes it by more than rounding; the
+elements that are tried, and the search for the moves that break the invariance, are the same.
 
-Outputs are those of a copy in float64, in which what is constant is random (zero-initialised heads, ones in
-normalisation layers, running statistics): with zeros a wrong group can pass with an error of exactly zero. A network
-that casts to less precise numbers casts to float64 meanwhile. Each evaluation in eval mode draws the same random
-numbers; in train mode they count as their means, so that noise that only regularises breaks no symmetry.
+Outputs are those of a copy in float64, whose constant tensors (zero-initialised heads, ones in normalisation layers,
+running statistics) are random: with zeros a wrong group can pass with an error of exactly zero. Casts to lower
+precisions become casts to float64. In eval mode each evaluation draws the same random numbers; in train mode they count
+as their means, so that noise that only regularises breaks no symmetry.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import MOVES, Element, Move
 
-# The largest relative change that passes; or as many times the rounding errors, if that is more.
-TOLERANCE, ROUNDINGS = 1e-6, 30.0
-# Rounding errors that change outputs by more than this share of them tell nothing about a symmetry.
-HOPELESS = 0.5
-BITS = 20  # a wrong move passes less than once in two to the power of so many times
+TOLERANCE, ROUNDINGS = (
+    1e-6,
+    30.0,
+)  # a relative change that passes, or as a multiple of rounding errors if that is larger
+HOPELESS = 0.5  # a relative change by rounding beyond which nothing can be told
+BITS = 20  # a wrong move passes with probability ``2 ** -BITS`` at most
 
-Part = tuple[Move, str]  # one move of some units
+UnitMove = tuple[Move, str]  # one move of some units
 T = TypeVar("T")
 
 
 class BrokenSymmetry(UserWarning):
-    """A move of some units that discovery had proposed failed verification, and was left out."""
+    """A move that discovery had proposed failed verification, and was left out."""
 
 
 class UnverifiedSymmetry(UserWarning):
-    """Something about the symmetry couldn't be checked; the message says what (a network that is random, say)."""
+    """A symmetry couldn't be checked, for the reason in the message (a random network, say)."""
 
 
 def verify(
@@ -67,16 +68,16 @@ def verify(
     >>> bool(ps.verify(symmetry, other, x))  # softplus(c z) isn't c softplus(z)
     False
 
-    Outputs are compared in float64. A change of 1e-6 of the largest output passes, or a larger one if rounding errors,
-    which are measured, are as large. Both sides draw the same random numbers, from the generators of PyTorch, NumPy and
+    Outputs are compared in float64. A change of 1e-6 of the largest output passes, or a larger one if the measured
+    rounding errors are as large. Both sides draw the same random numbers, from the generators of PyTorch, NumPy and
     Python. Masks of dropout, and the noise of train mode, count as their means.
 
-    :param symmetry: what was found for the network, or for one like it.
+    :param symmetry: the symmetry of the network, or of one like it.
     :param net: the network; it isn't changed.
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers if it
-        takes these.
+        runs at these.
     :param kwargs: keyword arguments of its ``forward``.
-    :param trials: how many random elements are tried; by default so many that a wrong move passes less than once in a
+    :param trials: the number of random elements; by default so many that a wrong move passes less than once in a
         million times.
     :raises ValueError: if the network doesn't take the inputs.
     :raises InconclusiveError: if nothing can be told: the network doesn't run in float64, draws random numbers that
@@ -96,10 +97,7 @@ def verify(
 def repaired(
     symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Symmetry:
-    """The symmetry without the moves that fail, of which a warning names them.
-
-    Another warning says if nothing can be told.
-    """
+    """Drop the moves that fail from a symmetry, with a warning that names them; warn if nothing can be told."""
     dropped: list[BrokenMove] = []
     try:
         outputs = _outputs_of(symmetry, net, inputs, kwargs)
@@ -124,19 +122,19 @@ def repaired(
     return symmetry
 
 
-# what is found --------------------------------------------------------------------------------------------------------
+# results --------------------------------------------------------------------------------------------------------------
 
 
 class InconclusiveError(Error, ValueError):
-    """Nothing can be told about an invariance: the function isn't one of the weights alone, or can't be evaluated."""
+    """An invariance that can't be decided: the function depends on more than weights, or can't be evaluated."""
 
 
 class Change(NamedTuple):
-    """The effect of an element on a function.
+    """The change of a function by an element.
 
-    :param broken: whether the change is larger than rounding explains.
-    :param size: the change; infinite outside of a support.
-    :param sites: of a density, the sites whose own density changes.
+    :param broken: whether it exceeds rounding.
+    :param size: its size; infinite outside of a support.
+    :param sites: the sites whose own density changes; empty for outputs.
     """
 
     broken: bool
@@ -150,9 +148,9 @@ class BrokenMove(NamedTuple):
     :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
     :param name: the name of the units.
     :param change: the largest change, infinite outside of a support.
-    :param sites: the sites whose own density, given the others, changed. Empty for outputs, and if discrete sites were
+    :param sites: the sites whose own density, given the others, changed; empty for outputs, and if discrete sites were
         summed out.
-    :param remedy: the axis with which, or without which, a declaration holds, in words; empty if there is none.
+    :param remedy: the axis with or without which a declaration would hold, in words; empty if there is none.
     """
 
     move: Move
@@ -164,14 +162,13 @@ class BrokenMove(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a check that a function is invariant under a group; true if it is.
+    """A function's invariance under a group; true if it is invariant.
 
-    :param function: the function in words.
+    :param function: the function, in words.
     :param broken: the moves that change it.
-    :param error: the largest change that was seen: of an output, relative to the largest output; of a log-density, in
-        nats.
+    :param error: the largest change seen: of an output, relative to the largest one; of a log-density, in nats.
     :param tolerance: the relative change that passes as rounding: of an output, or of each site's log-density.
-    :param unit: what the changes are measured in, in words.
+    :param unit: the unit of changes, in words.
     """
 
     function: str
@@ -197,70 +194,70 @@ class Verification:
         return "\n".join([*lines, f"a relative change of up to {self.tolerance:.1g} would pass as rounding"])
 
 
-# moves that break it --------------------------------------------------------------------------------------------------
+# bisection ------------------------------------------------------------------------------------------------------------
 
 
 def broken_moves(
     group: Group, change: Callable[[Element], Change], trials: int | None = None
 ) -> tuple[tuple[BrokenMove, ...], float]:
-    """Try random elements, and if one changes the function, single moves until those that do are known.
+    """Try random elements; if one changes the function, find by bisection the moves that do.
 
-    :param change: the effect of an element.
-    :param trials: how many elements; by default so many that a wrong move passes less than once in a million times.
-    :return: the moves that change it, and the largest change that all of them together made.
+    :param change: the change of the function by an element.
+    :param trials: the number of elements; by default so many that a wrong move passes less than once in a million
+        times.
+    :return: the moves that change it, and the largest change that all of them made together.
     """
+    counterexample: list[Element] = []  # the first element that changed it; others may reach a clamp, say, more rarely
 
-    broke: list[Element] = []  # the first that did; others may break a clamp, say, more rarely
-
-    def worst(parts: Sequence[Part], trials: int | None = None) -> Change:
-        """The effect of the first element that changes the function, or the largest effect of all."""
-        found = Change(False, 0.0)
-        for element in chain([only(one, parts) for one in broke], elements_to_try(group, parts, trials)):
-            found = max(found, change(element), key=lambda one: (one.broken, one.size))
-            if found.broken:
-                broke[:] = broke or [element]
+    def worst(moves: Sequence[UnitMove], trials: int | None = None) -> Change:
+        """Return the first change that is broken, or the largest of all."""
+        largest = Change(False, 0.0)
+        for element in chain([only(one, moves) for one in counterexample], trial_elements(group, moves, trials)):
+            largest = max(largest, change(element), key=lambda one: (one.broken, one.size))
+            if largest.broken:
+                counterexample[:] = counterexample or [element]
                 break
-        return found
+        return largest
 
-    parts = parts_of(group)
-    whole = worst(parts, trials)
-    wrong = guilty(parts, lambda own: worst(own).broken) if whole.broken else []
-    alone = [worst([part]) for part in wrong]
-    broken = (BrokenMove(*part, one.size, one.sites) for part, one in zip(wrong, alone, strict=True))
+    moves = moves_in(group)
+    whole = worst(moves, trials)
+    wrong = guilty(moves, lambda some: worst(some).broken) if whole.broken else []
+    alone = [worst([move]) for move in wrong]
+    broken = (BrokenMove(*move, one.size, one.sites) for move, one in zip(wrong, alone, strict=True))
     return tuple(broken), whole.size
 
 
-def guilty(parts: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """The parts that fail by themselves, of those that fail together; if no half of them does, all."""
-    if len(parts) <= 1:
-        return list(parts)
-    half = len(parts) // 2
-    found = [part for side in (parts[:half], parts[half:]) if fails(side) for part in guilty(side, fails)]
-    return found or list(parts)
+def guilty(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Find by bisection, of some that fail together, those that fail alone; all if neither half fails."""
+    if len(suspects) <= 1:
+        return list(suspects)
+    half = len(suspects) // 2
+    found = [one for side in (suspects[:half], suspects[half:]) if fails(side) for one in guilty(side, fails)]
+    return found or list(suspects)
 
 
-# elements that are tried ----------------------------------------------------------------------------------------------
+# trial elements -------------------------------------------------------------------------------------------------------
 
 
-def parts_of(group: Group) -> list[Part]:
-    """Every move of every set of units that elements hold."""
+def moves_in(group: Group) -> list[UnitMove]:
+    """List every move of every set of units."""
     return [(move, name) for move in MOVES for name in group.names(move)]
 
 
-def elements_to_try(group: Group, parts: Collection[Part], trials: int | None = None) -> Iterator[Element]:
-    """Random elements that make all of these moves at once: if none changes a function, no move does.
+def trial_elements(group: Group, moves: Collection[UnitMove], trials: int | None = None) -> Iterator[Element]:
+    """Draw elements that make all of these moves at once: if none changes a function, no move does.
 
-    Permutations of the first are cycles of all units of a copy, so that it leaves no unit where it is. The others are
-    uniform. Elements that change nothing are a subgroup, so that each finds a wrong move in half of all cases or more:
-    of n units that are exchanged, in all but two of (n over n / 2). (That of even permutations is left aside: no
-    network minds whether a permutation is even.) Random scales and shifts meet no subgroup at all. Of a few flips of
-    single units, each element has one, which finds a wrong one for certain.
+    Permutations of the first are cycles through all units of a copy, so that no unit stays; the others are uniform.
+    Elements that change nothing are a subgroup, so that each finds a wrong move with probability a half or more: of n
+    units that are exchanged, in all but two of (n over n / 2) cases. (No network minds whether a permutation is even.)
+    Random scales and shifts lie in no subgroup at all. Of a few flips of single units each element has one, which finds
+    a wrong one for certain.
 
-    :param trials: how many; by default so many that a wrong move passes less than once in a million times.
+    :param trials: their number; by default so many that a wrong move passes less than once in a million times.
     """
-    single = [name for move, name in parts if move == "flip" and group[name].count == 1]
-    several = [part for part in parts if part[0] in ("permute", "flip") and group[part[1]].count > 1]
-    bits = [_bits(group, *part) for part in several]
+    single = [name for move, name in moves if move == "flip" and group[name].count == 1]
+    several = [one for one in moves if one[0] in ("permute", "flip") and group[one[1]].count > 1]
+    bits = [_bits(group, *one) for one in several]
     enough = max(math.ceil(BITS / min(bits, default=BITS)), min(BITS, len(single)))
     for i in range(enough if trials is None else trials):
         element = group.sample(dtype=torch.float64)
@@ -269,11 +266,11 @@ def elements_to_try(group: Group, parts: Collection[Part], trials: int | None = 
             permutations = {n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1)) for n, p in permutations.items()}
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), parts)
+        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), moves)
 
 
 def _bits(group: Group, move: Move, name: str) -> float:
-    """A wrong move passes one random element with probability at most ``2 ** -bits``.
+    """Return ``b`` such that a wrong move passes one random element with probability ``2 ** -b`` at most.
 
     Flips of units that are exchanged are wrong together.
     """
@@ -282,17 +279,17 @@ def _bits(group: Group, move: Move, name: str) -> float:
     return max(1.0, (alike - 1) / 2)
 
 
-def only(element: Element, parts: Collection[Part]) -> Element:
-    """The same element without all moves but these."""
+def only(element: Element, moves: Collection[UnitMove]) -> Element:
+    """Return the element without all moves but these."""
     permutations, signs, log_scales, shifts = (
-        {name: value for name, value in numbers.items() if (move, name) in parts}
+        {name: value for name, value in numbers.items() if (move, name) in moves}
         for move, numbers in zip(MOVES, element.parts, strict=True)
     )
     return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
 
 
 def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
-    """The largest change of an entry, relative to the largest finite entry of the same output."""
+    """Return the largest change of an entry, relative to the largest finite entry of the same output."""
     if before is None or after is None:
         return 0.0 if before is after else float("inf")
     if [x.shape for x in before] != [y.shape for y in after]:
@@ -309,14 +306,14 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
     return worst
 
 
-# outputs as functions of weights --------------------------------------------------------------------------------------
+# a network's outputs --------------------------------------------------------------------------------------------------
 
 
 def _outputs_of(symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Outputs:
-    """At random inputs if the network runs at these, else at the example.
+    """Evaluate a network at random inputs if it runs at these, else at the example.
 
-    :raises ValueError: if the network doesn't take the inputs.
-    :raises InconclusiveError: if it does, but there is nothing that can be compared.
+    :raises ValueError: if it doesn't take the inputs.
+    :raises InconclusiveError: if it does, but nothing can be compared.
     """
     if any(parameter.is_meta for parameter in net.parameters()):
         raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
@@ -334,7 +331,7 @@ class _Outputs:
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :param redraw: whether real and complex inputs are replaced by random numbers.
-    :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs aren't numbers.
+    :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs aren't finite.
     """
 
     def __init__(
@@ -347,8 +344,7 @@ class _Outputs:
     ):
         self.logits, self.seed = symmetry.logits, drawn_seed()
         self.net = copied(net, torch.float64)
-        # The copy's tensors by site; and the network's own values, or random ones for what is constant.
-        self.weights = symmetry.weights_of(self.net)
+        self.weights = symmetry.weights_of(self.net)  # the copy's own tensors, which are written to
         self.origin = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
         for site, value in self.origin.items():
             if _real(value) and value.numel() and float(value.std(correction=0)) < CONSTANT:
@@ -363,29 +359,30 @@ class _Outputs:
                 raise InconclusiveError(f"inconclusive: the outputs of {type(net).__name__} are no finite numbers")
         if not outputs:
             raise InconclusiveError(f"inconclusive: {type(net).__name__} returns no tensor")
-        if difference(outputs, self.before[True]) == 0:  # training does nothing else than eval mode
+        if difference(outputs, self.before[True]) == 0:  # both modes are one
             self.before[True] = None
         self.tolerance, self.measured = TOLERANCE, False
 
     def change(self, element: Element) -> Change:
-        """The effect of an element on the outputs in either mode.
+        """Return the change of the outputs by an element, in either mode.
 
-        Scales that are exact for running variances plus epsilon aren't for those of a batch: train mode is without.
+        Scales of running variances plus epsilon are exact in eval mode alone; they are applied after train mode is
+        compared.
         """
         group = element.group
-        inexact = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
-        inexact &= set(group.names("scale"))
-        exact = [part for part in parts_of(group) if part[0] != "scale" or part[1] not in inexact]
-        first = only(element, exact) if inexact else element
+        eval_only = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
+        eval_only &= set(group.names("scale"))
+        both = [one for one in moves_in(group) if one[0] != "scale" or one[1] not in eval_only]
+        first = only(element, both) if eval_only else element
         self._load(lambda site: first.on_site(site, self._own(site)))
         found = self._difference(True)
-        if inexact:
-            late = group.scalings.without(set(group.scalings.units) - inexact)
-            logs = {name: element.log_scales[name].reshape(late[name].shape) for name in inexact}
-            then = Element(late, log_scales=logs, dtype=torch.float64)
-            for site in {axis.site for one in late.units.values() for axis in one.axes}:
+        if eval_only:
+            scalings = group.scalings.without(set(group.scalings.units) - eval_only)
+            logs = {name: element.log_scales[name].reshape(scalings[name].shape) for name in eval_only}
+            second = Element(scalings, log_scales=logs, dtype=torch.float64)
+            for site in {axis.site for one in scalings.units.values() for axis in one.axes}:
                 with torch.no_grad():
-                    self.weights[site].copy_(then.on_site(site, self.weights[site]))
+                    self.weights[site].copy_(second.on_site(site, self.weights[site]))
         found = max(found, self._difference(False))
         if not found < self.tolerance:
             again = self._changes(self._own)
@@ -399,9 +396,9 @@ class _Outputs:
         return Change(not found < self.tolerance, found)
 
     def rounding(self) -> float:
-        """The change that passes: a few times what the last digit of all weights changes.
+        """Return the tolerance: some times the change of outputs by the last digit of all weights.
 
-        :raises InconclusiveError: if that is as large as the outputs.
+        :raises InconclusiveError: if that change is about as large as the outputs.
         """
 
         def nudged(site: str) -> Tensor:
@@ -421,7 +418,7 @@ class _Outputs:
         return value.to(self.weights[site].device, in_precision(value.dtype, torch.float64))
 
     def _changes(self, weights: Callable[[str], Tensor]) -> float:
-        """Largest relative change of an output in either mode at other weights, by site."""
+        """Return the largest relative change of an output, in either mode, at other weights, given by site."""
         self._load(weights)
         return max(self._difference(train) for train in (False, True))
 
@@ -429,13 +426,13 @@ class _Outputs:
         return 0.0 if self.before[train] is None else difference(self.before[train], self._run(train))
 
     def _load(self, weights: Callable[[str], Tensor]) -> None:
-        """Put weights site by site into the copy: there is no second copy, and nothing to be put back."""
+        """Put weights, site by site, into the copy, so that there is no second one, and nothing to restore."""
         with torch.no_grad():
             for site, value in self.weights.items():
                 value.copy_(weights(site))
 
     def _run(self, train: bool) -> list[Tensor] | None:
-        """All outputs; None if the network has no such mode (a batch of one, say). Statistics stay.
+        """Run the copy, and restore its buffers; None if it has no train mode (at a batch of one, say).
 
         :raises InconclusiveError: if it doesn't run in eval mode.
         """
@@ -467,5 +464,5 @@ class _Outputs:
 
 
 def _real(value: Tensor) -> bool:
-    """True for real and complex numbers, rather than integers."""
+    """Return whether a tensor holds real or complex numbers, rather than integers."""
     return value.is_floating_point() or value.is_complex()
