@@ -40,7 +40,7 @@ def curve(square: Callable[[float], float], longest: float) -> TrajectoryLength:
     length = TrajectoryLength.start(longest, torch.zeros(2, 3))
     for k in torch.randperm(2000).tolist():
         time = (k + 0.5) / 2000 * longest
-        length = length.seen(torch.tensor(time), torch.tensor(square(time), dtype=torch.float64))
+        length = length.record(torch.tensor(time), torch.tensor(square(time), dtype=torch.float64))
     return length
 
 
@@ -56,7 +56,7 @@ def test_the_advice_is_the_length_of_the_most_effective_draws_for_their_cost(per
     assert best == pytest.approx(1.79 * period, rel=0.02)
     torch.manual_seed(0)
     # To the nearest bin, half a doubling wide, whose upper edge it is.
-    assert abs(math.log2(curve(square, 5 * period).advised().exp().item() / best)) < 0.5
+    assert abs(math.log2(curve(square, 5 * period).best_log_length().exp().item() / best)) < 0.5
 
 
 @pytest.mark.parametrize(("step", "whole"), [(0.15, 11), (0.3, 5), (0.6, 2), (0.7, 2), (1.2, 1)])
@@ -74,16 +74,16 @@ def test_the_advice_counts_whole_steps(step, whole):
     length = TrajectoryLength.start(5.0, torch.zeros(2, 3))
     for k in np.random.default_rng(0).permutation(2000):
         time = rounded((k + 0.5) / 2000 * 5)
-        length = length.seen(torch.tensor(time), torch.tensor(math.sin(time) ** 2, dtype=torch.float64))
+        length = length.record(torch.tensor(time), torch.tensor(math.sin(time) ** 2, dtype=torch.float64))
     # To the nearest bin, half a doubling wide.
-    assert abs(math.log2(length.advised().exp().item() / (whole * step))) < 0.5
+    assert abs(math.log2(length.best_log_length().exp().item() / (whole * step))) < 0.5
 
 
 def test_what_gains_more_than_in_proportion_to_time_advises_the_longest_that_was_tried():
     torch.manual_seed(0)
-    advice = curve(lambda time: time**1.5, 10.0).advised().exp()
+    advice = curve(lambda time: time**1.5, 10.0).best_log_length().exp()
     assert 10 <= advice < 10 * math.sqrt(2)
-    assert TrajectoryLength.start(1.5, torch.zeros(2, 3)).advised().exp() == pytest.approx(1.5)
+    assert TrajectoryLength.start(1.5, torch.zeros(2, 3)).best_log_length().exp() == pytest.approx(1.5)
 
 
 @pytest.mark.stochastic

@@ -336,7 +336,7 @@ def test_auto_compiles_if_the_run_is_long_enough_and_there_is_a_compiler(monkeyp
     assert Density(hierarchical, **long, engine="eager").engine == "eager"
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.warns(RuntimeWarning, match=r"'eager' serves, not 'compiled'"):
+    with pytest.warns(RuntimeWarning, match=r"using engine 'eager' instead of 'compiled'"):
         assert Density(hierarchical, **long).engine == "eager"
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_symmetric.mcmc import HMC
 from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, energy_error, leapfrog
-from pyro_symmetric.mcmc.kernels.mclmc import directed, isokinetic, kicked, langevin
+from pyro_symmetric.mcmc.kernels.mclmc import isokinetic_step, kick, langevin_step, normalise
 
 from .conftest import GaussianPotential, ToyPotential
 
@@ -25,7 +25,7 @@ each_mass = pytest.mark.parametrize("mass", MASSES.values(), ids=list(MASSES))
 
 def start(density, chains: int, mass: Mass, isokinetic: bool) -> PhasePoint:
     z, noise = torch.randn(2, chains, 2, dtype=torch.float64)
-    z, momentum = (0.3 * z, directed(mass.momentum(noise), mass)) if isokinetic else (z, noise)
+    z, momentum = (0.3 * z, normalise(mass.momentum(noise), mass)) if isokinetic else (z, noise)
     return PhasePoint(z, momentum, *density.energy_and_gradient(z))  # strong forces lose the way back in rounding
 
 
@@ -44,7 +44,7 @@ def leapfrogs(density, at: PhasePoint, step: Tensor, mass: Mass, num_steps: int)
 def isokinetics(density, at: PhasePoint, step: Tensor, mass: Mass, num_steps: int) -> tuple[PhasePoint, Tensor]:
     change = torch.zeros_like(at.energy)
     for _ in range(num_steps):
-        at, more = isokinetic(density.energy_and_gradient, at, step.expand(len(change), 1), mass)
+        at, more = isokinetic_step(density.energy_and_gradient, at, step.expand(len(change), 1), mass)
         change = change + more
     return at, change
 
@@ -110,7 +110,7 @@ def test_a_step_size_is_found_from_either_side(generator):
     z, kernel = density.sample(2000), HMC(None, target_accept=0.8)
     for first in (1e-4, 50.0):
         state = kernel.init(density, z, 0, generator)
-        found = kernel._with_step(density, state, torch.full_like(z[:, 0], first)).tuning.step_size
+        found = kernel._find_step_size(density, state, torch.full_like(z[:, 0], first)).tuning.step_size
         assert torch.equal(found, found[:1].expand(2000))
         assert ((found > 0.1) & (found < 2)).all()  # the smallest deviation is 0.5: steps are stable below 1
 
@@ -120,7 +120,7 @@ def test_a_step_size_is_found_though_another_engine_rounded_the_energies_in_a_st
     density = GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
     state = HMC(None).init(density, density.sample(50), 100, generator)
     state = replace(state, energy=state.energy - offset)
-    found = HMC(None)._with_step(density, state, torch.ones(50, dtype=torch.float64)).tuning.step_size
+    found = HMC(None)._find_step_size(density, state, torch.ones(50, dtype=torch.float64)).tuning.step_size
     assert (found > 0.01).all()
 
 
@@ -141,7 +141,7 @@ unit = partial(torch.ones, dtype=torch.float64)
 @pytest.mark.parametrize("dim", [2, 3, 50])
 def test_a_kick_solves_its_differential_equation(dim):
     mass, time = Mass.of(unit(dim)), 0.7
-    momentum = directed(torch.randn(1, dim, dtype=torch.float64), mass)
+    momentum = normalise(torch.randn(1, dim, dtype=torch.float64), mass)
     gradient = 2 * torch.randn(1, dim, dtype=torch.float64)
     g = gradient[0].numpy()
 
@@ -152,7 +152,7 @@ def test_a_kick_solves_its_differential_equation(dim):
 
     first = np.append(momentum[0].numpy() / math.sqrt(dim), 0.0)
     exact = integrate.solve_ivp(flow, (0, time), first, rtol=1e-11, atol=1e-12).y[:, -1]
-    found, change = kicked(momentum, gradient, seconds(time), mass)
+    found, change = kick(momentum, gradient, seconds(time), mass)
     np.testing.assert_allclose(found[0].numpy() / math.sqrt(dim), exact[:-1], atol=1e-9)
     assert change.item() == pytest.approx(exact[-1], abs=1e-8)
 
@@ -160,14 +160,14 @@ def test_a_kick_solves_its_differential_equation(dim):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kicks_of_all_sizes_keep_the_length_and_stay_finite(dtype):
     mass = Mass.of(torch.ones(10, dtype=dtype))
-    momentum = directed(torch.randn(200, 10, dtype=dtype), mass)
+    momentum = normalise(torch.randn(200, 10, dtype=dtype), mass)
     gradient = torch.randn(200, 10, dtype=dtype) * torch.logspace(-12, 12, 200, dtype=dtype)[:, None]
-    found, change = kicked(momentum, gradient, torch.ones(200, 1, dtype=dtype), mass)
+    found, change = kick(momentum, gradient, torch.ones(200, 1, dtype=dtype), mass)
     assert torch.allclose(found.norm(dim=-1), torch.full((200,), math.sqrt(10.0), dtype=dtype), rtol=1e-4)
     assert torch.isfinite(change).all()
     down = -torch.nn.functional.normalize(gradient[-1], dim=0) * math.sqrt(10.0)
     assert torch.allclose(found[-1], down, atol=1e-3)  # a large force wins
-    still, nothing = kicked(momentum, 0 * gradient, torch.ones(200, 1, dtype=dtype), mass)
+    still, nothing = kick(momentum, 0 * gradient, torch.ones(200, 1, dtype=dtype), mass)
     assert torch.allclose(still, momentum)
     assert nothing.abs().max() == 0
 
@@ -183,7 +183,7 @@ def test_a_kick_by_a_strong_force_changes_the_energy_as_it_should(dtype, sign, m
     gradient, momentum = torch.zeros(2, 50, dim, dtype=dtype)
     gradient[:, 0] = -delta * (dim - 1) / math.sqrt(dim)
     momentum[:, 0] = sign * math.sqrt(dim)
-    found, change = kicked(momentum, gradient, torch.ones(50, 1, dtype=dtype), Mass.of(torch.ones(dim, dtype=dtype)))
+    found, change = kick(momentum, gradient, torch.ones(50, 1, dtype=dtype), Mass.of(torch.ones(dim, dtype=dtype)))
     torch.testing.assert_close(found, momentum, rtol=2e-3, atol=0)
     torch.testing.assert_close(change, sign * (dim - 1) * delta, rtol=2e-3, atol=0)
 
@@ -206,10 +206,10 @@ def test_a_microcanonical_trajectory_is_that_of_whitened_coordinates(mass):
 @pytest.mark.stochastic
 @each_mass
 def test_refreshed_directions_are_uniform_and_forget_at_the_rate_of_the_length(mass):
-    momentum = directed(mass.momentum(torch.randn(1, 2, dtype=torch.float64)), mass).expand(100_000, 2)
+    momentum = normalise(mass.momentum(torch.randn(1, 2, dtype=torch.float64)), mass).expand(100_000, 2)
     spread, noise = seconds(math.sqrt(math.expm1(2 * 30.0))), torch.randn(100_000, 2, dtype=torch.float64)
     still = PhasePoint(momentum, momentum, momentum[:, 0], momentum)
-    found = langevin(lambda z: (z[:, 0], z), still, noise, spread, seconds(0.0), mass)[0].momentum
+    found = langevin_step(lambda z: (z[:, 0], z), still, noise, spread, seconds(0.0), mass)[0].momentum
     assert torch.allclose(2 * mass.kinetic(found), torch.tensor(2.0).double())
     angles = torch.atan2(*mass.whiten(mass.velocity(found)).unbind(-1))
     moments = torch.stack([angles.sin(), angles.cos(), (2 * angles).sin(), (2 * angles).cos()]).mean(1)

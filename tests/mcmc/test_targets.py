@@ -196,7 +196,7 @@ def regression(outputs):
         (BayesianModel(nn.Linear(4, 1)), ROWS, LABELS % 2, "one output.*at least 2"),
         (classifier(), ROWS, LABELS.float(), r"pass y.long\(\)"),
         (classifier(), ROWS, LABELS + 1, "labels from 1 to 3, but the network has 3 outputs"),
-        (regression(1), ROWS, torch.full((6,), torch.nan), "y holds NaN"),
+        (regression(1), ROWS, torch.full((6,), torch.nan), "y contains NaN"),
         (regression(2), ROWS, torch.randn(6), r"outputs \(6, 2\) it must have shape \(6, 2\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The log-density of any Pyro model with continuous sites: layout, energy and gradient for many chains at once."""
+"""Potential energy and gradient of any Pyro model, for many chains at once."""
 
 from pyro_symmetric.mcmc.density.density import Density, log_joint
 

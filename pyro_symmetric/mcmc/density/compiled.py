@@ -1,9 +1,9 @@
-"""Engine ``"compiled"``: a kernel's arithmetic, with the model's energy and gradient in it, as programs of PyTorch's
-compiler.
+"""Engine ``"compiled"``: parts of a kernel's step, with the model's energy and gradient in them, as compiled programs.
 
-A kernel writes a part of its step as a function of tensors and :func:`run` calls it. With this engine the function is
-traced once for each number of chains, through Pyro, ``torch.func.vmap`` and autograd, and what remains is compiled:
-plain operations in a few loops. PyTorch keeps what it compiled on disk, so that the next process takes a few seconds.
+A kernel writes a part of its step as a function of tensors, and :func:`run` calls it. With this engine the function is
+traced through Pyro, ``torch.func.vmap`` and autograd, once for each number of chains, and the resulting graph is
+compiled by PyTorch into a few loops. PyTorch caches compiled programs on disk, so that the next process loads them in a
+few seconds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from pyro_symmetric._process import LOCK, OwnLock, without_messages, without_warnings
 from pyro_symmetric.mcmc.density.eager import Eager, Evaluation, Rows, Unavailable, same_evaluation
 
-LEAST_EVALUATIONS = 3500  # for which compiling, about 9 seconds, pays: one of the model itself takes 2.5 ms or more
-# One thread starts no workers. PyTorch compiles and loads trial programs to see which vector instructions there are,
-# which takes as long as all else; where its own kernels use the widest, that is known.
+MIN_EVALUATIONS = 3500  # for which compiling, about 9 s, pays: an eager evaluation takes 2.5 ms or more
+# With one thread PyTorch starts no worker processes. It detects vector instructions by compiling and loading test
+# programs, which takes as long as all else; AVX512 is known from its own kernels.
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,
     "compile_threads": 1,
@@ -31,50 +31,50 @@ OPTIONS: dict[str, Any] = {
 
 
 def run(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """``function(evaluate, *inputs)``, as one program if the density's engine compiles.
+    """Return ``function(evaluate, *inputs)``, computed by one program if the density's engine compiles.
 
     :param density: a :class:`~pyro_symmetric.mcmc.density.density.Density`, or any object with its
         ``energy_and_gradient(z)``.
-    :param function: of the module, not of a call, since it names the program. It computes with tensors, draws no random
-        numbers and doesn't branch on values. ``evaluate`` takes points ``(C, D)``.
-    :param inputs: tensors, and tuples and dataclasses of tensors. The first tensor are points ``(C, D)``.
+    :param function: a module-level function, since it identifies the program. It computes with tensors, draws no random
+        numbers and doesn't branch on values. ``evaluate`` takes positions ``(C, D)``.
+    :param inputs: tensors, or tuples and dataclasses of tensors. The first tensor has shape ``(C, D)``.
     :return: a tensor, or tuples and dataclasses of tensors.
     """
-    points = inputs[0]
-    while not isinstance(points, Tensor):
-        points = points[0]
-    if compiles(density) and len(points) <= density.fast.most_chains:
+    z = inputs[0]
+    while not isinstance(z, Tensor):
+        z = z[0]
+    if compiles(density) and len(z) <= density.fast.most_chains:
         try:
             return density.fast.run(function, *inputs)
         except Unavailable as error:
             density.give_up(error)
-        except RuntimeError:  # a singular matrix, which counts for its own chain only
+        except RuntimeError:  # a singular matrix of one chain, which must not affect the others
             return function(density.without_compiling, *inputs)
     return function(density.energy_and_gradient, *inputs)
 
 
 def compiles(density: Any) -> bool:
-    """True if :func:`run` makes programs for this density."""
+    """Return whether :func:`run` compiles programs for a density."""
     return isinstance(getattr(density, "fast", None), Compiled)
 
 
 def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
-    """Energy and gradient where no program is worth its making, as at the points where chains start."""
+    """Return energies and gradients without compiling, as at initial positions."""
     evaluate = density.without_compiling if compiles(density) else density.energy_and_gradient
     energy, gradient = evaluate(z, *rows)
     return energy, gradient
 
 
 def has_compiler(device: torch.device) -> bool:
-    """True if PyTorch's compiler finds what it needs: on a CPU a compiler of C++."""
+    """Return whether PyTorch can compile for a device; on a CPU it needs a C++ compiler."""
     names = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
     return device.type != "cpu" or any(shutil.which(name) for name in names)
 
 
 class Compiled:
-    """The programs of one density.
+    """The compiled programs of one density.
 
-    :param most_chains: above which nothing is compiled, as intermediate results would leave the cache.
+    :param most_chains: largest number of chains to compile for; intermediate results of more leave the cache.
     """
 
     name = "compiled"
@@ -86,84 +86,88 @@ class Compiled:
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
-        energy, gradient = self.run(_evaluated, z.detach(), *(rows or {}).values(), names=tuple(rows or ()))
+        energy, gradient = self.run(_evaluate, z.detach(), *(rows or {}).values(), names=tuple(rows or ()))
         return energy, gradient
 
     def run(self, function: Callable[..., Any], *inputs: Any, names: tuple[str, ...] = ()) -> Any:
-        """:raises Unavailable: if a program can't be made, or computes something else."""
+        """Run the program of a function, compiled for the shapes of its inputs; see :func:`run`.
+
+        :param names: of mini-batches, whose rows are the last inputs.
+        :raises Unavailable: if compiling fails, or the program's results differ from the model's.
+        """
         flat: list[Tensor] = []
-        kinds = flatten(inputs, flat)
-        flat = [value.contiguous() for value in flat]  # one program, wherever its inputs come from
-        key = (function, names, kinds, *[(value.shape, value.dtype) for value in flat])
+        structure = flatten(inputs, flat)
+        flat = [value.contiguous() for value in flat]  # so that strides don't matter
+        key = (function, names, structure, *[(value.shape, value.dtype) for value in flat])
         with self._lock:
-            made = self._programs.get(key)
-            program, kinds_out = made or self._made(function, names, kinds, [value.detach() for value in flat])
+            cached = self._programs.get(key)
+            program, out = cached or self._compile(function, names, structure, [value.detach() for value in flat])
         with torch.no_grad():
             results = program(*flat)
-            if flat[0].is_cuda:  # the next call of a CUDA graph writes to the same places
+            if flat[0].is_cuda:  # a CUDA graph reuses the memory of its results
                 results = [value.clone() for value in results]
-            found = unflatten(kinds_out, iter(results))
-        if made is None:
+            result = unflatten(out, iter(results))
+        if cached is None:
             evaluate = self._evaluation(names)
-            pairs = [((at.energy, at.gradient), evaluate(at.z)) for at in _points(found)]
-            if function is _evaluated:
-                pairs = [(found, evaluate(*flat))]
-            if not all(same_evaluation(one, other) for one, other in pairs):
+            pairs = [((point.energy, point.gradient), evaluate(point.z)) for point in _points(result)]
+            if function is _evaluate:
+                pairs = [(result, evaluate(*flat))]
+            if not all(same_evaluation(actual, expected) for actual, expected in pairs):
                 raise Unavailable("PyTorch's compiler made a program that computes something else")
-            self._programs[key] = program, kinds_out
-        return found
+            self._programs[key] = program, out
+        return result
 
     def _evaluation(self, names: tuple[str, ...]) -> Callable[..., Evaluation]:
-        """The model's own evaluation, of points and mini-batches with these names."""
+        """Return the eager evaluation as a function of positions and of mini-batches with these names."""
         return lambda z, *batches: self.eager.raw(z, dict(zip(names, batches, strict=True)) or None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_programs": {}}
 
-    def _made(
-        self, function: Callable[..., Any], names: tuple[str, ...], kinds: Any, inputs: list[Tensor]
+    def _compile(
+        self, function: Callable[..., Any], names: tuple[str, ...], structure: Any, inputs: list[Tensor]
     ) -> tuple[Callable[..., Any], Any]:
-        """A program of tensors, and what to build of the tensors that it returns."""
-        from torch.fx.experimental.proxy_tensor import make_fx  # which takes long to load
+        """Return a program of tensors, and the structure of its results."""
+        from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
-        kinds_out: list[Any] = []
+        out: list[Any] = []
 
-        def flattened(*values: Tensor) -> list[Tensor]:
+        def of_tensors(*values: Tensor) -> list[Tensor]:
             results: list[Tensor] = []
-            found = function(self._evaluation(names), *unflatten(kinds, iter(values)))
-            kinds_out[:] = [flatten(found, results)]
+            result = function(self._evaluation(names), *unflatten(structure, iter(values)))
+            out[:] = [flatten(result, results)]
             return [value.clone() if any(value is one for one in values) else value for value in results]
 
         try:
-            # PyTorch logs it where it can't keep a program on disk.
+            # PyTorch logs programs that it can't cache on disk.
             with LOCK, without_warnings(), without_messages("torch._inductor.standalone_compile"), torch.no_grad():
-                graph = make_fx(flattened)(*inputs)
-                if inputs[0].is_cuda or not hasattr(torch._inductor, "standalone_compile"):  # of PyTorch 2.8 on
-                    # One launch for all kernels of a GPU, as by mode="reduce-overhead"; only in the main thread.
+                graph = make_fx(of_tensors)(*inputs)
+                if inputs[0].is_cuda or not hasattr(torch._inductor, "standalone_compile"):  # new in PyTorch 2.8
+                    # On a GPU all kernels are launched at once, as by mode="reduce-overhead"; main thread only.
                     graphs = inputs[0].is_cuda and threading.current_thread() is threading.main_thread()
                     options = OPTIONS | {"triton.cudagraphs": graphs}
                     program = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
-                else:  # by itself: each call by torch.compile, which asks if all is as it was, takes four times as long
+                else:  # without the guards of torch.compile, which make a call four times as slow
                     program = torch._inductor.standalone_compile(
                         graph, [*inputs], dynamic_shapes="from_example_inputs", options={"config_patches": OPTIONS}
                     )
-                program(*inputs)  # what it takes is made now
+                program(*inputs)  # compiles lazily
         except torch.linalg.LinAlgError:
             raise
-        except Exception as error:  # tracing and compiling run other people's code, which may raise anything
+        except Exception as error:  # the model's code and the compiler may raise anything
             raise Unavailable(f"compiling failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
-        return program, kinds_out[0]
+        return program, out[0]
 
 
-# small steps --------------------------------------------------------------------------------------------------------
-
-
-def _evaluated(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:
+def _evaluate(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:
     return evaluate(*inputs)
 
 
+# nested tuples and dataclasses of tensors -----------------------------------------------------------------------------
+
+
 def flatten(value: Any, flat: list[Tensor]) -> Any:
-    """Collect the tensors of nested tuples and dataclasses; what they are, to build them again."""
+    """Append the tensors of a nested value to ``flat``; return its structure."""
     if isinstance(value, Tensor):
         flat.append(value)
         return None
@@ -171,19 +175,20 @@ def flatten(value: Any, flat: list[Tensor]) -> Any:
     return type(value), tuple([flatten(part, flat) for part in parts])
 
 
-def unflatten(kinds: Any, flat: Iterator[Tensor]) -> Any:
-    """The value that :func:`flatten` was given, made of other tensors."""
-    if kinds is None:
+def unflatten(structure: Any, flat: Iterator[Tensor]) -> Any:
+    """Build a value with this structure from tensors."""
+    if structure is None:
         return next(flat)
-    kind, parts = kinds
+    kind, parts = structure
     values = [unflatten(part, flat) for part in parts]
     return tuple(values) if kind is tuple else kind(*values)
 
 
-def _points(found: Any) -> list[Any]:
-    """The points in phase space among nested results: what has energies and gradients with its positions."""
-    if isinstance(found, Tensor):
+def _points(value: Any) -> list[Any]:
+    """Return the phase-space points in a nested value, which have positions, energies and gradients."""
+    if isinstance(value, Tensor):
         return []
-    if all(hasattr(found, name) for name in ("z", "energy", "gradient")):
-        return [found]
-    return [at for part in (found if isinstance(found, tuple) else vars(found).values()) for at in _points(part)]
+    if all(hasattr(value, name) for name in ("z", "energy", "gradient")):
+        return [value]
+    parts = value if isinstance(value, tuple) else vars(value).values()
+    return [point for part in parts for point in _points(part)]

@@ -1,9 +1,9 @@
-r"""The potential energy of any Pyro model, for many chains at once; discrete sites are summed out.
+r"""Potential energy of any Pyro model, for many chains at once; discrete sites are summed out.
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
-over the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. Which engine computes it, and in what
-chunks of chains, is settled when the density is made, by rules and not by timing, so that every run rounds alike.
+for the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. The engine and the number of chains in a
+chunk are chosen when the density is made, by rules instead of timings, so that rounding is reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.mcmc.density.compiled import LEAST_EVALUATIONS, Compiled, has_compiler
+from pyro_symmetric.mcmc.density.compiled import MIN_EVALUATIONS, Compiled, has_compiler
 from pyro_symmetric.mcmc.density.eager import (
     Eager,
     Evaluation,
@@ -36,15 +36,15 @@ from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "eager", "layers", "compiled")
-"""The engines that compute energies and gradients. ``"eager"``: the model itself, mapped over chains. ``"layers"``: for
-feed-forward networks, without the model. ``"compiled"``: programs by PyTorch's compiler, for any model and kernel; they
-take some seconds, more for long models, and are kept."""
-STEPS = 4  # of a trajectory in one dimension, of many regressions; in D about the fourth root of D times as many
-CACHE_BYTES = 2**22  # that an intermediate result of a chunk of chains should fit into, on a CPU
+"""The engines that compute energies and gradients. ``"eager"``: the model mapped over chains. ``"layers"``: a loop over
+the layers of feed-forward networks. ``"compiled"``: programs of PyTorch's compiler, for any model and kernel. They take
+some seconds to compile, more for long models, and are cached."""
+STEPS = 4  # leapfrog steps of a trajectory in one dimension, typical of regressions; in D they grow as D^(1/4)
+CACHE_BYTES = 2**22  # limit of an intermediate result of a chunk of chains, on a CPU
 
 
 def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
-    """The log-joint density of any Pyro model as a function of batches of weights.
+    """Return the log-joint density of any Pyro model as a function of batches of weights.
 
     >>> def model(y):
     ...     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
@@ -54,9 +54,9 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     tensor([-1.8379, -2.8379])
 
     :param model: a Pyro model, whose discrete sites are summed out, or a ``BayesianModel``; ``args`` and ``kwargs`` are
-        what it is called with.
-    :return: constrained weights ``batch_shape + site_shape`` -> ``batch_shape``, on the weights' device, computed on
-        the model's.
+        its arguments.
+    :return: function of constrained weights ``batch_shape + site_shape``, with values ``batch_shape`` on the device of
+        the weights, computed on that of the model.
     """
     density = Density(model, args, kwargs, engine="eager")
     shapes = density.layout.site_shapes
@@ -64,7 +64,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     def log_density(weights: Weights) -> Tensor:
         arguments.weights("weights", weights)
         require_sites(weights, shapes)
-        batch = batch_shape(weights, shapes)  # names the site whose shape doesn't fit
+        batch = batch_shape(weights, shapes)  # raises for a site of the wrong shape
         flat = {site: weights[site].to(density.device).reshape(-1, *shape) for site, shape in shapes.items()}
         return density.target.log_joint(flat, None).reshape(batch).to(weights[next(iter(shapes))].device)
 
@@ -72,7 +72,7 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
 
 
 class Density:
-    """Potential energy and its gradient, chains first.
+    """Potential energy and gradient of many chains.
 
     >>> model = BayesianModel(nn.Linear(3, 2))
     >>> density = Density(model, (torch.randn(10, 3), torch.randint(2, (10,))))
@@ -80,21 +80,21 @@ class Density:
     >>> energy.shape, gradient.shape
     (torch.Size([16]), torch.Size([16, 8]))
 
-    :param model: a Pyro model. Discrete latent sites are summed out; there must be continuous ones.
-    :param args: the model's positional arguments, data included; ``kwargs`` are its keyword arguments.
-    :param device: where to compute; by default where the model's sites are. A module is copied there, never moved.
-    :param dtype: of the chains; by default that of the model's sites. Floating-point arguments are converted.
-    :param chain_chunk: how many chains to evaluate at once. ``None``: on a CPU as many as keep intermediate results in
-        the cache, about; on other devices, and where a network's loop goes chain by chain, all.
-    :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for a feed-forward network; of other models
-        ``"compiled"`` if so many ``iterations`` of ``num_steps`` are planned that it pays. If one can't serve
-        ``"eager"`` does, with a warning if it was asked for by name or if a compiler is missing.
-    :param batch_size: rows of each mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
-        Other models' mini-batches are what their plates with ``subsample_size`` draw.
-    :param subsampled: whether mini-batches are allowed; otherwise a model that subsamples is refused.
+    :param model: a Pyro model with continuous latent sites. Discrete latent sites are summed out.
+    :param args: positional arguments of the model, including data; ``kwargs`` are its keyword arguments.
+    :param device: device of the computation, by default that of the model's sites. Modules are copied, never moved.
+    :param dtype: dtype of the chains, by default that of the model's sites. Floating-point arguments are converted.
+    :param chain_chunk: number of chains to evaluate at once. ``None``: on a CPU, as many as keep intermediate results
+        in the cache; all on other devices and in a loop over chains.
+    :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for feed-forward networks; for other models
+        ``"compiled"`` if ``iterations`` of ``num_steps`` gradients are enough to repay it. ``"eager"`` replaces an
+        engine that fails, with a warning if that was asked for by name or if a compiler is missing.
+    :param batch_size: rows in a mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
+        The mini-batches of other models come from their plates with ``subsample_size``.
+    :param subsampled: whether the model may subsample its data.
     :ivar dim: number of unconstrained coordinates ``D``.
-    :ivar row_counts: the rows of mini-batches: name -> (rows there are, rows in a batch); empty if all data are used.
-    :raises ValueError: naming the site, plate or module that can't be sampled, with advice.
+    :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch); empty if all data are used.
+    :raises ValueError: naming a site, plate or module that can't be sampled, with advice.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class Density:
         arguments.one_of("engine", engine, ENGINES)
         if batch_size is not None and not isinstance(model, BayesianModel):
             raise ValueError(
-                "batch_size is of a BayesianModel's rows; in another model pass subsample_size to the data's plate, "
-                "as in `with pyro.plate('data', len(x), subsample_size=32) as rows`"
+                "batch_size is for a BayesianModel; in another model pass subsample_size to the data's plate, as in "
+                "`with pyro.plate('data', len(x), subsample_size=32) as rows`"
             )
         _refuse_training_batch_norm(model)
         model, args, kwargs = placed(model, tuple(args), dict(kwargs or {}), device, dtype)
-        with forked(0, device):  # a model is run from the prior, to see its sites and to try engines out
+        with forked(0, device):  # running the model draws from its prior
             self.target: NetworkTarget | TracedTarget
             if isinstance(model, BayesianModel):
                 self.target = NetworkTarget(model, args, kwargs, batch_size)
@@ -134,33 +134,35 @@ class Density:
             if self.row_counts and not subsampled:
                 sizes = ", ".join(f"{name!r}: {size} of {all_} rows" for name, (all_, size) in self.row_counts.items())
                 raise ValueError(
-                    f"the model subsamples its data ({sizes}); all of them are needed here. Pass the whole data "
-                    "(and no subsample_size), or, to sample, use a stochastic-gradient sampler (SGHMC)"
+                    f"the model subsamples its data ({sizes}), but all rows are needed here. Pass the whole data (and "
+                    "no subsample_size), or sample with a stochastic-gradient kernel (SGHMC)"
                 )
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim
             if self.dim == 0:
-                raise ValueError(f"the model's sites {list(self.target.sites)} hold no numbers, so nothing to sample")
-            drawn = self.target.prior_weights(2)
-            floats = [value for value in drawn.values() if value.is_floating_point()]
+                raise ValueError(
+                    f"the model's sites {list(self.target.sites)} are empty, so there is nothing to sample"
+                )
+            weights = self.target.prior_weights(2)
+            floats = [value for value in weights.values() if value.is_floating_point()]
             self.device = torch.device(device) if device is not None else floats[0].device
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
             if self.dtype not in CHAIN_DTYPES:
-                raise ValueError(f"the model's sites are of {self.dtype}, too coarse; pass dtype=torch.float32")
+                raise ValueError(f"the model's sites are {self.dtype}, too imprecise; pass dtype=torch.float32")
             self._eager = Eager(self.target, self.layout)
             self.fast: Any = None
             self.engine_reason = ""
             steps = num_steps or STEPS * self.dim**0.25
-            self._settle_engine(engine, self.unconstrain(drawn), steps * iterations)
+            self._choose_engine(engine, self.unconstrain(weights), steps * iterations)
 
     @property
     def is_network(self) -> bool:
-        """True of a ``BayesianModel``."""
+        """True for a ``BayesianModel``."""
         return isinstance(self.target, NetworkTarget)
 
     @property
     def engine(self) -> str:
-        """The one of :data:`ENGINES` that serves. They round differently."""
+        """The engine in use, one of :data:`ENGINES`. Engines round differently."""
         return "eager" if self.fast is None else self.fast.name
 
     def __repr__(self) -> str:
@@ -170,28 +172,28 @@ class Density:
     # energy ---------------------------------------------------------------------------------------------------------
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
-        """Energy ``(C,)`` of chains at ``z`` of shape ``(C, D)``; see :meth:`energy_and_gradient`."""
+        """Return energies ``(C,)`` at positions ``(C, D)``; see :meth:`energy_and_gradient`."""
         return self.energy_and_gradient(z, rows)[0]
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        """Energy ``(C,)`` and gradient ``(C, D)``.
+        """Return energies ``(C,)`` and gradients ``(C, D)``.
 
-        :param z: unconstrained vectors of the chains, ``(C, D)``.
-        :param rows: mini-batches, for each name in ``row_counts`` a LongTensor ``(C, B)``: each chain its own rows.
-            The energy is then the unbiased estimate that counts each row ``N / B`` times.
+        :param z: unconstrained positions of the chains, ``(C, D)``.
+        :param rows: mini-batches of each chain, a LongTensor ``(C, B)`` for each name in ``row_counts``. The energy is
+            then the unbiased estimate that counts each row ``N / B`` times.
         """
-        return in_chunks(self._evaluated, z, rows, self.chain_chunk)
+        return in_chunks(self._evaluate, z, rows, self.chain_chunk)
 
     def without_compiling(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        """:meth:`energy_and_gradient` by the model itself."""
+        """Return :meth:`energy_and_gradient` by the eager engine."""
         return in_chunks(self._eager.energy_and_gradient, z, rows, self.chain_chunk)
 
-    def _evaluated(self, z: Tensor, rows: Rows | None) -> Evaluation:
+    def _evaluate(self, z: Tensor, rows: Rows | None) -> Evaluation:
         if self.fast is not None:
             try:
                 return self.fast.energy_and_gradient(z, rows)
             except torch.linalg.LinAlgError:
-                pass  # below, chain by chain
+                pass  # a singular matrix, isolated by the eager engine
             except Unavailable as error:
                 self.give_up(error)
         return self._eager.energy_and_gradient(z, rows)
@@ -199,47 +201,47 @@ class Density:
     # engines --------------------------------------------------------------------------------------------------------
 
     def give_up(self, reason: Exception) -> None:
-        """Go on with the model itself, and warn."""
-        better, self.fast, self.engine_reason = self.engine, None, str(reason)
-        warnings.warn(f"engine 'eager' serves, not {better!r}: {reason}", RuntimeWarning, stacklevel=4)
+        """Fall back to the eager engine, with a warning."""
+        failed, self.fast, self.engine_reason = self.engine, None, str(reason)
+        warnings.warn(f"using engine 'eager' instead of {failed!r}: {reason}", RuntimeWarning, stacklevel=4)
 
-    def _settle_engine(self, asked: str, z: Tensor, evaluations: float) -> None:
-        """:param z: draws from the prior, at which the model itself and engines are evaluated."""
+    def _choose_engine(self, engine: str, z: Tensor, evaluations: float) -> None:
+        """Choose the engine and ``chain_chunk``. Engines are compared with the model at draws ``z`` of the prior."""
         counts = self.row_counts.items()
         rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
-        expected, named = self._probed(z, rows), asked != "auto"
+        expected, named = self._try_model(z, rows), engine != "auto"
         if not named:
-            pays = evaluations >= LEAST_EVALUATIONS
-            asked = "layers" if self.is_network else "compiled" if pays else "eager"
-        if asked != "eager":
-            self.engine_reason = self.target.one_by_one  # which was warned of
+            pays = evaluations >= MIN_EVALUATIONS
+            engine = "layers" if self.is_network else "compiled" if pays else "eager"
+        if engine != "eager":
+            self.engine_reason = self.target.one_by_one  # has been warned of
         try:
-            if asked == "layers" and not self.engine_reason:
-                from pyro_symmetric.mcmc.density.layers import Layers  # which takes long to load
+            if engine == "layers" and not self.engine_reason:
+                from pyro_symmetric.mcmc.density.layers import Layers  # slow to import
 
                 layers = Layers(self.target)
-                known = all(bool(torch.isfinite(part).all()) for part in expected)
-                if not (known and same_evaluation(layers.energy_and_gradient(z, rows), expected)):
-                    raise Unavailable("the evaluation by hand differs from the model's own, or that isn't finite")
+                finite = all(bool(torch.isfinite(part).all()) for part in expected)
+                if not (finite and same_evaluation(layers.energy_and_gradient(z, rows), expected)):
+                    raise Unavailable("its results differ from the model's, or those aren't finite")
                 self.fast = layers
-            if asked == "compiled" and not self.engine_reason and not has_compiler(self.device):
+            if engine == "compiled" and not self.engine_reason and not has_compiler(self.device):
                 raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
         except Unavailable as error:
             self.engine_reason = str(error)
-            if named or asked == "compiled":
-                warnings.warn(f"engine 'eager' serves, not {asked!r}: {error}", RuntimeWarning, stacklevel=3)
+            if named or engine == "compiled":
+                warnings.warn(f"using engine 'eager' instead of {engine!r}: {error}", RuntimeWarning, stacklevel=3)
         if self.chain_chunk is None and self.device.type == "cpu" and not getattr(self.fast, "tiled", False):
-            given = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
-            # As many chains as have numbers of the size of the data, or of themselves, in the cache.
-            numbers = max([self.dim, *given]) * self.dtype.itemsize
+            sizes = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
+            # Intermediate results of a chain are taken to be as large as the data or the chain itself.
+            numbers = max([self.dim, *sizes]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
-        if asked == "compiled" and not self.engine_reason:
+        if engine == "compiled" and not self.engine_reason:
             self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
 
-    def _probed(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        """The model's own evaluation; whether chains are evaluated one by one is settled on the way.
+    def _try_model(self, z: Tensor, rows: Rows | None) -> Evaluation:
+        """Evaluate the model, and decide whether its chains are mapped or evaluated one by one.
 
-        :raises ValueError: in words, if the model can't be evaluated, or not twice alike.
+        :raises ValueError: if the model can't be evaluated, or two evaluations differ.
         """
         evaluate, target = self._eager.energy_and_gradient, self.target
         if isinstance(target, NetworkTarget):
@@ -248,15 +250,15 @@ class Density:
         try:
             alone = evaluate(z, rows)
         except RuntimeError as error:
-            said = (str(error).strip() or repr(error)).splitlines()[0]
-            raise ValueError(f"the model's density, or its gradient, can't be evaluated: {said}") from error
+            message = (str(error).strip() or repr(error)).splitlines()[0]
+            raise ValueError(f"the model's density, or its gradient, can't be evaluated: {message}") from error
         target.one_by_one, failure = "", None
         try:
-            together = evaluate(z, rows)
-        except Exception as error:  # the map over chains runs other people's code, which may raise anything
+            mapped = evaluate(z, rows)
+        except Exception as error:  # the model's code under vmap may raise anything
             failure = error
-        if failure is None and same_evaluation(together, alone):
-            return together
+        if failure is None and same_evaluation(mapped, alone):
+            return mapped
         target.one_by_one = "the results differ"
         if not same_evaluation(evaluate(z, rows), alone):
             raise ValueError(
@@ -266,30 +268,29 @@ class Density:
         target.give_up_map(failure or target.one_by_one)
         return alone
 
-    # places ---------------------------------------------------------------------------------------------------------
+    # positions ------------------------------------------------------------------------------------------------------
 
     def draws(self, z: Tensor) -> Weights:
-        """Weights at vectors ``(C, D)``, and the values of the model's deterministic sites."""
+        """Return weights and deterministic sites at positions ``(C, D)``."""
         weights = self.layout.constrain(z)
         return weights | self.target.compute(weights)
 
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Weights on any device and in any dtype -> unconstrained vectors ``batch_shape + (D,)`` of this density."""
-        own = {site: value.detach().to(self.device, self.dtype) for site, value in weights.items()}
-        return self.layout.unconstrain(own)
+        """Transform weights of any device and dtype to unconstrained vectors ``batch_shape + (D,)``."""
+        return self.layout.unconstrain({site: v.detach().to(self.device, self.dtype) for site, v in weights.items()})
 
     def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:
-        """Draws ``(num, D)`` from the prior. The model is run with PyTorch's global generators seeded from
-        ``generator``; afterwards they are as they were."""
+        """Draw positions ``(num, D)`` from the prior. PyTorch's global generators are seeded from ``generator``
+        meanwhile, and then restored."""
         with forked(generator, self.device):
             return self.unconstrain(self.target.prior_weights(num))
 
 
 def _refuse_training_batch_norm(model: Any) -> None:
-    """:raises ValueError: naming the module."""
+    """Raise ``ValueError`` for batch normalisation in train mode, which makes the density of a row depend on others."""
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
-                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: a row's density "
-                "would depend on the other rows. Call .eval() on the model, so that it uses its running statistics"
+                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the density of a "
+                "row would depend on the other rows. Call .eval() on the model to use running statistics"
             )

@@ -1,1 +1,1 @@
-"""The samplers: what moves many chains at once."""
+"""Sampling algorithms for many chains at once."""

@@ -1,10 +1,8 @@
-"""The contract of a sampler: pure steps of all chains at once over one immutable state; and what kernels share.
+"""The kernel contract, and what kernels share: random numbers, mass matrices and the leapfrog integrator.
 
-A :class:`Kernel` holds settings and the model, nothing that changes. What changes is the :class:`State`: where the
-chains are and what warm-up has learnt so far. A run drives it: :meth:`Kernel.init` once, then :meth:`Kernel.step` for
-each iteration, and in warm-up :meth:`Kernel.adapt` after each. The state, its random generator included, determines
-all that follows. Kernels of full gradients move in phase space: by a mass matrix, which gives momenta their scale, and
-by the leapfrog method, but for the microcanonical one.
+A :class:`Kernel` holds a model and settings, and never changes. A :class:`State` holds the positions of all chains and
+the results of warm-up so far. A run calls :meth:`Kernel.init` once, :meth:`Kernel.step` in each iteration and, in
+warm-up, :meth:`Kernel.adapt` after each step. The state, including its random generator, determines all later states.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
 from pyro_symmetric.traced import require_model
 
-ROUNDING = 4.0  # of a sum, in units of the last place, about
-MAX_ENERGY_ERROR = 1000.0  # beyond it a trajectory counts as divergent, as in Stan and Pyro
+ROUNDING = 4.0  # approximate rounding error of an energy, in units of the last place
+MAX_ENERGY_ERROR = 1000.0  # of a trajectory that isn't divergent, as in Stan and Pyro
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All chains at one iteration; C chains, D unconstrained coordinates.
+    """The state of ``C`` chains with ``D`` unconstrained coordinates after an iteration.
 
     >>> z = torch.zeros(4, 3)
     >>> state = ps.mcmc.State(z, torch.zeros_like(z), torch.zeros(4), torch.zeros_like(z), None, torch.Generator())
@@ -35,16 +33,16 @@ class State:
     (torch.Size([4, 3]), {})
 
     :param z: positions ``(C, D)``.
-    :param momentum: momenta at ``z``, ``(C, D)``; zeros if the kernel has none.
-    :param energy: potential energy at ``z``, ``(C,)``; of stochastic-gradient kernels a mini-batch's estimate.
-    :param gradient: its gradient ``(C, D)``; zeros if the kernel needs none.
-    :param tuning: what warm-up learns, or ``None``: tensors, numbers, strings, ``None``, tuples and dictionaries of
-        these, and frozen dataclasses of these, which this package's kernels or the modules of the kernel's own classes
-        define. So a run can be written to disk, read back without running code that the file brings, and resumed.
-    :param generator: where every random number of the run comes from, on the chains' device. It is the one part of a
-        state that changes: it moves on as it is used.
-    :param statistics: name -> ``(C,)``, of this iteration, named as ArviZ names sample statistics. Progress shows
-        ``acceptance_rate`` and ``step_size`` if they are there, and ``diverging`` is counted.
+    :param momentum: momenta ``(C, D)``; zeros if the kernel has none.
+    :param energy: potential energy ``(C,)``; a mini-batch estimate in stochastic-gradient kernels.
+    :param gradient: gradient of the potential energy, ``(C, D)``; zeros if the kernel needs none.
+    :param tuning: results of warm-up, or ``None``: tensors, numbers, strings, and tuples, dictionaries and frozen
+        dataclasses of these. The dataclasses must be defined in this package or in the modules of the kernel's classes,
+        so that a stored run can be read back without executing code from the file.
+    :param generator: source of all random numbers of the run, on the device of the chains. Drawing advances it; every
+        other part of a state is immutable.
+    :param statistics: sample statistics of this iteration, name -> ``(C,)``, with ArviZ's names. The progress bar shows
+        ``acceptance_rate`` and ``step_size``, and counts ``diverging``.
     """
 
     z: Tensor
@@ -57,74 +55,73 @@ class State:
 
 
 class Kernel(ABC):
-    """A sampler of a model. Subclasses are frozen dataclasses whose first field is ``model``.
+    """Base class of samplers. Subclasses are frozen dataclasses whose first field is ``model``.
 
-    The guide "How to extend" writes one in twenty lines.
+    The guide "How to extend" writes a kernel in twenty lines.
 
-    A kernel of mini-batches has ``subsampled = True`` and a ``batch_size``. ``warmups`` are the lengths at which a
-    warm-up of ``num_warmup="auto"`` may end, rising. If there are several, :meth:`adapt` must do the same in warm-ups
-    of all of them until it is told that this one ends: before, it is told the largest.
+    ``warmups`` are the lengths at which a warm-up of ``num_warmup="auto"`` may end, in increasing order. Until it ends,
+    :meth:`adapt` receives the largest of them as ``num_warmup``; it must behave alike for all of them up to there.
     """
 
     model: Callable[..., Any]
-    subsampled = False  # whether the kernel works from mini-batches
+    subsampled = False  # whether gradients come from mini-batches, of ``batch_size`` rows of a BayesianModel
     batch_size: int | None = None
-    num_steps: int | None = None  # gradients of an iteration, if it is known beforehand how many, about
+    num_steps: int | None = None  # approximate number of gradients in an iteration, if known in advance
     warmups: ClassVar[tuple[int, ...]] = (500,)
 
     def __post_init__(self) -> None:
-        if self.model is not None:  # a kernel without one can be driven by hand, on a Density
+        if self.model is not None:  # a kernel without a model can be run by hand on a Density
             require_model(self.model)
 
     @abstractmethod
     def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
-        """The state of chains that start at ``z`` of shape ``(C, D)``.
+        """Return the initial state of chains at positions ``z``, ``(C, D)``.
 
-        :param generator: on the device of ``z``; every random number of this kernel comes from it.
+        :param generator: source of all random numbers of this kernel, on the device of ``z``.
         """
 
     @abstractmethod
     def step(self, density: Density, state: State) -> State:
-        """One iteration of all chains."""
+        """Advance all chains by one iteration."""
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        """Learn from warm-up's iteration ``iteration`` (counted from 0) of ``num_warmup``; by default nothing."""
+        """Adapt after iteration ``iteration`` of a warm-up of ``num_warmup``, counted from 0; by default do nothing."""
         return state
 
     def settings(self) -> dict[str, Any]:
-        """The settings, for the metadata of a posterior."""
+        """Return the settings, for the metadata of a posterior."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
         return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
 
     def __repr__(self) -> str:
-        """The model's name and the settings that aren't the defaults."""
+        """Show the name of the model and the settings that differ from the defaults."""
         defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         parts = [getattr(self.model, "__name__", type(self.model).__name__)]
         parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-# random numbers, all of a generator that is named, none of a global one ---------------------------------------------
+# random numbers, never from global generators ----------------------------------------------------------------------
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers in the shape, dtype and place of ``like``."""
+    """Draw standard normal numbers with the shape, dtype and device of ``like``."""
     return torch.empty_like(like).normal_(generator=generator)
 
 
 def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers uniform in [0, 1) in the shape, dtype and place of ``like``."""
+    """Draw uniform numbers in [0, 1) with the shape, dtype and device of ``like``."""
     return torch.empty_like(like).uniform_(generator=generator)
 
 
 def mini_batches(
     row_counts: Mapping[str, tuple[int, int]], num_chains: int, generator: torch.Generator
 ) -> dict[str, Tensor] | None:
-    """A mini-batch of each chain's own, name -> LongTensor ``(C, B)``; ``None`` if all data are used.
+    """Draw row indices for each chain, name -> LongTensor ``(C, B)``; return ``None`` if all data are used.
 
-    Chains that shared their mini-batches would share the noise of their gradients and no longer be independent.
+    Every chain has its own mini-batch: shared gradient noise would make the chains dependent.
 
-    :param row_counts: name -> (rows there are, rows in a batch), as ``Density.row_counts``.
+    :param row_counts: name -> (rows in the data, rows in a mini-batch), as ``Density.row_counts``.
     """
     return {
         name: torch.randint(total, (num_chains, size), generator=generator, device=generator.device)
@@ -137,13 +134,12 @@ def mini_batches(
 
 @dataclass(frozen=True, eq=False)
 class Mass:
-    r"""A mass matrix :math:`M = W^\top W` with :math:`W \Sigma W^\top = I`. Vectors are batched: ``batch + (D,)``.
+    r"""Mass matrix :math:`M = \Sigma^{-1} = W^\top W`, with :math:`\Sigma` the covariance of the coordinates.
 
-    With :math:`M^{-1} = \Sigma`, the covariance of the unconstrained coordinates, all directions move at the same pace
-    and one step size fits them all.
+    One step size then suits all directions. Vectors have shape ``batch + (D,)``.
 
-    :param covariance: :math:`\Sigma`, ``(D, D)``, or its diagonal ``(D,)`` if there is nothing else.
-    :param whitener: :math:`W`, likewise.
+    :param covariance: :math:`\Sigma`, ``(D, D)``, or its diagonal ``(D,)``.
+    :param whitener: :math:`W`, of the same shape.
     """
 
     covariance: Tensor
@@ -151,7 +147,7 @@ class Mass:
 
     @classmethod
     def of(cls, covariance: Tensor) -> Mass:
-        """From a positive covariance, ``(D, D)`` or ``(D,)``."""
+        """Return the mass matrix of a positive definite covariance ``(D, D)``, or of its diagonal ``(D,)``."""
         if covariance.dim() == 1:
             return cls(covariance, covariance.rsqrt())
         exact = covariance.double()
@@ -165,19 +161,19 @@ class Mass:
         return self.covariance if self.covariance.dim() == 1 else self.covariance.diagonal()
 
     def velocity(self, momentum: Tensor) -> Tensor:
-        r""":math:`M^{-1} p = \Sigma p`."""
+        r"""Return :math:`M^{-1} p = \Sigma p`."""
         return _product(momentum, self.covariance)
 
     def whiten(self, z: Tensor) -> Tensor:
-        r""":math:`W z`, whose coordinates have variance 1 and no correlations."""
+        r"""Return :math:`W z`, whose coordinates have variance 1 and no correlations."""
         return _product(z, self.whitener.t())
 
     def momentum(self, noise: Tensor) -> Tensor:
-        r""":math:`W^\top \epsilon`: momenta :math:`\mathcal N(0, M)` from standard normal noise."""
+        r"""Return :math:`W^\top \epsilon \sim \mathcal N(0, M)` from standard normal noise."""
         return _product(noise, self.whitener)
 
     def kinetic(self, momentum: Tensor) -> Tensor:
-        r"""Kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape ``batch``."""
+        r"""Return the kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape ``batch``."""
         return 0.5 * (momentum * self.velocity(momentum)).sum(-1)
 
 
@@ -186,11 +182,7 @@ def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 class PhasePoint(NamedTuple):
-    """Points of C chains in phase space; these fields a :class:`~pyro_symmetric.mcmc.State` has, too.
-
-    :param z: positions ``(C, D)``; likewise ``momentum``.
-    :param energy: potential energy at ``z``, ``(C,)``; ``gradient`` is its gradient ``(C, D)``.
-    """
+    """Phase-space points of ``C`` chains; the fields are those of a :class:`~pyro_symmetric.mcmc.State`."""
 
     z: Tensor
     momentum: Tensor
@@ -198,18 +190,18 @@ class PhasePoint(NamedTuple):
     gradient: Tensor
 
     def total_energy(self, mass: Mass) -> Tensor:
-        """Potential and kinetic energy, ``(C,)``."""
+        """Return the Hamiltonian, potential plus kinetic energy, ``(C,)``."""
         return self.energy + mass.kinetic(self.momentum)
 
 
-def with_fresh_momenta(state: State, mass: Mass) -> PhasePoint:
-    """The places of the chains, with new momenta."""
+def resample_momenta(state: State, mass: Mass) -> PhasePoint:
+    """Return the positions of the chains with momenta drawn from N(0, M)."""
     momentum = mass.momentum(normal(state.z, state.generator))
     return PhasePoint(state.z, momentum, state.energy, state.gradient)
 
 
 def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoint:
-    """For each chain the one point or the other, by a mask ``(C,)``."""
+    """Select one of two points for each chain, by a mask ``(C,)``."""
     rows = mask[:, None]
     return PhasePoint(
         *(torch.where(mask if a.dim() == 1 else rows, a, b) for a, b in zip(if_true, if_false, strict=True))
@@ -217,10 +209,10 @@ def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoin
 
 
 def leapfrog(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> PhasePoint:
-    """One step along the Hamiltonian flow: reversible, volume-preserving, energy error O(step²).
+    """Take one leapfrog step: reversible, volume-preserving, with an energy error of O(step²).
 
-    :param evaluate: points ``(C, D)`` -> energy ``(C,)`` and gradient ``(C, D)``.
-    :param step_size: ``(C, 1)``; negative ones go back in time.
+    :param evaluate: positions ``(C, D)`` -> energies ``(C,)`` and gradients ``(C, D)``.
+    :param step_size: ``(C, 1)``; negative steps integrate backwards in time.
     """
     momentum = torch.addcmul(start.momentum, step_size, start.gradient, value=-0.5)
     z = torch.addcmul(start.z, step_size, mass.velocity(momentum))
@@ -229,13 +221,13 @@ def leapfrog(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mas
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:
-    """The change of a trajectory's energy, ``(C,)``; infinite where it left the support or all numbers behind.
+    """Return the energy error of trajectories, ``(C,)``; infinite outside the support and for NaN.
 
-    Far out, energies may be so large that rounding hides more than a unit. There what it may hide counts as none, or
-    chains would be stuck: rounding alone would refuse every other step, however short.
+    In single precision, far out in the tails, energies may be so large that their rounding error exceeds 1. Differences
+    within the rounding error count as 0 there. Otherwise half of all steps, however short, would be rejected.
     """
     error = after - before
     if error.dtype == torch.float32:
-        blur = ROUNDING * torch.finfo(before.dtype).eps * before.abs()
-        error = torch.where((blur > 1) & (error.abs() <= blur), 0.0, error)
+        rounding = ROUNDING * torch.finfo(before.dtype).eps * before.abs()
+        error = torch.where((rounding > 1) & (error.abs() <= rounding), 0.0, error)
     return error.nan_to_num(torch.inf, torch.inf, torch.inf)

@@ -1,19 +1,19 @@
-r"""The No-U-Turn Sampler of many chains at once (Hoffman & Gelman 2014, arXiv 1111.4246), multinomial (Betancourt 2017,
-arXiv 1701.02434, appendix A.3), without recursion.
+r"""The No-U-Turn Sampler of many chains at once (Hoffman & Gelman 2014, arXiv 1111.4246), with multinomial sampling of
+states (Betancourt 2017, arXiv 1701.02434, appendix A.3) and without recursion.
 
-A trajectory doubles, forwards or backwards in time at random, until it turns back on itself: until for one of its
-balanced subtrees, with first and last momenta :math:`p_-, p_+` and sum of momenta :math:`\rho`,
+A trajectory doubles, forwards or backwards in time at random, until one of its balanced subtrees makes a U-turn: with
+its first and last momenta :math:`p_-, p_+` and the sum of its momenta :math:`\rho`,
 
-.. math:: p_-^\top M^{-1} \rho \le 0 \quad\text{or}\quad p_+^\top M^{-1} \rho \le 0,
+.. math:: p_-^\top M^{-1} \rho \le 0 \quad\text{or}\quad p_+^\top M^{-1} \rho \le 0.
 
-also checked, as Stan does, between each half and the nearest state of the other one. States are drawn with weights
-:math:`e^{-H}`: fairly within the new half, with a bias towards the new half between the two.
+As in Stan, the criterion is also checked between each half and the nearest state of the other half. States are drawn
+with weights :math:`e^{-H}`: uniformly within the new half, with a bias towards the new half between the two.
 
-**Many chains.** All unfinished chains build their :math:`j`-th doubling at the same time, so every one of them is at
-the same leaf of the same tree. A binary counter, shared by all, stands for the recursion: leaf :math:`n`
-completes as many subtrees as :math:`n` has trailing ones (as in Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2, and
-Lao et al. 2020, arXiv 2002.01184). A chain that has finished leaves the batch, so no gradient is spent on it; if a leaf
-is a program, which serves one number of chains, it stays until all have, and takes steps of size 0.
+**Many chains.** All unfinished chains build their :math:`j`-th doubling at the same time, so they are at the same leaf
+of the same binary tree. A shared binary counter replaces recursion: leaf :math:`n` completes as many subtrees as
+:math:`n` has trailing ones (Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2; Lao et al. 2020, arXiv 2002.01184). A
+finished chain leaves the batch and costs no further gradients. Compiled programs have a fixed number of chains: there
+it stays in the batch with steps of size 0.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     choose,
     energy_error,
     leapfrog,
+    resample_momenta,
     uniform,
-    with_fresh_momenta,
 )
 
-FEW_NUMBERS = 2**11  # of all chains, for which one program checks all levels of the tree in less time than it is called
-MOST_LEVELS = 40  # of a tree; one of more would outlast the machine
+FUSED_NUMBERS = 2**11  # positions of all chains up to which one program checks all levels faster than several calls
+MAX_LEVELS = 40  # of a tree; a longer trajectory would never end
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NUTS(HamiltonianKernel):
-    """The No-U-Turn Sampler: HMC that finds the length of each trajectory itself.
+    """The No-U-Turn Sampler: HMC with trajectories that end at a U-turn.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -57,13 +57,13 @@ class NUTS(HamiltonianKernel):
     True
 
     :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
-    :param step_size: of the integrator, where adaptation starts or, with ``adapt_step_size=False``, stays. ``None``:
-        found by doubling and halving at the starting points.
+    :param step_size: initial step size of the integrator, or the step size with ``adapt_step_size=False``. ``None``:
+        found by doubling or halving at the initial positions.
     :param adapt_step_size: whether warm-up adapts the step size.
-    :param adapt_mass: whether warm-up learns the mass matrix; otherwise it is 1.
+    :param adapt_mass: whether warm-up adapts the mass matrix; otherwise it is the identity.
     :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few hundred dimensions.
-    :param target_accept: mean acceptance that the step size is adapted to. More pays where curvature varies, and costs
-        elsewhere.
+    :param target_accept: mean acceptance rate that the step size is adapted to. Larger values suit varying curvature,
+        and are slower elsewhere.
     :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog steps.
     """
 
@@ -78,9 +78,9 @@ class NUTS(HamiltonianKernel):
         most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
         forest = _Forest(density, state, self.max_treedepth)
         depth = 0
-        while depth < most and forest.doubled(depth):
+        while depth < most and forest.double(depth):
             depth += 1
-        tree = forest.whole()
+        tree = forest.all_trees()
         statistics = {
             "lp": -tree.draw.energy,
             "acceptance_rate": tree.cost.acceptance / tree.cost.steps,
@@ -94,11 +94,11 @@ class NUTS(HamiltonianKernel):
         return State(*tree.draw, tuning, state.generator, statistics)
 
 
-# what a trajectory consists of; A chains ---------------------------------------------------------------------------
+# trajectories of A unfinished chains ----------------------------------------------------------------------------------
 
 
 class _Cost(NamedTuple):
-    """The cost of a trajectory so far, ``(A,)`` each."""
+    """Leapfrog steps of a trajectory so far, ``(A,)`` each."""
 
     steps: Tensor
     acceptance: Tensor  # sum over the steps
@@ -106,213 +106,213 @@ class _Cost(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """A trajectory, between doublings."""
+    """A trajectory between doublings."""
 
-    start_energy: Tensor  # (A,), total
-    chain: Tensor  # (A,), which of all chains it is
-    step: Tensor  # (A, 1), its step size
+    start_energy: Tensor  # Hamiltonian at its start, (A,)
+    chain: Tensor  # index among all chains, (A,)
+    step: Tensor  # step size, (A, 1)
     left: PhasePoint
     right: PhasePoint
-    momenta: Tensor  # their sum, (A, D)
+    momenta: Tensor  # sum over its states, (A, D)
     log_weight: Tensor  # log of the sum of exp(start energy - energy), (A,)
-    draw: PhasePoint  # the state that is drawn from it so far
+    draw: PhasePoint  # multinomial draw from its states
     cost: _Cost
     depth: Tensor  # (A,)
 
 
 class _Span(NamedTuple):
-    """A balanced tree that waits for its other half, in the order in which states were visited, ``(A, D)`` each."""
+    """A complete balanced subtree, in the order in which its states were visited, ``(A, D)`` each."""
 
-    first: Tensor  # the velocity at its first state
-    before: Tensor  # the sum of all momenta before that
-    after: Tensor  # and with it
-    last: Tensor  # the velocity at its last state
-    near: Tensor  # the sum of all momenta before that
+    first: Tensor  # velocity at its first state
+    before_first: Tensor  # sum of all momenta before its first state
+    after_first: Tensor  # the same with its first state
+    last: Tensor  # velocity at its last state
+    before_last: Tensor  # sum of all momenta before its last state
 
 
 class _Branch(NamedTuple):
-    """The half that is added by a doubling, while it grows."""
+    """The new half of a trajectory during a doubling."""
 
     end: PhasePoint
     draw: PhasePoint
-    step: Tensor  # (A, 1), negative where it grows backwards in time, 0 once it has turned or diverged
-    momenta: Tensor  # their sum, with those of the tree that it is added to, (A, D)
-    log_weight: Tensor  # as above
-    cost: _Cost  # of the whole trajectory
+    step: Tensor  # (A, 1); negative backwards in time, 0 after a U-turn or divergence
+    momenta: Tensor  # sum over the states of the tree and the branch, (A, D)
+    log_weight: Tensor  # of the branch, (A,)
+    cost: _Cost  # of the tree and the branch
 
 
 class _Forest:
-    """Trajectories that grow in batches of those that haven't finished."""
+    """Trajectories of all chains, which double in batches of the unfinished ones."""
 
     def __init__(self, density: Density, state: State, max_treedepth: int):
         self.density, self.mass, self.generator = density, state.tuning.mass, state.generator
-        start = with_fresh_momenta(state, self.mass)
-        self.everyone = energy = start.total_energy(self.mass)
+        start = resample_momenta(state, self.mass)
+        self.start_energy = energy = start.total_energy(self.mass)
         chain, zero = torch.arange(len(energy), device=energy.device), torch.zeros_like(energy)
-        none = torch.zeros_like(chain)
-        cost = _Cost(none, zero, none > 0)
+        no_steps = torch.zeros_like(chain)
+        cost = _Cost(no_steps, zero, no_steps > 0)
         step = state.tuning.step_size[:, None]
-        self.tree = _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, none)
-        self.growing, self.finished = none == 0, list[_Tree]()
-        self.keeps_all = compiles(density)
-        self.in_one = self.keeps_all and state.z.numel() <= FEW_NUMBERS
-        self.levels = torch.arange(min(max_treedepth, MOST_LEVELS), device=energy.device)
+        self.tree = _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, no_steps)
+        self.growing, self.finished = no_steps == 0, list[_Tree]()
+        self.fixed_batch = compiles(density)
+        self.fused = self.fixed_batch and state.z.numel() <= FUSED_NUMBERS
+        self.levels = torch.arange(min(max_treedepth, MAX_LEVELS), device=energy.device)
 
-    def doubled(self, depth: int) -> bool:
-        """Add ``2 ** depth`` states to each; whether any may grow on. Trees whose new half turns or diverges on the way
-        finish without it."""
-        branch, span = _begun(self.tree, self.growing, self._chance() < 0.5, self.mass)
-        waiting: Any = {depth: span}
-        if self.in_one:
-            whole = torch.stack(span, 1)
-            waiting = whole.new_zeros(len(whole), 1 + len(self.levels), *whole.shape[1:])
-            waiting[:, 1 + depth] = whole
+    def double(self, depth: int) -> bool:
+        """Add ``2 ** depth`` states to each trajectory; return whether any is unfinished. A trajectory whose new half
+        turns or diverges ends without it."""
+        branch, span = _start_branch(self.tree, self.growing, self._uniform() < 0.5, self.mass)
+        spans: Any = {depth: span}  # complete subtrees by level
+        if self.fused:
+            stacked = torch.stack(span, 1)
+            spans = stacked.new_zeros(len(stacked), 1 + len(self.levels), *stacked.shape[1:])
+            spans[:, 1 + depth] = stacked
         for leaf in range(2**depth):
             level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
-            inputs = branch, self.tree.start_energy, self._chance()
-            if self.in_one:
+            inputs = branch, self.tree.start_energy, self._uniform()
+            if self.fused:
                 number = self.levels[level : level + 1]
-                branch, waiting[:, 1 + level], closed = run(self.density, _grown, *inputs, waiting, number, self.mass)
+                branch, spans[:, 1 + level], turns = run(self.density, _add_fused, *inputs, spans, number, self.mass)
             else:
-                branch = run(self.density, _with_leaf, *inputs, self.mass)
-                branch, waiting, closed = _turned(branch, waiting, level, is_last, self.mass)
-            # Looking costs a wait for the device; a branch can have turned after every other leaf only.
+                branch = run(self.density, _add_leaf, *inputs, self.mass)
+                branch, spans, turns = _complete(branch, spans, level, is_last, self.mass)
+            # A check waits for the device. A branch can turn only at every other leaf.
             if leaf % 2 == 1 or depth == 0:
                 self.tree, self.growing = self.tree._replace(cost=branch.cost), branch.step[:, 0] != 0
-                left, (branch, waiting, closed) = self._parted(branch, waiting, closed)
-                if not left:
+                any_growing, (branch, spans, turns) = self._retire(branch, spans, turns)
+                if not any_growing:
                     return False
-        self.tree, self.growing = _joined(self.tree, branch, self._chance()), self.growing & ~closed
-        return self._parted()[0]
+        self.tree, self.growing = _join(self.tree, branch, self._uniform()), self.growing & ~turns
+        return self._retire()[0]
 
-    def whole(self) -> _Tree:
-        """All trees, in the order of the chains."""
+    def all_trees(self) -> _Tree:
+        """Return the trees of all chains, in order."""
         if not self.finished:
             return self.tree
         trees = tree_map(lambda *parts: torch.cat(parts), self.tree, *self.finished)
         return _select(trees, trees.chain.argsort())
 
-    def _chance(self) -> Tensor:
-        """A uniform number for each trajectory; one is drawn for each chain, whoever is in the batch."""
-        chance = uniform(self.everyone, self.generator)
-        return chance[self.tree.chain] if self.finished else chance
+    def _uniform(self) -> Tensor:
+        """Draw a uniform number for each chain; return those of the batch. The stream is the same for any batch."""
+        numbers = uniform(self.start_energy, self.generator)
+        return numbers[self.tree.chain] if self.finished else numbers
 
-    def _parted(self, *others: Any) -> tuple[bool, Any]:
-        """Take trees that have finished out of the batch: whether any is left, and what is left of ``others``."""
-        left, everyone = int(self.growing.sum()), len(self.growing)
-        if left in (0, everyone) or self.keeps_all:
+    def _retire(self, *others: Any) -> tuple[bool, Any]:
+        """Drop finished chains from the batch and from ``others``; return whether any is unfinished, and the others."""
+        left, total = int(self.growing.sum()), len(self.growing)
+        if left in (0, total) or self.fixed_batch:
             return left > 0, others
-        stay, done = (~self.growing).byte().argsort(stable=True).split([left, everyone - left])
+        stay, done = (~self.growing).byte().argsort(stable=True).split([left, total - left])
         self.finished.append(_select(self.tree, done))
         self.tree, self.growing, others = _select((self.tree, self.growing, others), stay)
         return True, others
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# steps of a doubling --------------------------------------------------------------------------------------------------
 
 
-def _begun(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, _Span]:
-    """A branch without states, and the tree as the span that it is to join."""
+def _start_branch(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, _Span]:
+    """Return an empty branch, and the tree as the neighbouring subtree."""
     rows, step = forward[:, None], tree.step * (growing * torch.where(forward, 1, -1))[:, None]
     end = choose(forward, tree.right, tree.left)
-    far, near = torch.where(rows, tree.left.momentum, tree.right.momentum), end.momentum
-    span = _Span(mass.velocity(far), torch.zeros_like(far), far, mass.velocity(near), tree.momenta - near)
-    nothing = torch.full_like(tree.log_weight, -torch.inf)
-    return _Branch(end, tree.draw, step, tree.momenta, nothing, tree.cost), span
+    first, last = torch.where(rows, tree.left.momentum, tree.right.momentum), end.momentum
+    span = _Span(mass.velocity(first), torch.zeros_like(first), first, mass.velocity(last), tree.momenta - last)
+    empty = torch.full_like(tree.log_weight, -torch.inf)
+    return _Branch(end, tree.draw, step, tree.momenta, empty, tree.cost), span
 
 
-def _with_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, mass: Mass) -> _Branch:
-    """The branch with one more state."""
-    grows, end = branch.step[:, 0] != 0, leapfrog(evaluate, branch.end, branch.step, mass)
+def _add_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, mass: Mass) -> _Branch:
+    """Extend a branch by one leapfrog step."""
+    growing, end = branch.step[:, 0] != 0, leapfrog(evaluate, branch.end, branch.step, mass)
     error = energy_error(end.total_energy(mass), start_energy)
-    diverging = grows & (error > MAX_ENERGY_ERROR)
+    diverging = growing & (error > MAX_ENERGY_ERROR)
     steps, acceptance, diverged = branch.cost
-    acceptance = acceptance + grows * (-error).clamp(max=0).exp()
+    acceptance = acceptance + growing * (-error).clamp(max=0).exp()
     log_weight = torch.logaddexp(branch.log_weight, -error)
     take = chance.log() < -error - log_weight
     step = branch.step.masked_fill(diverging[:, None], 0.0)
-    cost = _Cost(steps + grows, acceptance, diverged | diverging)
+    cost = _Cost(steps + growing, acceptance, diverged | diverging)
     return _Branch(end, choose(take, end, branch.draw), step, branch.momenta + end.momentum, log_weight, cost)
 
 
-def _turned(
-    branch: _Branch, waiting: dict[int, _Span], level: int, is_last: bool, mass: Mass
+def _complete(
+    branch: _Branch, spans: dict[int, _Span], level: int, is_last: bool, mass: Mass
 ) -> tuple[_Branch, dict[int, _Span], Tensor]:
-    """Stop branches of which a subtree that the last leaf completes turns.
+    """Complete the subtrees that end at the last leaf, and stop branches in which one of them turns.
 
-    :param waiting: the balanced trees that wait, by level: of ``2 ** level`` states.
-    :param level: how many levels the leaf completes.
-    :return: the branch; what waits now; where the branch and the tree turn, ``(A,)``, if the leaf is the last.
+    :param spans: complete subtrees of ``2 ** level`` states, by level.
+    :param level: number of subtrees that the leaf completes.
+    :return: the branch; the complete subtrees; after the last leaf, whether the tree with its branch turns, ``(A,)``.
     """
-    own = span = _leaf(branch, mass)
-    for one in range(level):
-        turning = _turns_together(waiting[one], span, own)
+    leaf = span = _leaf_span(branch, mass)
+    for lower in range(level):
+        turning = _pair_turns(spans[lower], span, leaf)
         branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
-        span = _Span(*waiting[one][:3], own.last, own.near)
-    closed = _turns_together(waiting[level], span, own) if is_last else torch.zeros_like(branch.cost.diverging)
-    return branch, {level: span, **{other: waiting[other] for other in waiting if other > level}}, closed
+        span = _Span(*spans[lower][:3], leaf.last, leaf.before_last)
+    turns = _pair_turns(spans[level], span, leaf) if is_last else torch.zeros_like(branch.cost.diverging)
+    return branch, {level: span, **{other: spans[other] for other in spans if other > level}}, turns
 
 
-def _turns_together(half: _Span, other: _Span, own: _Span) -> Tensor:
-    """True if two neighbouring trees turn together, ``(A,)``, of which the other ends with the last leaf, its own."""
-    if other is own:
-        return _turns(half.first, own.last, own.after - half.before)
-    first, last = torch.stack([half.first, half.first, half.last]), torch.stack([own.last, other.first, own.last])
-    return _turns(
-        first, last, torch.stack([own.after - half.before, other.after - half.before, own.after - half.near])
-    ).any(0)
+def _pair_turns(half: _Span, other: _Span, leaf: _Span) -> Tensor:
+    """Return whether two neighbouring subtrees turn together, ``(A,)``; the second ends at the last leaf."""
+    total = leaf.after_first - half.before_first
+    if other is leaf:
+        return _is_turning(half.first, leaf.last, total)
+    first, last = torch.stack([half.first, half.first, half.last]), torch.stack([leaf.last, other.first, leaf.last])
+    left, right = other.after_first - half.before_first, leaf.after_first - half.before_last
+    return _is_turning(first, last, torch.stack([total, left, right])).any(0)
 
 
-def _leaf(branch: _Branch, mass: Mass) -> _Span:
-    """The last state of a branch as a tree."""
+def _leaf_span(branch: _Branch, mass: Mass) -> _Span:
+    """Return the last state of a branch as a subtree."""
     velocity, before = mass.velocity(branch.end.momentum), branch.momenta - branch.end.momentum
     return _Span(velocity, before, branch.momenta, velocity, before)
 
 
-def _grown(
+def _add_fused(
     evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, spans: Tensor, level: Tensor, mass: Mass
 ) -> tuple[_Branch, Tensor, Tensor]:
-    """:func:`_with_leaf` and :func:`_turned` in one program, which looks at all levels at once.
+    """Do :func:`_add_leaf` and :func:`_complete` in one program, which checks all levels at once.
 
-    :param spans: what waits, at each level, ``(A, 1 + levels, 5, D)``, of which the first place is free.
+    :param spans: complete subtrees by level, ``(A, 1 + levels, 5, D)``; the first entry is unused.
     :param level: ``(1,)``
-    :return: the branch; the subtree that now waits, ``(A, 5, D)``; where the branch and the tree turn, if the level is
-        that of the tree.
+    :return: the branch; the new subtree, ``(A, 5, D)``; whether the pair at this level turns, ``(A,)``.
     """
-    branch = _with_leaf(evaluate, branch, start_energy, chance, mass)
-    leaf = _leaf(branch, mass)
-    own, velocity, now = torch.stack(leaf, 1), leaf.last[:, None], leaf.after[:, None]
-    begun = torch.where(level == 0, own[:, :3], spans.index_select(1, level)[:, 0, :3])  # where the level below began
-    span = torch.cat([begun, own[:, 3:]], 1)
+    branch = _add_leaf(evaluate, branch, start_energy, chance, mass)
+    leaf = _leaf_span(branch, mass)
+    single, velocity, total = torch.stack(leaf, 1), leaf.last[:, None], leaf.after_first[:, None]
+    begin = torch.where(level == 0, single[:, :3], spans.index_select(1, level)[:, 0, :3])  # of the level below
+    span = torch.cat([begin, single[:, 3:]], 1)
     number = torch.arange(spans.shape[1] - 1, device=level.device)
-    first, start, _, last, near = spans[:, 1:].unbind(2)
+    first, start, _, last, before_last = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
-    whole, left, right = now - start, torch.where(lowest, now, spans[:, :-1, 2]) - start, now - near
-    turning = _turns(first, velocity, whole) | _turns(first, middle, left) | _turns(last, velocity, right)
+    left, right = torch.where(lowest, total, spans[:, :-1, 2]) - start, total - before_last
+    turning = _is_turning(first, velocity, total - start)
+    turning = turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
     step = branch.step.masked_fill((turning & (number < level)).any(1, keepdim=True), 0.0)
     return branch._replace(step=step), span, (turning & (number == level)).any(1)
 
 
-def _turns(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
-    """True if a trajectory turns, given the velocities at its ends and the sum of its momenta, ``batch + (D,)``."""
+def _is_turning(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
+    """Return the U-turn criterion of end velocities and summed momenta ``batch + (D,)``."""
     return ((first * total).sum(-1) <= 0) | ((last * total).sum(-1) <= 0)
 
 
-def _joined(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
-    """The tree with its complete branch, unless that turned."""
-    forward, ok = branch.step[:, 0] > 0, branch.step[:, 0] != 0
-    take = ok & (chance.log() < branch.log_weight - tree.log_weight)
+def _join(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
+    """Join the tree and its complete branch, unless the branch has stopped."""
+    forward, complete = branch.step[:, 0] > 0, branch.step[:, 0] != 0
+    take = complete & (chance.log() < branch.log_weight - tree.log_weight)
     return tree._replace(
-        left=choose(forward | ~ok, tree.left, branch.end),  # who has left the support shan't be evaluated there again
-        right=choose(forward & ok, branch.end, tree.right),
+        left=choose(forward | ~complete, tree.left, branch.end),  # never the end of a diverged branch
+        right=choose(forward & complete, branch.end, tree.right),
         momenta=branch.momenta,
         log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
         draw=choose(take, branch.draw, tree.draw),
-        depth=tree.depth + ok,
+        depth=tree.depth + complete,
     )
 
 
 def _select(value: Any, index: Tensor) -> Any:
-    """These rows of every tensor."""
+    """Select rows of every tensor."""
     return tree_map(lambda tensor: tensor.index_select(0, index), value)

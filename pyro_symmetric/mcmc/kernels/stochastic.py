@@ -1,58 +1,23 @@
-r"""Stochastic-gradient samplers: Langevin dynamics, plain and preconditioned, and Hamiltonian Monte Carlo.
+r"""Stochastic-gradient samplers: SGLD, its preconditioned form pSGLD, and SGHMC.
 
-They follow a diffusion whose stationary law is the posterior, in steps that nothing accepts or rejects. Two things move
-the law that they reach away from it, and both vanish with the step: the discretisation, by curvature, and the variance
-``V`` of the mini-batches' gradients. Warm-up measures both (:class:`CurvatureEstimate`), so a kernel that is given no
-``step_size`` takes one that keeps the predicted excess of the variance to a ``tolerance``.
+They discretise a diffusion whose stationary law is the posterior, without accepting or rejecting. Two errors bias the
+law that they reach, and both vanish with the step size: the discretisation error, by curvature, and the variance ``V``
+of mini-batch gradients. Warm-up measures both (:class:`CurvatureEstimate`). A kernel without a ``step_size`` takes the
+one for which the predicted excess of the variance is ``tolerance``.
 
-Such a step is short where posteriors are narrow or data many, and then the wide directions take forever. So warm-up
-learns the posterior's variances, too, pooled over the chains, at the ends of the windows in which Hamiltonian kernels
-learn their mass matrix; steps are then taken in their units (a preconditioner that stays as it is needs no
-correction). A ``step_size`` that is given is that of the plain recursion, in warm-up and afterwards.
+Such a step is short for narrow posteriors or many data, and wide directions mix slowly. So warm-up also learns the
+posterior variances, pooled over chains, in the windows in which Hamiltonian kernels learn their mass matrix. They
+become a diagonal preconditioner ``G``; a constant one needs no correction term. With a given ``step_size``, SGLD and
+SGHMC keep ``G = 1``.
 
-**What explodes is told.** A chain whose energy rises in one iteration by more than ``MAX_ENERGY_ERROR + D``, both ends
-evaluated on the same mini-batch, or which leaves all numbers behind, goes back to where the iteration began, and counts
-as divergent. By ``D`` energies may rise, as from a mode to where its draws are.
+**Divergences.** A chain whose energy rises by more than ``MAX_ENERGY_ERROR + D`` in one iteration, on one mini-batch,
+or isn't finite, returns to its previous position and counts as divergent. The ``D`` allows for the rise from a mode to
+its typical set.
 
-Every draw brings the statistic ``virial``, :math:`(z - a) \cdot \nabla U(z) / D` averaged over the iteration's steps,
-where :math:`a` is the other chains' mean in warm-up, or 0. Its mean is 1 under any posterior whose density vanishes at
-infinity (integrate by parts), also with mini-batches, whose gradients are unbiased: the configurational temperature, to
-be compared with 1 when a run has settled.
-
-**SGLD** (Welling & Teh 2011, ICML):
-
-.. math:: z \leftarrow z - \tfrac12 \varepsilon \nabla\tilde U(z) + \mathcal N(0, \varepsilon)
-
-with a mini-batch's gradient :math:`\nabla\tilde U` of variance ``V``. Along a quadratic direction of curvature ``λ``
-the recursion is an AR(1) process, so its stationary variance is known,
-
-.. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4} ,
-
-too large by about :math:`\varepsilon (\lambda + V) / 4` of it: the bias that a constant step leaves, stable for
-:math:`\varepsilon < 4 / \lambda`.
-
-**SGHMC** (Chen, Fox & Guestrin 2014, arXiv 1402.4102), with friction :math:`C` and unit mass:
-
-.. math::
-    r &\leftarrow r - \varepsilon \nabla\tilde U(z), \qquad z \leftarrow z + \tfrac12 \varepsilon r \\
-    r &\leftarrow k r + \mathcal N\left(0,\ 1 - k^2\right), \qquad z \leftarrow z + \tfrac12 \varepsilon r,
-        \qquad k = e^{-\varepsilon C} .
-
-The paper discretises the same dynamics by Euler's method (its Algorithm 2), which biases even the variance under a
-quadratic potential of curvature :math:`\lambda`, by :math:`\tfrac14 \varepsilon^2 \lambda` of it. This splitting
-(BAOAB: Leimkuhler & Matthews 2013, arXiv 1203.5428) costs the same and with full gradients has no bias there.
-
-There is no accept step. Other potentials add a bias of order :math:`\varepsilon^2`, and mini-batches, whose gradients
-have the variance :math:`V`, make momenta and positions too wide. A kick displaces a chain in the end by
-:math:`\tfrac12 (1 + k)` times what the same momentum does that friction injects, so that along directions in which
-chains move slowly the excess of the variance is
-
-.. math::
-    \frac{\varepsilon^2 V}{1 - k^2} \left(\frac{1 + k}{2}\right)^2
-    = \frac{\varepsilon^2 V}{4} \cdot \frac{1 + k}{1 - k} ,
-
-from :math:`\tfrac12 \varepsilon V / C` at little friction to Langevin dynamics' :math:`\varepsilon^2 V / 4` where
-nothing is kept. All of it vanishes with the step size.
+**The virial**, :math:`(z - a) \cdot \nabla U(z) / D` averaged over the steps of an iteration, is a statistic of each
+draw; :math:`a` is the mean of the other chains in warm-up, or 0. Its mean is 1 under any posterior whose density
+vanishes at infinity (integrate by parts), also with the unbiased gradients of mini-batches. It is the configurational
+temperature of a run that has converged.
 """
 
 from __future__ import annotations
@@ -69,21 +34,22 @@ from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
 from pyro_symmetric.mcmc.kernels.kernel import MAX_ENERGY_ERROR, Kernel, State, mini_batches, normal
 
-FIRST_ROUNDS = 6  # measurements of the curvature before the first step in new units
+FIRST_ROUNDS = 6  # curvature measurements before the first step with a new preconditioner
 SMOOTHING, DAMPING = 0.99, 1e-5  # alpha and delta of pSGLD
-MOST_KEPT = 0.95  # of the momentum in one step, if friction isn't given
+MOST_KEPT = 0.95  # largest share of the momentum that a step keeps, unless friction is given
+
+Update = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # of positions, momenta; by gradients, standard normal noise
 
 
 @dataclass(frozen=True, eq=False)
 class StochasticTuning:
-    """The results of warm-up.
+    """Results of warm-up.
 
     :param step_size: ``()``.
-    :param preconditioner: what multiplies gradients, ``(D,)``: the posterior's variances as warm-up has found them; or
-        each chain's own, ``(C, D)``.
-    :param centre: what the virial is taken from, ``(C, D)``, or ``()`` for the origin.
-    :param curvature: what warm-up has measured, or ``None`` if nothing is left to find.
-    :param estimate: of the variances in the current window; ``None`` if they aren't learnt.
+    :param preconditioner: diagonal of ``G``, ``(D,)`` or one per chain ``(C, D)``.
+    :param centre: centre of the virial, ``(C, D)``, or ``()`` for the origin.
+    :param curvature: measured curvature and gradient noise, or ``None`` if nothing depends on them.
+    :param estimate: variances in the current window, or ``None`` if they aren't learnt.
     """
 
     step_size: Tensor
@@ -95,7 +61,7 @@ class StochasticTuning:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SGLD(Kernel):
-    """Stochastic-gradient Langevin dynamics, with a constant step.
+    """Stochastic-gradient Langevin dynamics with a constant step size (Welling & Teh 2011, ICML).
 
     >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -106,13 +72,13 @@ class SGLD(Kernel):
 
     :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
     :param step_size: Welling & Teh's ``ε``. ``None``: ``4 tolerance / (λ + mean V)``, where ``λ`` is the largest
-        curvature of the potential energy (eigenvalue of its Hessian) and ``V`` the variance of the mini-batches'
-        gradients, coordinate by coordinate; warm-up measures both.
-    :param batch_size: rows of a mini-batch of a ``BayesianModel``; each chain draws its own, independently. ``None``:
-        all. Another model's mini-batches are what its plates with ``subsample_size`` draw.
-    :param tolerance: with ``step_size=None``, the relative excess of the variance that the step may cause: by
-        discretisation where curvature is largest, and by mini-batch noise on average over coordinates.
-    :param num_steps: gradient steps for each iteration; the sampler's ``thinning`` multiplies it.
+        curvature of the potential energy (eigenvalue of its Hessian) and ``V`` the variance of mini-batch gradients by
+        coordinate, both measured in warm-up.
+    :param batch_size: rows in a mini-batch of a ``BayesianModel``, drawn for each chain independently. ``None``: all.
+        The mini-batches of other models come from their plates with ``subsample_size``.
+    :param tolerance: with ``step_size=None``, the relative excess of the variance caused by a step: by discretisation
+        in the direction of largest curvature, and by mini-batch noise on average over coordinates.
+    :param num_steps: gradient steps per iteration; the sampler's ``thinning`` multiplies it.
     """
 
     model: Callable[..., Any]
@@ -133,29 +99,39 @@ class SGLD(Kernel):
         arguments.fraction("tolerance", self.tolerance)
         arguments.whole("num_steps", self.num_steps, 1)
 
-    # what the other kernels have in another form --------------------------------------------------------------------
+    # the method -----------------------------------------------------------------------------------------------------
 
-    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
-        """The step size ``()`` that keeps the tolerance."""
-        return 4 * self.tolerance / (estimate.stiffest + estimate.noise.mean())
+    def update_rule(self, tuning: StochasticTuning) -> Update:
+        r"""Return the update of positions, in place.
 
-    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """A step, which moves positions and momenta in place, given gradients and standard normal noise."""
+        .. math:: z \leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
+        """
         step = tuning.step_size * tuning.preconditioner
         spread = step.sqrt()
 
-        def move(z: Tensor, momentum: Tensor, gradient: Tensor, noise: Tensor) -> None:
+        def update(z: Tensor, momentum: Tensor, gradient: Tensor, noise: Tensor) -> None:
             z.addcmul_(gradient, step, value=-0.5).addcmul_(noise, spread)
 
-        return move
+        return update
 
-    def first_preconditioner(self, gradient: Tensor) -> Tensor:
-        """The preconditioner before anything is learnt."""
+    def suggested_step_size(self, estimate: CurvatureEstimate) -> Tensor:
+        r"""Return the step size ``()`` whose excess of the variance is the tolerance.
+
+        Along a quadratic direction of curvature :math:`\lambda` the recursion is an AR(1) process with the variance
+
+        .. math:: \frac{1}{\lambda} \cdot \frac{1 + \varepsilon V / 4}{1 - \varepsilon \lambda / 4},
+
+        too large by about :math:`\varepsilon (\lambda + V) / 4`, and stable for :math:`\varepsilon < 4 / \lambda`.
+        """
+        return 4 * self.tolerance / (estimate.stiffest + estimate.noise.mean())
+
+    def initial_preconditioner(self, gradient: Tensor) -> Tensor:
+        """Return the preconditioner at the initial positions."""
         return torch.ones_like(gradient[0])
 
     @property
-    def measures(self) -> bool:
-        """True if warm-up has anything to measure."""
+    def measures_curvature(self) -> bool:
+        """True if a setting depends on measurements of the curvature or gradient noise."""
         return self.step_size is None
 
     # the contract ---------------------------------------------------------------------------------------------------
@@ -165,24 +141,24 @@ class SGLD(Kernel):
         momentum = normal(z, generator) if self.has_momentum else torch.zeros_like(z)
         tuning = StochasticTuning(
             z.new_tensor(self.step_size or 0.0),
-            self.first_preconditioner(gradient),
+            self.initial_preconditioner(gradient),
             z.new_zeros(()),
-            CurvatureEstimate.start(z, generator) if self.measures else None,
+            CurvatureEstimate.start(z, generator) if self.measures_curvature else None,
             MassEstimate.start(z) if self.learns_variances and self.step_size is None else None,
         )
-        return self._measured(density, State(z, momentum, energy, gradient, tuning, generator), FIRST_ROUNDS)
+        return self._measure(density, State(z, momentum, energy, gradient, tuning, generator), FIRST_ROUNDS)
 
     def step(self, density: Density, state: State) -> State:
         tuning, generator, chains = state.tuning, state.generator, len(state.z)
         z, momentum, virial = state.z.clone(), state.momentum.clone(), torch.zeros_like(state.z)
-        move = self.mover(tuning)
+        update = self.update_rule(tuning)
         for _ in range(self.num_steps):
             rows = mini_batches(density.row_counts, chains, generator)
             energy, gradient = density.energy_and_gradient(z, rows)
             virial.addcmul_(z - tuning.centre, gradient)
-            move(z, momentum, gradient, normal(z, generator))
-        extent = torch.linalg.vector_norm(z, torch.inf, dim=-1)  # the last step has moved z after the last energy
-        error = energy - density.energy(state.z, rows) + 0 * extent  # NaN if either is no number
+            update(z, momentum, gradient, normal(z, generator))
+        extent = torch.linalg.vector_norm(z, torch.inf, dim=-1)  # z has moved once more since the last energy
+        error = energy - density.energy(state.z, rows) + 0 * extent  # NaN if either isn't finite
         diverging = ~(error <= MAX_ENERGY_ERROR + z.shape[-1])
         lost = diverging[:, None]
         energy = torch.where(diverging, state.energy, energy)
@@ -200,7 +176,7 @@ class SGLD(Kernel):
         return State(torch.where(lost, state.z, z), momentum, energy, gradient, tuning, generator, statistics)
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        state = self._measured(density, state)
+        state = self._measure(density, state)
         begin, ends = window_ends(num_warmup)
         window = state.tuning.estimate
         if window is None or not ends or not begin <= iteration < ends[-1]:
@@ -216,17 +192,17 @@ class SGLD(Kernel):
             centre=(window.mean.sum(0) - window.mean) / others if others else state.tuning.centre,
             curvature=CurvatureEstimate.start(state.z, state.generator),
         )
-        return self._measured(density, state, FIRST_ROUNDS)
+        return self._measure(density, state, FIRST_ROUNDS)
 
-    def _measured(self, density: Density, state: State, rounds: int = 1) -> State:
-        """The state after a look at the curvature, with the step that it suggests."""
+    def _measure(self, density: Density, state: State, rounds: int = 1) -> State:
+        """Update the curvature estimate, and the step size if it isn't given."""
         tuning: StochasticTuning = state.tuning
         estimate = tuning.curvature
         if estimate is None:
             return state
         for _ in range(rounds):
             estimate = estimate.update(density, state.z, state.generator, tuning.preconditioner)
-        step = self.best_step(estimate) if self.step_size is None else tuning.step_size
+        step = self.suggested_step_size(estimate) if self.step_size is None else tuning.step_size
         return tuned(state, curvature=estimate, step_size=step)
 
 
@@ -234,14 +210,12 @@ class SGLD(Kernel):
 class pSGLD(SGLD):
     r"""Stochastic-gradient Langevin dynamics with RMSProp's preconditioner.
 
-    Li, Chen, Carlson & Carin 2016 (arXiv 1512.07666),
+    Li, Chen, Carlson & Carin 2016 (arXiv 1512.07666): SGLD with
 
-    .. math::
-        V &\leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2, \qquad G = 1 / (\delta + \sqrt V) \\
-        z &\leftarrow z - \tfrac12 \varepsilon\, G \nabla\tilde U(z) + \mathcal N(0, \varepsilon G)
+    .. math:: V \leftarrow \alpha V + (1 - \alpha)\, \nabla\tilde U(z)^2, \qquad G = 1 / (\delta + \sqrt V)
 
-    for each chain by itself, but ``G`` is learnt in warm-up and then kept. One that depends on where the chain is needs
-    a further drift, which asks for second derivatives; the paper's experiments leave it out, and draw from another law.
+    for each chain separately. Here ``G`` is adapted in warm-up and then constant. If it depended on the position, the
+    diffusion would need a drift with second derivatives, which the paper's experiments omit at the price of a bias.
 
     >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -250,35 +224,35 @@ class pSGLD(SGLD):
     >>> posterior.samples["weight"].shape
     torch.Size([4, 20, 1, 3])
 
-    Other settings are those of :class:`SGLD`, whose ``step_size`` is here that of the preconditioned coordinates.
+    Other settings are those of :class:`SGLD`; ``step_size`` is in preconditioned coordinates.
     """
 
     learns_variances = False
 
-    def first_preconditioner(self, gradient: Tensor) -> Tensor:
-        # All coordinates start alike: one gradient's own small entries would make preconditioners that explode.
-        return self._of(gradient.square().mean().expand_as(gradient))
+    def initial_preconditioner(self, gradient: Tensor) -> Tensor:
+        # The same for all coordinates, since small entries of a single gradient would make the first steps explode.
+        return self._preconditioner(gradient.square().mean().expand_as(gradient))
 
     def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
         before = state.tuning.preconditioner
         moment = state.gradient.square().lerp((1 / before - DAMPING).square(), SMOOTHING)
-        usable = torch.isfinite(moment).all(-1, keepdim=True)
-        state = tuned(state, preconditioner=torch.where(usable, self._of(moment), before))
+        finite = torch.isfinite(moment).all(-1, keepdim=True)
+        state = tuned(state, preconditioner=torch.where(finite, self._preconditioner(moment), before))
         return super().adapt(density, state, iteration, num_warmup)
 
-    def _of(self, moment: Tensor) -> Tensor:
+    def _preconditioner(self, moment: Tensor) -> Tensor:
         return 1 / (moment.sqrt() + DAMPING)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class SGHMC(SGLD):
-    """Stochastic-gradient Hamiltonian Monte Carlo.
+    """Stochastic-gradient Hamiltonian Monte Carlo (Chen, Fox & Guestrin 2014, arXiv 1402.4102).
 
     ``step_size`` is stable below ``2 / sqrt(λ)`` for the largest curvature ``λ`` of the potential energy (eigenvalue of
-    its Hessian), which grows with the number of rows. If not given, it is ``sqrt(4 tolerance / max(λ, 4 mean V))``,
-    where ``V`` is the variance of the mini-batches' gradients, coordinate by coordinate; warm-up measures both. The
-    statistic ``kinetic_temperature``, the mean of the squared momenta, averages to 1 where the step is small enough and
-    friction outweighs the batches' noise.
+    its Hessian), which grows with the number of rows. If ``None``, it is ``sqrt(4 tolerance / max(λ, 4 mean V))``,
+    where ``V`` is the variance of mini-batch gradients by coordinate; warm-up measures both. The statistic
+    ``kinetic_temperature``, the mean squared momentum, averages to 1 if the step size is small enough and friction
+    outweighs the mini-batch noise.
 
     >>> model = ps.BayesianModel(nn.Linear(3, 1), likelihood=ps.GaussianLikelihood(scale=0.5), num_data=100)
     >>> x, y = torch.randn(100, 3), torch.randn(100)
@@ -289,9 +263,9 @@ class SGHMC(SGLD):
 
     Other settings are those of :class:`SGLD`.
 
-    :param friction: ``C``, the rate at which momentum is forgotten. ``None``: what keeps the mini-batches' excess
-        to ``tolerance``, coordinate by coordinate, and at least ``0.05 / step_size``, so that a step forgets a
-        twentieth, as in the paper's experiments.
+    :param friction: ``C``, the rate at which momentum decays. ``None``: for each coordinate, the value for which
+        mini-batch noise causes an excess of ``tolerance``, and at least ``0.05 / step_size``: a step then dissipates a
+        twentieth of the momentum, as in the paper's experiments.
     """
 
     friction: float | None = None
@@ -302,47 +276,70 @@ class SGHMC(SGLD):
         super().__post_init__()
         arguments.positive("friction", self.friction, none="one that is found")
 
-    @property
-    def measures(self) -> bool:
-        return self.step_size is None or self.friction is None
+    def update_rule(self, tuning: StochasticTuning) -> Update:
+        r"""Return the update of positions and momenta, in place.
 
-    def best_step(self, estimate: CurvatureEstimate) -> Tensor:
-        return (4 * self.tolerance / torch.maximum(estimate.stiffest, 4 * estimate.noise.mean())).sqrt()
+        With unit mass, in preconditioned coordinates,
 
-    def kept(self, tuning: StochasticTuning) -> Tensor:
-        """The share ``k`` of the momentum that a step keeps, ``()`` or ``(D,)``."""
+        .. math::
+            r &\leftarrow r - \varepsilon \nabla\tilde U(z), \qquad z \leftarrow z + \tfrac12 \varepsilon r \\
+            r &\leftarrow k r + \mathcal N\left(0,\ 1 - k^2\right), \qquad z \leftarrow z + \tfrac12 \varepsilon r,
+                \qquad k = e^{-\varepsilon C},
+
+        a BAOAB splitting (Leimkuhler & Matthews 2013, arXiv 1203.5428). With full gradients it is exact for quadratic
+        potentials, and otherwise has a bias of order :math:`\varepsilon^2`. The paper's Euler discretisation
+        (Algorithm 2) costs the same and is biased by :math:`\tfrac14 \varepsilon^2 \lambda` even there.
+        """
+        keep, step = self.momentum_kept(tuning), tuning.step_size * tuning.preconditioner.sqrt()
+        spread = (1 - keep.square()).sqrt()
+
+        def update(z: Tensor, r: Tensor, gradient: Tensor, noise: Tensor) -> None:
+            r.addcmul_(gradient, step, value=-1)
+            z.addcmul_(r, step, value=0.5)
+            r.mul_(keep).addcmul_(noise, spread)
+            z.addcmul_(r, step, value=0.5)
+
+        return update
+
+    def momentum_kept(self, tuning: StochasticTuning) -> Tensor:
+        r"""Return :math:`k`, the share of the momentum that a step keeps, ``()`` or ``(D,)``.
+
+        Mini-batch noise displaces a slow direction :math:`\tfrac12 (1 + k)` times as far as noise injected by friction.
+        So the excess of its variance is
+
+        .. math:: \frac{\varepsilon^2 V}{1 - k^2} \left(\frac{1 + k}{2}\right)^2
+            = \frac{\varepsilon^2 V}{4} \cdot \frac{1 + k}{1 - k},
+
+        from :math:`\tfrac12 \varepsilon V / C` at small friction to :math:`\tfrac14 \varepsilon^2 V` of Langevin
+        dynamics, :math:`k = 0`.
+        """
         if self.friction is not None:
             return (-tuning.step_size * self.friction).exp()
         assert tuning.curvature is not None
         kicks = tuning.step_size.square() * tuning.curvature.noise
         return ((4 * self.tolerance - kicks) / (4 * self.tolerance + kicks)).clamp(min=0.0, max=MOST_KEPT)
 
-    def mover(self, tuning: StochasticTuning) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        keep, step = self.kept(tuning), tuning.step_size * tuning.preconditioner.sqrt()
-        spread = (1 - keep.square()).sqrt()
+    def suggested_step_size(self, estimate: CurvatureEstimate) -> Tensor:
+        return (4 * self.tolerance / torch.maximum(estimate.stiffest, 4 * estimate.noise.mean())).sqrt()
 
-        def move(z: Tensor, r: Tensor, gradient: Tensor, noise: Tensor) -> None:
-            r.addcmul_(gradient, step, value=-1)
-            z.addcmul_(r, step, value=0.5)
-            r.mul_(keep).addcmul_(noise, spread)
-            z.addcmul_(r, step, value=0.5)
-
-        return move
+    @property
+    def measures_curvature(self) -> bool:
+        return self.step_size is None or self.friction is None
 
 
-# what warm-up measures ------------------------------------------------------------------------------------------------
+# measurements in warm-up ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class CurvatureEstimate:
-    r"""Curvature and gradient noise where the chains are, averaged over warm-up with weights that grow linearly.
+    r"""Curvature and gradient noise at the positions of the chains, averaged with linearly growing weights.
 
-    With a preconditioner ``G`` both are those of the coordinates :math:`G^{-1/2} z`, in which the sampler is plain.
+    Both are in preconditioned coordinates :math:`G^{-1/2} z`.
 
     :param direction: each chain's direction of largest curvature, unit vectors ``(C, D)``.
     :param curvature: each chain's largest curvature, ``(C,)``.
-    :param noise: variance of the mini-batches' gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
-    :param count: measurements so far.
+    :param noise: variance of mini-batch gradients, averaged over chains, ``(D,)``; 0 without mini-batches.
+    :param count: number of measurements.
     """
 
     direction: Tensor
@@ -357,25 +354,25 @@ class CurvatureEstimate:
 
     @classmethod
     def start(cls, z: Tensor, generator: torch.Generator) -> CurvatureEstimate:
-        """Nothing measured yet, for chains ``(C, D)``: directions at random."""
+        """Return an empty estimate with random directions, for chains ``(C, D)``."""
         direction = torch.nn.functional.normalize(normal(z, generator), dim=-1)
         return cls(direction, torch.zeros_like(z[:, 0]), torch.zeros_like(z[0]))
 
     def update(
         self, density: Density, z: Tensor, generator: torch.Generator, preconditioner: Tensor
     ) -> CurvatureEstimate:
-        """Measure once more, at ``z`` of shape ``(C, D)``: three gradients of each chain.
+        """Measure at positions ``(C, D)``: one power iteration by a finite difference, and one difference of gradients.
 
-        :param preconditioner: its diagonal, ``(C, D)`` or ``(D,)``.
+        :param preconditioner: diagonal of ``G``, ``(C, D)`` or ``(D,)``.
         """
         scale = preconditioner.sqrt()
         rows = mini_batches(density.row_counts, len(z), generator)
         _, gradient = density.energy_and_gradient(z, rows)
         along = scale * self.direction
-        # The cube root of the precision balances the rounding of a difference against the curvature's own change.
+        # The cube root of the precision balances rounding against the change of the curvature.
         length = torch.finfo(z.dtype).eps ** (1 / 3) * (1 + z.square().mean(-1, keepdim=True).sqrt())
         distance = length / along.norm(dim=-1, keepdim=True)
-        product = along.mul_(distance).add_(z)  # from here on in place: chains of networks are large
+        product = along.mul_(distance).add_(z)  # in place, since chains of networks are large
         product = density.energy_and_gradient(product, rows)[1].sub(gradient).mul_(scale).div_(distance)
         curvature = product.norm(dim=-1, keepdim=True)
         usable = torch.isfinite(curvature) & (curvature > 0)
@@ -383,7 +380,6 @@ class CurvatureEstimate:
         if rows is not None:
             others = mini_batches(density.row_counts, len(z), generator)
             change = gradient - density.energy_and_gradient(z, others)[1]
-            # What is no number counts as 0.
             noise = (scale * change).square_().mul_(0.5).nan_to_num_(0.0, 0.0, 0.0).mean(0)
         weight = 2 / (self.count + 2)
         return CurvatureEstimate(
