@@ -89,6 +89,26 @@ def solve(flow: Flow) -> Cells:
 # colour refinement ----------------------------------------------------------------------------------------------------
 
 
+def colour_refine(colour: Array, edges: Iterable[tuple[Array, Array, Array, Array]], rounds: int) -> Array:
+    """Refine colours along edges until their number is stable (the 1-dimensional Weisfeiler-Leman algorithm).
+
+    :param edges: nodes at one end, nodes at the other, and hashes that either end sees.
+    :param rounds: the largest number of rounds.
+    :returns: colours, numbered from 0.
+    """
+    _, colour = np.unique(colour, return_inverse=True)
+    for _ in range(rounds):
+        hashed = hash64(colour)
+        signature = hashed.copy()
+        for one, other, up, down in edges:
+            np.add.at(signature, one, hash64(hashed[other] ^ up))
+            np.add.at(signature, other, hash64(hashed[one] ^ down))
+        before, (_, colour) = colour, np.unique(signature, return_inverse=True)
+        if colour.max(initial=0) == before.max(initial=0):
+            break
+    return colour
+
+
 class _Facts:
     """Colours and memberships of units, as hashes and index arrays.
 
@@ -126,18 +146,9 @@ class _Facts:
         """Return stable colours, numbered from 0: units of one colour have equally coloured members and parents."""
         initial = self.individual.copy()
         np.add.at(initial, self.unit, hash64(self.atom_colour))
-        _, colour = np.unique(initial, return_inverse=True)
         # Hashed twice, unlike colours, which are small numbers, too.
         up, down = hash64(hash64(2 * self.relation)), hash64(hash64(2 * self.relation + 1))
-        last = -1
-        while last != colour.max(initial=0):
-            last = colour.max(initial=0)
-            hashed = hash64(colour)
-            signature = hashed.copy()
-            np.add.at(signature, self.child, hash64(hashed[self.parent] ^ up))
-            np.add.at(signature, self.parent, hash64(hashed[self.child] ^ down))
-            _, colour = np.unique(signature, return_inverse=True)
-        return colour
+        return colour_refine(initial, [(self.child, self.parent, up, down)], len(initial) + 1)
 
     def individualise(self, classes: Array) -> None:
         """Give each of these classes a colour of its own."""
@@ -200,22 +211,13 @@ class _Facts:
 
     def _refine_atoms(self, chosen: Array) -> None:
         """Refine the colours of the atoms of some classes along unions."""
-        edges = []
+        inside = chosen[self.unit]
+        number_of, edges = np.cumsum(inside) - 1, []
         for one, other, number in self.flow.unions:
-            inside = chosen[self.unit[one]]
-            if inside.any():
-                edges.append((one[inside], other[inside], hash64(hash64(np.array([2 * number, 2 * number + 1])))))
-        atoms, count = chosen[self.unit], -1
-        for _ in range(ROUNDS):
-            hashed = hash64(self.atom_colour)
-            signature = hashed.copy()
-            for one, other, salts in edges:
-                np.add.at(signature, one, hash64(hashed[other] ^ salts[0]))
-                np.add.at(signature, other, hash64(hashed[one] ^ salts[1]))
-            self.atom_colour = np.where(atoms, signature, self.atom_colour)
-            count, before = len(np.unique(self.atom_colour[atoms])), count
-            if count == before:
-                break
+            if inside[one].any():
+                ends = number_of[one[inside[one]]], number_of[other[inside[one]]]
+                edges.append((*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1])))))
+        self.atom_colour[inside] = colour_refine(self.atom_colour[inside], edges, ROUNDS)
 
     def _colour_members(self, chosen: Array) -> None:
         """Colour members of some classes by the atom of the parent to which a relation assigns them."""

@@ -336,10 +336,11 @@ class Flow:
 
     # several operands -----------------------------------------------------------------------------------------------
 
-    def elementwise(self, operands: Sequence[Value]) -> Value:
-        """Apply any function of entries at the same position, with broadcasting."""
-        dim = max(value.dim for value in operands)
-        return self.combine([(value, range(dim - value.dim, dim)) for value in operands], range(dim))
+    def elementwise(self, operands: Iterable[Value | None]) -> Value:
+        """Apply any function of entries at the same position, with broadcasting; ignore operands that are None."""
+        values = [value for value in operands if value is not None]
+        dim = max(value.dim for value in values)
+        return self.combine([(value, range(dim - value.dim, dim)) for value in values], range(dim))
 
     def einsum(self, equation: str, *operands: Value) -> Value:
         """Combine operands by an equation of ``torch.einsum``, in which no operand has a letter twice."""

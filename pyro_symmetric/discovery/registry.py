@@ -1,10 +1,8 @@
 """The form of a rule: values of tensors, calls of operators, and the registry.
 
-A rule, ``rule(flow, call)``, says how the axes of an operator's operands flow to its results. It reads the values of
-the operands off the call, and returns what a method of :class:`~pyro_symmetric.discovery.flow.Flow` gives: one value,
-or a list with one for each result. Unknown results (indices, statistics) may be left out at the end.
-
-Operators without a rule are decomposed by PyTorch. What can't be decomposed pins all of its operands, with a warning.
+A rule, ``rule(flow, call)``, says how the axes of an operator's operands flow to its results; see
+:func:`register_rule`. Unknown results (indices, statistics) may be left out at the end. PyTorch decomposes operators
+without a rule, or else their operands are pinned, with a warning.
 """
 
 from __future__ import annotations

@@ -172,8 +172,7 @@ def matmul(flow: Flow, one: Value, other: Value) -> Value:
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
     """Compute ``value @ weight.T + bias``."""
-    result = flow.einsum("...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight)
-    return result if bias is None else flow.elementwise([result, bias])
+    return flow.elementwise([flow.einsum("...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight), bias])
 
 
 @register_rule("linear")
@@ -194,8 +193,8 @@ def addmm(flow: Flow, call: Call) -> Value:
 
 @register_rule("bilinear")
 def bilinear(flow: Flow, call: Call) -> Value:
-    result = flow.einsum("...i,...j,oij->...o", call["input1"], call["input2"], call["weight"])
-    return result if call["bias"] is None else flow.elementwise([result, call["bias"]])
+    product = flow.einsum("...i,...j,oij->...o", call["input1"], call["input2"], call["weight"])
+    return flow.elementwise([product, call["bias"]])
 
 
 @register_rule("_cdist_forward", "cdist")
@@ -219,12 +218,10 @@ def einsum(flow: Flow, call: Call) -> Value:
 @register_rule("scaled_dot_product_attention")
 def attention(flow: Flow, call: Call) -> Value:
     """Compute ``softmax(q k' + mask) v``: a head's units are rows of q and k together, and rows of v."""
-    query, key, value, mask = call["query"], call["key"], call["value"], call["attn_mask"]
+    query, key, value = call["query"], call["key"], call["value"]
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
-    scores = flow.einsum("...qd,...kd->...qk", query, key)
-    if mask is not None:
-        scores = flow.elementwise([scores, mask])
+    scores = flow.elementwise([flow.einsum("...qd,...kd->...qk", query, key), call["attn_mask"]])
     return flow.einsum("...qk,...kd->...qd", flow.normalise(scores, [-1]), value)
 
 
@@ -242,22 +239,17 @@ def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
 @register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution")
 def convolution(flow: Flow, call: Call) -> Value:
     """Convolve: each group of output channels reads one group of input channels, and moves with it."""
-    value, weight, bias = call["input"], call["weight"], call["bias"]
-    dims = weight.dim - 2
-    alone = value.dim == dims + 1
-    value = _channels(flow, flow.unsqueeze(value, 0) if alone else value)
-    transposed = call.get("transposed", "transpose" in call.name)
-    result = _per_group(flow, value, weight, call["groups"], transposed)
-    result = _resized(flow, result, call.shape if not alone else (1, *call.shape), dims)
-    if bias is not None:
-        result = flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
-    return flow.squeeze(result, [0]) if alone else result
+    weight, bias, dims = call["weight"], call["bias"], call["weight"].dim - 2
+    value, transposed = _channels(flow, call["input"], dims), call.get("transposed", "transpose" in call.name)
+    result = _resized(flow, _per_group(flow, value, weight, call["groups"], transposed), call.shape, dims)
+    return result if bias is None else flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
 
 
-def _channels(flow: Flow, value: Value) -> Value:
-    """Drop the axes of pixels, along which units are pinned."""
-    value = flow.restrict(value, [0, 1])
-    return Value(value.shape[:2], value.parts, value.fixed & {0, 1})
+def _channels(flow: Flow, value: Value, dims: int) -> Value:
+    """Drop the last ``dims`` axes, those of pixels, along which units are pinned."""
+    kept = range(value.dim - dims)
+    value = flow.restrict(value, kept)
+    return Value(value.shape[: len(kept)], value.parts, value.fixed.intersection(kept))
 
 
 def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
@@ -267,19 +259,21 @@ def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed:
     """
     row, column = "io" if transposed else "oi"
     columns, (rows, second) = weight.columns, weight.shape[:2]
-    weight = _channels(flow, replace(weight, parts=tuple(part for part in weight.parts if part is not columns)))
+    weight = replace(weight, parts=tuple(part for part in weight.parts if part is not columns))
+    weight = _channels(flow, weight, weight.dim - 2)
     if groups == 1:
-        return flow.einsum(f"bi,{row}{column}->bo", value, weight)
-    value = flow.reshape(value, [value.shape[0], groups, value.shape[1] // groups])
+        return flow.einsum(f"...i,{row}{column}->...o", value, weight)
+    *batch, channels = value.shape
+    value = flow.reshape(value, [*batch, groups, channels // groups])
     if columns is None:
         weight = flow.reshape(weight, [groups, rows // groups, second])
-        result = flow.einsum(f"bgi,g{row}{column}->bgo", value, weight)
+        result = flow.einsum(f"...gi,g{row}{column}->...go", value, weight)
     else:
         atoms = columns.atoms.reshape(groups, -1, second)[:, 0]
         of_rows = flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1])
         of_columns = flow.value(atoms.shape, [Part((0, 1), atoms)])
-        result = flow.einsum(f"bgi,g{row}{column},g{column}->bgo", value, of_rows, of_columns)
-    return flow.reshape(result, [result.shape[0], -1])
+        result = flow.einsum(f"...gi,g{row}{column},g{column}->...go", value, of_rows, of_columns)
+    return flow.reshape(result, [*batch, -1])
 
 
 CHANNELWISE = """max_pool{d}d max_pool{d}d_with_indices adaptive_max_pool{d}d fractional_max_pool{d}d avg_pool{d}d
