@@ -97,7 +97,7 @@ def save_store(path: PathLike, contents: Contents) -> None:
         sync(path.parent)
 
 
-# writing draws ------------------------------------------------------------------------------------------------------
+# writing draws --------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -184,7 +184,7 @@ class Recorder:
         begin = self._progress[0]
         self._progress = (begin + len(next(iter(parts[0].values()))), self._put(parts, begin), [])
 
-    # small steps ----------------------------------------------------------------------------------------------------
+    # small steps ------------------------------------------------------------------------------------------------------
 
     def _lock(self, folder: Path, stack: contextlib.ExitStack) -> None:
         """Lock the folder until the stack is closed or this process ends, and read its checkpoint."""
@@ -288,7 +288,7 @@ class Recorder:
             ) from error
 
 
-# the contents of a folder --------------------------------------------------------------------------------------------
+# the contents of a folder ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

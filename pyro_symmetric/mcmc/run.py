@@ -286,13 +286,10 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None, bu
 
 
 def advance(settings: Settings, density: Density, recorder: Recorder, run_state: RunState) -> RunState:
-    """Move all chains by one iteration: step, then adapt in warm-up or record a draw.
-
-    :raises ValueError: if a user's kernel changed the number of chains or coordinates.
-    """
+    """Move all chains by one iteration: step, then adapt in warm-up or record a draw."""
     kernel, iteration, draws = settings.kernel, run_state.iteration, run_state.draws
     state = kernel.step(density, run_state.state)
-    if state.z.shape != (settings.num_chains, density.dim):
+    if state.z.shape != (settings.num_chains, density.dim):  # a user's kernel
         raise ValueError(f"{kernel!r} moved {settings.num_chains} chains of {density.dim} to z {tuple(state.z.shape)}")
     if iteration < run_state.num_warmup:
         if run_state.agreement is not None:
@@ -315,11 +312,8 @@ def end_if_settled(run_state: RunState, agreement: Agreement, state: State, leng
 
 
 def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
-    """Place the chains of a new run at their starting points.
-
-    :raises TypeError: if a store can't keep the kernel's state.
-    :raises ValueError: if it can't keep the sites.
-    """
+    """Place the chains of a new run at their starting points. Raise ``TypeError`` if a store can't keep the kernel's
+    state, and ``ValueError`` if it can't keep the sites."""
     seed = drawn_seed() if settings.seed is None else settings.seed
     generator = torch.Generator(density.device).manual_seed(seed)
     z = starting_points(density, settings.num_chains, settings.initial, generator)

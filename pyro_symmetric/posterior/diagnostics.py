@@ -79,7 +79,7 @@ def checked(name: str, value: float, limits: tuple[float, float], finding: str, 
     return Check(name, status, words, value)
 
 
-# draws --------------------------------------------------------------------------------------------------------------
+# draws ----------------------------------------------------------------------------------------------------------------
 
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
@@ -133,7 +133,7 @@ def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
     return checked("weights", worst[site], R_HAT, finding, advice)
 
 
-# the run ------------------------------------------------------------------------------------------------------------
+# the run --------------------------------------------------------------------------------------------------------------
 
 
 def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:

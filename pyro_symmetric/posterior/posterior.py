@@ -132,7 +132,7 @@ class Posterior:
         """
         return replace(self, source=Source(model, args, kwargs))
 
-    # its contents --------------------------------------------------------------------------------------------------
+    # its contents -----------------------------------------------------------------------------------------------------
 
     @property
     def num_chains(self) -> int:
@@ -206,7 +206,7 @@ class Posterior:
         """Return the draws without deterministic sites."""
         return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
 
-    # as tables and trees --------------------------------------------------------------------------------------------
+    # as tables and trees ----------------------------------------------------------------------------------------------
 
     to_arviz = to_arviz
 
@@ -256,7 +256,7 @@ class Posterior:
         alone = self.num_chains == 1 and not chains
         return f"{unit * (not alone)}{self.num_samples} {'' if chains else 'independent '}draws"
 
-    # the store ------------------------------------------------------------------------------------------------------
+    # the store --------------------------------------------------------------------------------------------------------
 
     def save(self, path: PathLike) -> None:
         """Write the posterior to a folder, a Zarr group that ``xarray.open_datatree(path, engine="zarr")`` opens.
@@ -302,7 +302,7 @@ def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, A
     return {**same, "parts": parts}
 
 
-# draws as arguments --------------------------------------------------------------------------------------------------
+# draws as arguments ---------------------------------------------------------------------------------------------------
 
 Draws = Mapping[str, Tensor] | Posterior
 

@@ -134,8 +134,7 @@ def _in_chunks(predictor: Any, draws: Weights, count: int, add_up: bool, progres
     return results
 
 
-# Functions that are mapped over draws. ``entries`` is about the size of one draw's largest activation; ``site_shapes``,
-# ``device`` and ``dtype`` are those of the weights that they take.
+# Functions that are mapped over draws. ``entries`` is about the size of the largest activation of one draw.
 
 
 class NetworkPredictor:

@@ -75,7 +75,7 @@ def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatisti
     return list(zip(names, *(number.tolist() for number in numbers), strict=True))
 
 
-# ArviZ's tree -------------------------------------------------------------------------------------------------------
+# ArviZ's tree ---------------------------------------------------------------------------------------------------------
 
 
 def to_arviz(
