@@ -1,14 +1,14 @@
 r"""Canonical forms: one representative per orbit, so that equal functions get equal weights.
 
-What is removed, in this order, each step leaving the function as it is:
+Symmetries are removed in this order; no step changes the function:
 
 1. *scalings*: every unit's incoming weights get norm one, or the network its minimal mass or norm;
 2. *signs*: every odd unit's largest incoming weight, by magnitude, becomes positive;
-3. *permutations*: units are sorted by a key that is read off their weights;
+3. *permutations*: units are sorted by a key of their weights;
 4. *shifts*: the biases in front of a softmax get mean zero.
 
-Two sets of weights of one orbit get the same canonical form, up to rounding: what a step reads is either unchanged by
-everything that later steps remove, or was put in canonical form before (units nearer the input come first).
+Two points of one orbit get the same canonical form, up to rounding: every step reads what later steps leave invariant,
+or what is in canonical form already (units nearer the input come first).
 
 Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3 and appendix (removal of symmetries).
 """
@@ -41,12 +41,12 @@ from pyro_symmetric.weights import Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
-# Fewer draws than this aren't judged; of more, so many evenly spaced ones are, holding at most so many numbers.
-FEW, LOOKED_AT, NUMBERS = 100, 250, 2**24
-RARE = 0.05  # the share of draws up to which other labels may be likelier: distant tails, of no weight in any summary
+# Labels are judged from so many draws on, at so many evenly spaced ones that hold at most so many numbers.
+FEW, JUDGED, NUMBERS = 100, 250, 2**24
+RARE = 0.05  # the share of draws up to which other labels may be likelier: distant tails, without weight in a summary
 ODDS = 3  # labels are uncertain if the odds against the next best are lower than so many to one
-LEAST_SPREAD = 1e-7  # a weight that varies by less than this part of its size says nothing of any label
-SCORES = 2**24  # of units for places, that are held at once
+LEAST_SPREAD = 1e-7  # relative deviation below which a weight tells nothing of any label
+SCORES = 2**24  # scores of units for places that are held at once
 NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 
@@ -59,12 +59,12 @@ def canonicalize(
     shifts: bool = True,
     warn: bool = True,
 ) -> Given:
-    """One representative of the orbit of each set of weights; the function that they compute stays the same.
+    """Return the representative of each orbit: weights that compute the same function.
 
-    It serves to compare orbits, not for means and R-hat of many draws: where two units' keys overlap, a label stands
-    for one of them in some draws and for the other in others (of 100 draws or more this is warned of). Take
+    Canonical forms serve to compare orbits, not for means and R-hat of many draws: where two units' keys overlap, a
+    label means one of them in some draws and the other in others (a warning says so from 100 draws on). Use
     :func:`~pyro_symmetric.alignment.align_many` or :func:`~pyro_symmetric.compare.summary` instead.
-    :doc:`/explanation/canonical-forms` tells of dead units, circles and ties.
+    :doc:`/explanation/canonical-forms` explains dead units, circles and ties.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
     >>> symmetry = ps.find_symmetry(net, x)
@@ -73,13 +73,13 @@ def canonicalize(
     >>> torch.allclose(form[0].weight, same[0].weight, atol=1e-5)
     True
 
-    :param weights: site -> tensor ``batch_shape + site_shape``, each of the batch by itself, with the running
-        statistics that the symmetry moves (see ``symmetry.holding(net)``); a network, or a ``Posterior``.
+    :param weights: site -> tensor ``batch_shape + site_shape``, with the running statistics that the symmetry moves
+        (see ``symmetry.holding(net)``); a network, or a ``Posterior``.
     :param symmetry: the symmetries to remove: ``find_symmetry(net, x)``, or a group.
-    :param permutations: the key that units are sorted by, ascending: their ``"first"`` incoming weight, the largest one
-        (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` leaves the order.
-    :param scalings: ``"unit_norm"`` of each unit's incoming weights, ``"minimal_mass"``, ``"minimal_norm"``, the same
-        with biases counted (the others leave nearly dead units biases without bound); ``None`` leaves the scales.
+    :param permutations: the key by which units are sorted, ascending: their ``"first"`` incoming weight, the largest
+        one (``"max"``), the ``"norm"`` of all their weights, in- and outgoing; ``None`` keeps the order.
+    :param scalings: ``"unit_norm"`` of each unit's incoming weights, ``"minimal_mass"``, or ``"minimal_norm"``, which
+        counts biases too (without them, those of nearly dead units have no bound); ``None`` keeps the scales.
     :param signs: whether to remove the signs of odd units; ``shifts``: the shift of a softmax.
     :param warn: whether to warn if labels are mixed; not needed for forms that are only compared.
     :raises ValueError: if an option is unknown, weights are missing, misshaped, NaN or infinite, or another network's.
@@ -105,8 +105,8 @@ def canonicalize(
         form = sorting_permutation(form, group, permutations).on_sites(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts).on_sites(form)
-    asked: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}
-    if warn and (share := uncertain_share(form, group, 1, [move for move in asked if asked[move]])) > RARE:
+    removed: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}
+    if warn and (share := uncertain_share(form, group, 1, [move for move in removed if removed[move]])) > RARE:
         warnings.warn(
             f"the units' keys overlap: labels are mixed in {share:.0%} of draws; canonical forms are for comparing "
             "orbits (tests, distances), use align_many or summary for means and deviations",
@@ -116,11 +116,11 @@ def canonicalize(
     return as_it_came(weights, form)
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# small steps ----------------------------------------------------------------------------------------------------------
 
 
 def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
-    """Minimal mass, or norm; of units that have none, scales at which their weights are nearest to one."""
+    """Return weights of minimal mass, or norm; those of pinned units get magnitudes near one (:func:`evened`)."""
     scalings, shape = group.scalings, group.batch_shape(weights)
     parameters = [site for site in group.site_shapes if site in weights and site not in group.buffers]
     minimum = minimal_mass(weights, scalings, sites=parameters if rule == "minimal_norm" else None)
@@ -134,29 +134,29 @@ def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
 
 
 def _centring(weights: Weights, group: Group) -> Element:
-    """The shift after which the entries of each shifted unit (biases in front of a softmax) have mean zero."""
+    """Return the shift after which the entries of each unit (biases in front of a softmax) have mean zero."""
     shape, viewed = group.batch_shape(weights), group.viewed(weights)
     means = {name: entries_of(group, viewed, group.axes(name)).mean(-1) for name in group.names("shift")}
     return group.element(shifts={name: -v.reshape(*shape, *group[name].shape) for name, v in means.items()})
 
 
-# how certain labels are ----------------------------------------------------------------------------------------------
+# uncertainty of labels ------------------------------------------------------------------------------------------------
 
 
 def uncertain_share(
     draws: Mapping[str, Tensor], group: Group, odds: float = ODDS, moves: Collection[Move] = ("permute", "flip")
 ) -> float:
-    r"""The share of draws in which two units could as well change places, or one its sign, at lower odds than these.
+    r"""Return the share of draws in which the labels of two units, or one sign, have lower odds than these.
 
-    What is averaged over a label that units take in turns is a mixture of them. Aligned draws have the best labels that
-    there are, which may be hardly better. With independent Gaussians fitted to all draws of each unit, the odds of a
-    draw's labels against those with units ``i`` and ``j`` exchanged, or with unit ``i`` flipped, are
+    Averages over a label that units take in turns mix these units; even the best labels, of aligned draws, may be
+    uncertain. With independent Gaussians fitted to all draws of each unit, the odds of a draw's labels against those
+    with units ``i`` and ``j`` exchanged, or with unit ``i`` flipped, are
 
     .. math:: \frac{\mathcal N(v_i; m_i, s_i^2)\, \mathcal N(v_j; m_j, s_j^2)}
         {\mathcal N(v_j; m_i, s_i^2)\, \mathcal N(v_i; m_j, s_j^2)}, \qquad
         \frac{\mathcal N(v_i; m_i, s_i^2)}{\mathcal N(-v_i; m_i, s_i^2)}.
 
-    Of several sets of units, the share of the worst counts. 0 of fewer than 100 draws, which don't tell.
+    The largest share of all sets of units counts. Fewer than 100 draws give 0.
     """
     worst = 0.0
     for move in moves if group.batch_shape(draws).numel() >= FEW else ():
@@ -166,21 +166,23 @@ def uncertain_share(
 
 
 def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Tensor]:
-    """The weights of each set of units, ``(draws, copies, units, weights)``, of some draws."""
+    """Iterate over the weights of each set of units at some draws, ``(draws, copies, units, weights)``."""
     group = group.restricted(move)
     shape = group.batch_shape(form)
     numbers = sum(form[site].numel() for site in group.required_sites) // shape.numel()
-    every = -(-shape.numel() // max(FEW, min(LOOKED_AT, NUMBERS // max(1, numbers))))
+    every = -(-shape.numel() // max(FEW, min(JUDGED, NUMBERS // max(1, numbers))))
     viewed = group.viewed({site: form[site].flatten(0, len(shape) - 1)[::every] for site in group.required_sites})
     for name in group.names(move):
         axes = [a for a in group.axes(name) if a.site in viewed and (move == "permute" or a.exponent % 2)]
-        if axes:  # no sign flips an even power
+        if axes:  # a sign leaves even powers
             yield entries_of(group, viewed, axes).unflatten(1, (group[name].copies, group[name].size)).double()
 
 
 def _log_odds(units: Tensor, move: Move) -> Tensor:
-    """Log-odds of a draw's labels against those with one sign flipped, or two units exchanged (of many units fewer
-    draws), ``(draws, copies, units or pairs)``; where nothing varies the precision is 1."""
+    """Return log-odds of a draw's labels against those with one sign flipped, or two units exchanged.
+
+    :returns: ``(draws, copies, units or pairs)``; of many units at fewer draws. Constant weights have precision 1.
+    """
     mean, variance = units.mean(0), units.var(0, correction=0)
     precision = torch.where(variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0).reciprocal()
     if move == "flip":

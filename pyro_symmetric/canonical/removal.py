@@ -1,7 +1,7 @@
-"""Elements that sort units, or give them a measure of one, by the weights that enter and leave them.
+"""Elements that remove a symmetry: permutations that sort units, multipliers that give them a measure of one.
 
-Units are looked at from the input on, so that each set rests on those that are in canonical form already. Samples lie
-in one batch dimension, sites in the group's view.
+Units are visited from the input on, so that each set depends only on sets in canonical form. Samples have one batch
+dimension, sites have the shapes of the group's view.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pyro_symmetric.groups.units import Axis, Element, Move, along_axis, laid_ou
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
-# Keys closer than this many roundings tie: after unit norm, units with one incoming weight all have 1 or -1 there.
-TIE = 16
+TIE = 16  # keys tie within this many roundings: after unit norm, units with one incoming weight have 1 or -1 there
 
 Axes = tuple[Axis, ...]
 PermutationKey = Literal["first", "max", "norm"]
@@ -32,8 +31,7 @@ Measure = Callable[[Tensor], Tensor]  # of each unit's entries, ``(samples, n, e
 def sorting_permutation(
     weights: Mapping[str, Tensor] | nn.Module | Posterior, symmetry: Any, key: PermutationKey = "max"
 ) -> Element:
-    """The permutation, one per set of weights, that sorts all units; see
-    :func:`~pyro_symmetric.canonical.forms.canonicalize`.
+    """Return the permutation that sorts all units, as :func:`~pyro_symmetric.canonical.forms.canonicalize` does.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> weights = {"w": torch.tensor([[5.0, 0.0], [1.0, 0.0], [3.0, 0.0]])}
@@ -51,7 +49,7 @@ def sorting_permutation(
     group.require_own(weights)
     shape, images = group.batch_shape(weights), dict[str, Tensor]()
     flat = _viewed(group, weights)
-    # Other keys than the first entry don't depend on the order of neighbours, so that units can be sorted in any order.
+    # Only the first entry depends on the order of neighbours: with other keys, units can be sorted in any order.
     for step in plan(group, "permute") if key == "first" else [Step(group.names("permute"))]:
         for name in filter(group.axes, step.names):
             own = {axis.site: flat[axis.site] for axis in group.axes(name)}
@@ -69,13 +67,13 @@ def sorting_permutation(
 def removing_element(
     weights: Mapping[str, Tensor], group: Group, move: Literal["scale", "flip"], measure: Measure
 ) -> Element:
-    """The element after which the measure of every unit's incoming weights is one.
+    """Return the element after which the measure of every unit's incoming weights is one.
 
-    Units that can only be measured by one another get the scales of :func:`~pyro_symmetric.canonical.scales.evened`;
-    their signs stay. Behind dead units, which nothing enters, weights count without them; what leaves them measures
-    one, once all else is known.
+    Units in a circle, each of which enters the next, get the scales of :func:`~pyro_symmetric.canonical.scales.evened`;
+    their signs stay. Dead units, whose incoming weights are zero, are left out of the measures behind them; at last
+    their own outgoing weights get a measure of one.
 
-    :param measure: what an element multiplies by its ``exponent``-th power; zero if it can't say.
+    :param measure: equivariant: a multiplier multiplies it by its ``exponent``-th power. Zero if undecided.
     """
     group = group.restricted(move)
     shape, now = group.batch_shape(weights), _viewed(group, weights)
@@ -115,9 +113,9 @@ def removing_element(
 
 
 def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
-    """The sign of each unit's entry of largest magnitude, in whatever order the entries come; 0 if that is a tie.
+    """Return the sign of each unit's entry of largest magnitude, whatever their order; 0 for a tie.
 
-    :param tie: magnitudes tie if they differ by no more than this part of them.
+    :param tie: relative difference up to which magnitudes tie.
     """
     high, low = entries.amax(-1), entries.amin(-1)
     both = high + low
@@ -125,7 +123,7 @@ def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
 
 
 def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
-    """All that is sorted or multiplied, of a running variance its sum with epsilon: ``(samples, *view_shape)``."""
+    """Return weights as the group's view, ``(samples, *view_shape)``, with epsilon added to running variances."""
     flat = {s: weights[s].reshape(-1, *group.view_shapes[s]) for s in group.sites if s in weights}
     return {site: value + epsilon if (epsilon := group.epsilon(site)) else value for site, value in flat.items()}
 
@@ -134,7 +132,7 @@ def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
 
 
 def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
-    """Units within their copies, in order of the first key; where that ties, up to rounding, of the next, and so on."""
+    """Sort units within their copies by the first key; ties, up to rounding, by the next, and so on."""
     order, rank = torch.zeros(0, dtype=torch.long, device="cpu"), None
     for key in keys:
         key = key.unflatten(-1, group[name].shape)
@@ -153,7 +151,7 @@ def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
 
 
 def _keys(group: Group, name: str, weights: Weights, key: PermutationKey) -> Iterator[Tensor]:
-    """The key, unless that depends on the order of neighbours, then tie-breakers, ``(samples, count)`` each."""
+    """Iterate over the key, unless that is the first entry, and tie-breakers, ``(samples, count)`` each."""
     incoming, outgoing = sides(group, name, "permute")
     matrices, others = (_matrices(group, side) for side in (incoming, outgoing))
     if key == "norm":
@@ -179,7 +177,7 @@ def _squared(entries: Tensor) -> Tensor:
 
 
 def _size(group: Group, weights: Weights, step: Step, measure: Measure) -> Tensor:
-    """The measure of some units; where it is zero (ties) along all axes, along one after the other, then of biases."""
+    """Return the measure of units along all axes; where that is zero (a tie), along each alone, then of biases."""
     size = torch.zeros((), device=next(iter(weights.values())).device)
     for axes in filter(None, (step.axes, *((axis,) for axis in step.axes + step.biases))):
         if bool((size == 0).any()):
@@ -188,8 +186,8 @@ def _size(group: Group, weights: Weights, step: Step, measure: Measure) -> Tenso
 
 
 def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The scales of units that can only be measured by one another, ``(samples, count)``."""
-    # Running statistics may be all that tells two of them apart: multipliers of a batch norm behind another one.
+    """Return the scales of units in a circle, ``(samples, count)``."""
+    # Running statistics count: they may be all that distinguishes the multipliers of a batch norm behind another one.
     axes = [axis for name in names for axis in group.axes(name) if axis.exponent and axis.site in weights]
     values = {axis.site: weights[axis.site] for axis in axes}
     first = next(iter(values.values()))
@@ -201,20 +199,20 @@ def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> dict[s
 
 
 def _multiply(group: Group, weights: Weights, axis: Axis, factor: Tensor) -> None:
-    """Multiply all entries of units along one axis, in place of what weights hold."""
+    """Multiply the entries of units along one axis, and replace the site in ``weights``."""
     shape, value = group.view_shapes[axis.site], weights[axis.site]
     along = along_axis(laid_out(factor, axis, shape[axis.dim], 1.0), axis.dim, len(shape))
     weights[axis.site] = value * along.to(value.dtype)
 
 
-# in which order -------------------------------------------------------------------------------------------------------
+# the order of units ---------------------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """Units that can be looked at now.
+    """Units that are visited together.
 
-    :ivar axes: the axes along which the weights lie that they are known by; none for units in a circle.
-    :ivar biases: those of biases, which count if the weights say nothing.
+    :ivar axes: the axes of the weights by which they are measured; none for units in a circle.
+    :ivar biases: those of biases, which count if the weights' measure is zero.
     """
 
     names: tuple[str, ...]
@@ -224,22 +222,22 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan(group: Group, move: Move) -> tuple[Step, ...]:
-    """All units, each as soon as its incoming weights are settled: all others along them, and all inside it, are done.
+    """Order all units: a set follows once all others that act on its incoming weights, and all inside it, are done.
 
-    If there are none: one set with settled outgoing weights, or (of signs) biases; of several that whose sites come
-    first by name, whatever the order in which units and sites were defined. What is left at the end is a circle.
+    If none is ready, one set follows whose outgoing weights, or (of signs) biases, are; of several the one whose sites
+    come first by name, so that the order of definition doesn't matter. What remains at the end is a circle.
 
     :param group: restricted to the move.
     """
     steps: list[Step] = []
-    lying = [name for name in group.names(move) if move != "permute" or sides(group, name, move)[0]]
-    pending = sorted(lying, key=lambda name: [(axis.site, axis.dim) for axis in _by_site(group, name)])
+    present = [name for name in group.names(move) if move != "permute" or sides(group, name, move)[0]]
+    pending = sorted(present, key=lambda name: [(axis.site, axis.dim) for axis in _by_site(group, name)])
     while pending:
         done = {name for step in steps for name in step.names}
         inner = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
         found = [_step(group, move, name, done) for name in inner]
         ready = [step for rank, step in found if rank == 0]
-        # Biases may be zero, and scales in circles can do without; to be sorted, units need none of this.
+        # Biases may be zero, and scales in circles need none; permutations need neither side.
         for wanted in {"permute": (), "scale": (1,), "flip": (1, 2)}.get(move, ()):
             ready = ready or [step for rank, step in found if rank == wanted][:1]
         steps += ready or [Step(tuple(pending))]
@@ -248,10 +246,10 @@ def plan(group: Group, move: Move) -> tuple[Step, ...]:
 
 
 def _step(group: Group, move: Move, name: str, done: set[str]) -> tuple[int, Step]:
-    """Choose what to know some units by, with a rank: 0 is by what enters them, 3 is nothing yet."""
-    besides, weight_sites = [name, *group.ancestors(name)], set(group.weight_sites)
+    """Choose the weights by which to measure some units, with a rank: 0 for incoming ones, 3 for none yet."""
+    inside, weight_sites = [name, *group.ancestors(name)], set(group.weight_sites)
     entering, leaving = (
-        tuple(axis for axis in side if _meeting(group, axis, besides) <= done) for side in sides(group, name, move)
+        tuple(axis for axis in side if _acting(group, axis, inside) <= done) for side in sides(group, name, move)
     )
     incoming, outgoing = (tuple(a for a in side if a.site in weight_sites) for side in (entering, leaving))
     biases = tuple(axis for axis in entering if axis.site not in weight_sites)
@@ -260,27 +258,27 @@ def _step(group: Group, move: Move, name: str, done: set[str]) -> tuple[int, Ste
     return 2 if entering or leaving else 3, Step((name,), (), entering or leaving)
 
 
-def _meeting(group: Group, axis: Axis, besides: Iterable[str]) -> set[str]:
-    """The unit sets that act on the entries along an axis of the view.
+def _acting(group: Group, axis: Axis, inside: Iterable[str]) -> set[str]:
+    """Return the unit sets that act on the entries along an axis of the view.
 
-    :param besides: sets that don't count for what they do along that axis itself, unless they lie there twice (grouped
-        convolutions whose inputs are their outputs).
+    :param inside: the units and those that they lie inside, which act along that axis anyway: they count if they lie
+        there twice (grouped convolutions whose inputs are their outputs).
     """
     own, found = axis.index.flatten(), set[str]()
     for dim, members in group.members(axis.site).items():
         names = [other for other, entry in members if dim != axis.dim or bool(torch.isin(entry.index, own).any())]
-        once = {name for name in besides if dim == axis.dim and names.count(name) == 1}
+        once = {name for name in inside if dim == axis.dim and names.count(name) == 1}
         found |= {name for name in names if group[name].moves} - once
     return found
 
 
 @lru_cache(maxsize=1024)
 def sides(group: Group, name: str, move: Move) -> tuple[Axes, Axes]:
-    """The axes along which something enters some units, and those along which it leaves them, by site.
+    """Return the axes of incoming weights of some units, and those of outgoing ones, by site.
 
-    Multipliers enter both sides with opposite exponents, and which are positive follows the order of definition between
-    two factors of a product. So the side with biases is the incoming one, else that with rows of matrices or with
-    vectors, else that whose sites come first by name. Without exponents that tell, rows are incoming.
+    The sides have exponents of opposite sign, but which is positive is arbitrary for two factors of a product. So the
+    side with biases is incoming, else the one with rows of matrices or with vectors, else the one whose sites come
+    first by name. Without exponents of both signs, rows are incoming.
 
     :param group: restricted to the move.
     """
@@ -304,17 +302,17 @@ def sides(group: Group, name: str, move: Move) -> tuple[Axes, Axes]:
 
 
 def of_least_power(axes: Axes, move: Move) -> Axes:
-    """Entries that scale with different powers have no common norm: the lowest power decides."""
+    """Keep the axes of lowest power: entries that scale with different powers have no common norm."""
     lowest = min((abs(axis.exponent) for axis in axes), default=1)
     return tuple(axis for axis in axes if move != "scale" or abs(axis.exponent) == lowest)
 
 
 def entries_of(group: Group, weights: Mapping[str, Tensor], axes: Sequence[Axis]) -> Tensor:
-    """The entries of each unit along some axes, ``batch + (n, entries)``; weights are those of the view."""
+    """Return the entries of each unit along some axes of the view, ``batch + (n, entries)``."""
     parts = [rows(weights[axis.site], axis, len(group.view_shapes[axis.site])) for axis in axes]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _by_site(group: Group, name: str) -> list[Axis]:
-    """The axes of some units by site: the order in which these were defined doesn't matter."""
+    """Sort the axes of some units by site, so that the order of definition doesn't matter."""
     return sorted(group.axes(name), key=lambda axis: (axis.site, axis.dim))

@@ -1,19 +1,19 @@
-r"""Positive scales: the minimum scaled representation, and what else is least over all rescalings of a network.
+r"""Positive scales: minima over all rescalings of a network, among them the minimum scaled representation.
 
-For a multilayer perceptron with squared weights :math:`M_l` and log-scales :math:`u_l` of its hidden units the mass is
+For a multilayer perceptron with squared weights :math:`M_l` and log-scales :math:`u_l` of hidden units the mass is
 
 .. math:: \sum_l \sum_{ij} M_l[i, j] \exp(2 u_l[i] - 2 u_{l-1}[j]),
 
-and for any network a sum of exponentials of log-scales, :math:`f(u) = \sum_t m_t e^{2 a_t \cdot u}`: every entry
-:math:`m_t` of a site (a squared weight) is multiplied by :math:`e^{2 e u_i}` for each unit ``i`` on its row, column,
-..., with the exponent ``e`` of that axis. The problem is convex, and strictly so in the scales of all units that lie on
-a path of nonzero weights from what isn't rescaled (inputs) to what isn't rescaled (outputs): then the minimum is
-unique, and every point of an orbit leads to it. Units have one log-multiplier for positive exponents and one for
-negative ones, ``u`` and ``-u``, so that autograd's gradient tells what pulls a unit up and what pulls it down.
+and for any network a sum of exponentials, :math:`f(u) = \sum_t m_t e^{2 a_t \cdot u}`: each squared weight :math:`m_t`
+is multiplied by :math:`e^{2 e u_i}` for each unit ``i`` on its row, column, ..., with the exponent ``e`` of that axis.
+This is convex, and strictly so in the scales of all units on a path of nonzero weights from inputs to outputs, which
+aren't rescaled: then the minimum is unique, and every point of an orbit leads to it. Units have one log-multiplier for
+positive exponents, ``u``, and one for negative ones, ``-u``: the gradients by these are the masses that pull a unit
+down and up.
 
-Steps that are best for each unit by itself come first; once no unit is far off, Newton's method with conjugate
-gradients. Along a direction ``p``, :math:`|\varphi'''| \le L \varphi''` with :math:`L = \max_t |2 a_t \cdot p|`, so
-that the step :math:`\log(1 + L) / L` never raises the sum and tends to a full one: no line search is needed.
+Coordinate steps come first; once every unit is near its balance, Newton's method with conjugate gradients. Along a
+direction ``p``, :math:`|\varphi'''| \le L \varphi''` with :math:`L = \max_t |2 a_t \cdot p|`, so that a step of length
+:math:`\log(1 + L) / L` never raises the sum and tends to a full one: no line search is needed.
 
 Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3.3 and appendix (minimum scaled network mass); Sun &
 Tran-Dinh 2019, "Generalized self-concordant functions", case nu = 2 (the step).
@@ -38,25 +38,22 @@ from pyro_symmetric.posterior.posterior import Posterior, as_given
 from pyro_symmetric.weights import Weights, require_finite, require_sites
 
 STEPS, CG_STEPS = 500, 400
-# From which imbalance on Newton's method takes over, and at which it ends.
-FAR, TOLERANCE = 0.5, 1e-12
-# An imbalance, or a curvature as a part of the diagonal's, that is hardly more than rounding.
-ROUNDED = 1e-14
-GONE = -1e3  # the log-multiplier of what is left out: its exponential is zero
-CHUNK_ENTRIES = 2**26  # of the weights whose minima are sought at once
+FAR, TOLERANCE = 0.5, 1e-12  # imbalances at which Newton's method begins, and ends
+ROUNDED = 1e-14  # an imbalance, or a curvature relative to the diagonal's, of the size of rounding
+GONE = -1e3  # a log-multiplier whose exponential is zero
+CHUNK_ENTRIES = 2**26  # entries of weights that are minimised together
 
 
 class MinimalMass(NamedTuple):
     """The minimum scaled representation of a batch of weights.
 
-    :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights``, biases and whatever a pinned
-        unit multiplies left out; ``given``: the same before.
-    :ivar log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of what each unit was multiplied by.
-    :ivar weights: the rescaled weights, all sites, in the dtype they came in; a new network or posterior, if one was
-        given.
+    :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights`` without biases and entries that
+        pinned units multiply; ``given``: the same before.
+    :ivar log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of each unit's multiplier.
+    :ivar weights: the rescaled weights, all sites, in their own dtypes; a new network or posterior, if one was given.
     :ivar pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay.
     :ivar imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
-        it; the largest difference that is left, relative to their sum.
+        it; the largest remaining difference, relative to their sum.
     """
 
     mass: Tensor
@@ -71,14 +68,14 @@ class MinimalMass(NamedTuple):
 def minimal_mass(
     weights: Mapping[str, Tensor] | Posterior | nn.Module, symmetry: Any, sites: Iterable[str] | None = None
 ) -> MinimalMass:
-    """Minimise the squared L2 norm of weights, biases left out, over all positive scalings; the function stays.
+    """Minimise the squared L2 norm of weights, biases left out, over all positive scalings, which keep the function.
 
-    The weights of normalisations count, as in the paper. No gradients flow through it.
+    The weights of normalisations count, as in the paper. The minimum has no gradients.
 
-    *Pinned units* have no best scale: the mass falls for ever as they grow or shrink. Their incoming or outgoing
-    weights are all zero, or their output is free of scale (before batch normalisation), or they trade scale with a
-    bias, or feed only such units, or are fed by them. They stay, and the weights that they multiply, which the infimum
-    sends to zero, are left out of the mass, so that the answer is the same for every point of the orbit.
+    *Pinned units* have no best scale: the mass decreases for ever as they grow or shrink. Their incoming or outgoing
+    weights are all zero, or their output is scale-free (before batch normalisation), or they trade scale with a bias,
+    or they feed only such units, or are fed by them. They stay, and the weights that they multiply, which vanish at the
+    infimum, are left out of the mass, so that all points of an orbit have the same minimum.
 
     >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
     >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
@@ -86,8 +83,8 @@ def minimal_mass(
     >>> round(float(result.mass), 3), {name: round(float(w), 3) for name, w in result.weights.items()}
     (8.0, {'0.weight': 2.0, '2.weight': 2.0})
 
-    :param weights: site -> tensor ``batch_shape + site_shape``; each sample has a minimum of its own, found in float64.
-        Or a ``Posterior``, whose draws count chain after chain; or a network.
+    :param weights: site -> tensor ``batch_shape + site_shape``; each sample is minimised by itself, in float64. Or a
+        ``Posterior``, draws chain after chain; or a network.
     :param symmetry: a symmetry or a group; its scalings count. Without any (tanh, say) the weights stay.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.groups.group.Group.weight_sites`.
@@ -123,7 +120,7 @@ def minimal_mass(
 
 
 def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mass, mass before, log-scales, pinned units and imbalance of ``(samples, ...)`` weights (of the view)."""
+    """Return mass, mass before, log-scales, pinned units and imbalance of weights of the view, ``(samples, ...)``."""
     whole = Mass(group, {site: value.double().square() for site, value in weights.items()})
     free = whole.bounded()
     left = whole.without(~free)
@@ -132,14 +129,14 @@ def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tenso
 
 
 def weights_of(given: Any, group: Group) -> Weights:
-    """The weights of a network; the draws of a posterior, chain after chain; weights as they are."""
+    """Return the weights of a network, or the draws of a posterior, chain after chain; leave weights as they are."""
     if isinstance(given, nn.Module):
         return plain_weights(given, group)
     return given.get_samples() if isinstance(given, Posterior) else given
 
 
 def as_it_came(given: Any, weights: Weights) -> Any:
-    """Weights that were changed, in the form in which :func:`weights_of` was given them."""
+    """Return changed weights in the form in which :func:`weights_of` received them."""
     return with_weights(given, weights) if isinstance(given, nn.Module) else as_given(given, weights)
 
 
@@ -150,14 +147,14 @@ class Mass:
     """The sum of squares of rescaled weights as a function of log-scales ``(samples, units)``.
 
     :param group: scalings; their units are the unknowns.
-    :param squares: site -> what is multiplied, ``(samples, *view_shape)``, float64, not negative; one site at least.
+    :param squares: site -> squares, ``(samples, *view_shape)``, float64; one site at least.
     """
 
     def __init__(self, group: Group, squares: Mapping[str, Tensor]):
         first = next(iter(squares.values()))
         self.shape, self._terms = (len(first), group.size), []
         self._base = first.new_zeros(len(first), 2, group.size, dtype=torch.float64)
-        with torch.inference_mode(False):  # autograd takes nothing that was made in that mode
+        with torch.inference_mode(False):  # autograd takes no inference tensors
             for site, value in squares.items():
                 dims = sorted(group.members(site))
                 rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
@@ -165,36 +162,36 @@ class Mass:
                 self._terms.append((value.detach().sum(rest) if rest else value.detach().clone(), axes))
 
     def without(self, removed: Tensor) -> Mass:
-        """The same sum without the entries that a removed unit multiplies, bool ``(samples, units)``."""
+        """Return the sum without the entries that removed units multiply, bool ``(samples, units)``."""
         left = copy.copy(self)
         left._base = torch.zeros_like(self._base).masked_fill(removed.unsqueeze(1), GONE)
         return left
 
     def __call__(self, u: Tensor) -> Tensor:
-        """``f(u)`` of each sample, without a linear term."""
+        """Return ``f(u)`` of each sample, without a linear term."""
         return self.total(torch.stack([u, -u], 1))
 
     def total(self, logs: Tensor) -> Tensor:
-        """The sum at log-multipliers of positive and of negative exponents, ``(samples, 2, units)``."""
-        known, found = logs + self._base, 0.0 * logs.sum((1, 2))  # (which has a gradient without units, too)
+        """Return the sum at log-multipliers of positive and of negative exponents, ``(samples, 2, units)``."""
+        logs, total = logs + self._base, 0.0 * logs.sum((1, 2))  # which has a gradient, even without units
         for term, axes in self._terms:
-            factors = [(2 * axis(known)).exp() for axis in axes]
-            for own in factors[:0:-1]:  # vectors from the left: as columns, a batch takes up to twenty times as long
+            factors = [(2 * axis(logs)).exp() for axis in axes]
+            for own in factors[:0:-1]:  # row vectors from the left: columns take a batch up to twenty times as long
                 term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(term.shape[:-1])
-            found = found + ((term * factors[0]).sum(-1) if factors else term)
-        return found
+            total = total + ((term * factors[0]).sum(-1) if factors else term)
+        return total
 
     def sides(self, logs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The masses that pull each unit down, entries times their positive exponents, and those that pull it up."""
+        """Return the masses that pull each unit down, entries times positive exponents, and those that pull it up."""
         slope, _ = self._slope(torch.zeros_like(self._base) if logs is None else logs, False)
         return slope[:, 0], slope[:, 1]
 
     def bounded(self) -> Tensor:
-        """Units whose best scale is finite, bool ``(samples, units)``.
+        """Find the units whose best scale is finite, bool ``(samples, units)``.
 
-        Entries let mass flow from the units with negative exponents to those with positive ones. A unit to which none
-        flows from outside can shrink, with all before it, for nothing; one from which none flows out can grow. What
-        such units multiply vanishes, so that others may hang on it.
+        Mass flows along entries from units with negative exponents to those with positive ones. A unit that no flow
+        from outside reaches can shrink, with all before it, at no cost; one from which none reaches outside can grow.
+        The entries that such units multiply vanish, which may cut off others.
         """
         free, left = torch.ones(self.shape, dtype=torch.bool, device=self._base.device), self
         while True:
@@ -204,7 +201,7 @@ class Mass:
             free, left = found, self.without(~found)
 
     def _reached(self, side: int) -> Tensor:
-        """Units with entries of one side all of whose units of the other side are reached, and so on."""
+        """Find the units reached by an entry all of whose units on the other side are reached, to a fixed point."""
         found, count = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device), -1
         while count < (count := int(found.sum())):
             logs = torch.zeros_like(self._base)
@@ -213,18 +210,18 @@ class Mass:
         return found
 
     def minimise(self, free: Tensor, counts: Mass | None = None) -> tuple[Tensor, Tensor]:
-        r"""The minimum over the free units, bool ``(samples, units)``; the others stay at zero.
+        r"""Minimise the sum over the free units, bool ``(samples, units)``; the others stay at zero.
 
-        :param counts: the linear term is the slope of this sum at zero; without, each free unit must have mass on both
+        :param counts: the slope of this sum at zero is a linear term; without it, each free unit must have mass on both
             sides.
-        :returns: ``u`` and, per sample, the largest difference of what pulls a unit up and down, relative to their sum.
+        :returns: ``u`` and each sample's imbalance: the largest difference of a unit's pulls, relative to their sum.
         """
         with torch.inference_mode(False):
             u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
             against = counts.sides() if counts is not None else (u, u)
             powers = [axis.largest for _, axes in self._terms for axis in axes]
-            # With exponents of at most p, a unit's best step by itself is log(up / down) / 4 p or more. If at most k
-            # units multiply one entry, all of them going a k-th of their ways never raises the sum, by convexity.
+            # With exponents of p at most, a unit's own best step is log(up / down) / 4 p or more. If k units at most
+            # multiply one entry, a k-th of all these steps at once never raises the sum, by convexity.
             overlap = max((sum(axis.depth for axis in axes) for _, axes in self._terms), default=1)
             cautious = 4 * overlap * max(powers, default=1)
             worst = math.inf
@@ -234,7 +231,7 @@ class Mass:
                 down, up = (torch.where(free, o + m, 1.0) for o, m in zip(own, against[::-1], strict=True))
                 imbalance = ((up - down).abs() / (up + down)).amax(-1)
                 before, worst = worst, float(imbalance.max())
-                # One step more than the tolerance asks for mostly reaches what rounding leaves.
+                # One step beyond the tolerance mostly reaches rounding.
                 if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
                     break
                 if worst > FAR:
@@ -248,7 +245,7 @@ class Mass:
     # small steps ----------------------------------------------------------------------------------------------------
 
     def _slope(self, logs: Tensor, twice: bool = True) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Half the gradient by log-multipliers, and half the Hessian's product with directions."""
+        """Return half the gradient by log-multipliers, and half the Hessian's product with directions."""
         with torch.inference_mode(False), torch.enable_grad():
             here = logs.detach().clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.total(here).sum() / 2, here, create_graph=twice)
@@ -256,7 +253,7 @@ class Mass:
 
 
 class _Multiplied:
-    """An axis of a site, and the units that multiply what lies along it: ``depth`` at most share a position."""
+    """An axis of a site, and the units that multiply entries along it; at most ``depth`` share a position."""
 
     def __init__(self, group: Group, site: str, dim: int):
         members = group.members(site)[dim]
@@ -265,16 +262,16 @@ class _Multiplied:
         self.depth = int(torch.cat([axis.index.flatten() for _, axis in members]).bincount().max())
 
     def __call__(self, logs: Tensor) -> Tensor:
-        """The sums of log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples, length)``."""
-        parts = ((abs(axis.exponent) * logs[:, int(axis.exponent < 0), at], axis) for at, axis in self._members)
-        return torch.stack([laid_out(own, axis, self._length, 0.0) for own, axis in parts]).sum(0)
+        """Sum log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples, length)``."""
+        own = ((abs(axis.exponent) * logs[:, int(axis.exponent < 0), slot], axis) for slot, axis in self._members)
+        return torch.stack([laid_out(value, axis, self._length, 0.0) for value, axis in own]).sum(0)
 
 
 def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
-    r"""The log-scales of the free units at which weights are nearest to one, ``(samples, units)``.
+    r"""Return the log-scales of the free units at which weights are nearest to one, ``(samples, units)``.
 
-    With :math:`x_t` the squares of all weights that aren't zero, after rescaling, they minimise
-    :math:`\sum_t x_t - \log x_t`. That has a minimum whatever the weights are, and every point of an orbit leads to it.
+    With :math:`x_t` the squares of all nonzero weights after rescaling, they minimise :math:`\sum_t x_t - \log x_t`,
+    which has a minimum for all weights, the same for every point of an orbit.
 
     :param weights: sites of the view, ``(samples, *view_shape)``.
     :param free: bool ``(samples, units)``; the others stay at zero.
@@ -285,7 +282,7 @@ def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
 
 
 def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
-    """Newton's step, the more exact the smaller the gradient: so iterations converge faster than linearly."""
+    """Solve for Newton's step, the more exactly the smaller the gradient, so that convergence is superlinear."""
     size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
     goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
 
@@ -299,12 +296,12 @@ def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal
 def conjugate_gradients(
     hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, goal: Tensor
 ) -> Tensor:
-    """Solve ``H p = downhill`` for each sample, preconditioned by (about) the diagonal.
+    """Solve ``H p = downhill`` for each sample by conjugate gradients, preconditioned by (about) the diagonal.
 
-    A sample whose next direction doesn't bend upwards is left where it is: units that scale the same entries have
-    directions that change nothing, and only rounding to follow.
+    A sample stops at a direction without positive curvature: units that scale the same entries have directions of
+    curvature zero, and a gradient of rounding along them.
 
-    :param goal: the part of the squared residual that may remain, ``(samples, 1)``.
+    :param goal: the share of the squared residual that may remain, ``(samples, 1)``.
     """
     residual, z = downhill, downhill / diagonal
     p, direction = torch.zeros_like(z), z

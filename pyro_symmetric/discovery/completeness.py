@@ -50,7 +50,7 @@ class Completeness:
 
     @property
     def complete(self) -> bool:
-        """Whether all directions are found, without a doubt."""
+        """True if all directions are found, without a doubt."""
         return self.null == self.found and not self.doubts
 
 
