@@ -228,12 +228,13 @@ def log_weights(base: Distribution, action: Action, value: Tensor, count: int, m
             return log_q.double().expand(count + 1, *log_q.shape)
         with torch.autocast(value.device.type, enabled=False):  # differences of large numbers need all digits
             units = UnitDensities(base, action, value.expand(1, *log_q.shape, -1))
-            if not matched:
+            log_tau: Tensor | float = 0.0
+            if matched:
+                elements, log_tau = propose(units, count)
+                elements = elements.select(slice(1, None))
+            else:
                 elements = units.group.sample((count, *map(int, log_q.shape)), device=value.device)
-                moved = log_prob_on_orbit(base, action, value, elements, units, log_q)
-                return torch.cat([log_q[None], moved]).double()
-            elements, log_tau = propose(units, count)
-            moved = log_prob_on_orbit(base, action, value, elements.select(slice(1, None)), units, log_q)
+            moved = log_prob_on_orbit(base, action, value, elements, units, log_q)
             return torch.cat([log_q[None], moved]).double() - log_tau
 
     if not matched or base.batch_shape or value.dim() == 1:

@@ -46,12 +46,8 @@ class UnitBlocks(TorchDistribution):
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
         listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
         fitting = all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)
-        if (
-            self.scale.shape != loc.shape
-            or not fitting
-            or bool((listed < 0).any())
-            or len(listed.unique()) < len(listed)
-        ):
+        distinct = bool((listed >= 0).all()) and len(listed.unique()) == len(listed)
+        if self.scale.shape != loc.shape or not fitting or not distinct:
             raise ValueError(
                 "positions are (n, d), no two alike, scale_trils (n, d, d), and scale has a number for every position; "
                 f"found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} and {tuple(self.scale.shape)}"

@@ -21,7 +21,7 @@ from pyro_symmetric.arguments import described
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, UnitBlocks
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide, layout_of
-from pyro_symmetric.guides.gaussian import AutoGaussian, gaussian_copy
+from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
 
@@ -54,7 +54,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
             "pyro.get_param_store() or its module's state_dict()"
         )
     header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
-    moments = gaussian_copy(guide)
+    moments = AutoGaussian(guide, plain_posterior(guide))
     if isinstance(guide, AutoSymmetrized):
         name = type(guide.estimator).__name__
         if ESTIMATORS.get(name) is not type(guide.estimator):

@@ -159,14 +159,6 @@ def plain_posterior(guide: AutoGuide) -> Any:
     raise TypeError(f"the density of {type(guide).__name__} isn't known; pass an AutoContinuous or AutoNormal")
 
 
-def gaussian_copy(guide: AutoGuide) -> AutoGaussian:
-    """Copy the moments of a set-up Gaussian guide, or of a symmetrised guide's base, into a guide of their own.
-
-    :raises TypeError: for a guide that isn't Gaussian.
-    """
-    return AutoGaussian(guide, plain_posterior(guide))
-
-
 @torch.no_grad()
 def in_blocks(normal: Any) -> UnitBlocks:
     """Return a normal over vectors as unit blocks: none of a mean-field one, one block of a correlated one.

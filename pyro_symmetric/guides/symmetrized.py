@@ -39,7 +39,7 @@ from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_esti
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import InitLocFn, Start, WeightsGuide, action_on, layout_of
-from pyro_symmetric.guides.gaussian import AutoUnitBlocks, gaussian_copy, require_spread
+from pyro_symmetric.guides.gaussian import AutoGaussian, AutoUnitBlocks, plain_posterior, require_spread
 from pyro_symmetric.weights import Weights, unflatten
 
 Guide = Callable[..., Any]
@@ -179,7 +179,8 @@ def _base(base: Any, model: Any, start: InitLocFn, options: Mapping[str, Any]) -
             raise ValueError(f"base is a guide, which takes no more arguments; found {sorted(options)}")
         layout_of(base)  # raises unless it is set up
         plain: Any = getattr(base, "plain", base)
-        copied = copy.deepcopy(plain) if isinstance(plain, WeightsGuide) else gaussian_copy(plain)
+        ours = isinstance(plain, WeightsGuide)
+        copied = copy.deepcopy(plain) if ours else AutoGaussian(plain, plain_posterior(plain))
         copied._pyro_context.used = False  # it hasn't run under any name yet
         return copied
     if base is AutoNormal:

@@ -31,7 +31,7 @@ from torch.distributions import Independent
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import align_many
-from pyro_symmetric.alignment.moments import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
+from pyro_symmetric.alignment.moments import barycentre_gaussians, require_ends, to_gaussian
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.distributions import UnitBlocks
 from pyro_symmetric.groups import Action, Element, Group
@@ -123,9 +123,10 @@ def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:
     :param t: from 0 to 1.
     """
     arguments.number("t", t, least=0, most=1)
-    return _barycentre((guide_0, guide_1), ("guide_0", "guide_1"), (1.0 - t, t))
+    return barycentre((guide_0, guide_1), (1.0 - t, t))
 
 
+@torch.no_grad()
 def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None = None) -> Any:
     r"""Return the Wasserstein barycentre of mean-field guides, as a guide.
 
@@ -144,23 +145,17 @@ def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None =
     shares = as_tensor([1.0] * len(guides) if weights is None else weights, dtype=torch.float64)
     if shares.shape != (len(guides),) or not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < torch.inf:
         raise ValueError(f"weights are {weights}; there must be {len(guides)} numbers, none negative, one a guide")
-    return _barycentre(guides, [f"guides[{k}]" for k in range(len(guides))], (shares / shares.sum()).tolist())
-
-
-@torch.no_grad()
-def _barycentre(ends: Sequence[Any], names: Sequence[str], shares: Sequence[float]) -> AutoGaussian | GaussianWeights:
-    guides = [end for end in ends if isinstance(end, AutoGuide)]
-    if 0 < len(guides) < len(ends):
-        raise TypeError(f"there are guides among {list(names)}, and others: {[type(end).__name__ for end in ends]}")
-    moments = [to_gaussian(end, name) for end, name in zip(ends, names, strict=True)]
+    if len(kinds := {isinstance(guide, AutoGuide) for guide in guides}) > 1:
+        raise TypeError(f"guides mixes guides with others: {[type(guide).__name__ for guide in guides]}")
+    moments = [to_gaussian(guide, f"guides[{k}]") for k, guide in enumerate(guides)]
     for other in moments:
         require_ends(moments[0], other)
-    centre = barycentre_gaussians(moments, shares)
-    if not guides:
+    centre = barycentre_gaussians(moments, (shares / shares.sum()).tolist())
+    if kinds == {False}:
         return centre
-    for guide, name in zip(guides, names, strict=True):
+    for k, guide in enumerate(guides):
         if not isinstance(plain_posterior(guide), Independent):
-            raise ValueError(f"{name} has correlations; barycentres and geodesics are those of mean-field guides")
+            raise ValueError(f"guides[{k}] has correlations; barycentres and geodesics are those of mean-field guides")
     layout = layout_of(guides[0])
     normal = Normal(layout.flatten(centre.loc), layout.flatten(centre.scale))
     return AutoGaussian(guides[0], normal.to_event(1))

@@ -23,7 +23,7 @@ from pyro_symmetric.ensembles import fresh_members
 from pyro_symmetric.groups import Action
 from pyro_symmetric.guides import AutoSymmetrized, AutoUnitBlocks, WeightsGuide, barycentre, push_forward
 from pyro_symmetric.guides.evidence import evidence
-from pyro_symmetric.guides.gaussian import gaussian_copy, unit_positions
+from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior, unit_positions
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.methods import Fit, TooLarge, register
 from pyro_symmetric.study.problem import Problem
@@ -113,7 +113,7 @@ def _mean_field(problem: Problem, budget: Any, progress: bool) -> tuple[WeightsG
     """Fit Pyro's mean-field guide from fresh initial values; return a copy that draws without data, and the losses."""
     stock = AutoNormal(problem.model, init_loc_fn=_start(problem), init_scale=budget.init_scale)
     losses = _train(problem, budget, stock, progress)
-    return gaussian_copy(stock), losses
+    return AutoGaussian(stock, plain_posterior(stock)), losses
 
 
 def _symmetrized(problem: Problem, budget: Any, base: type[AutoGuide], progress: bool) -> Fit:
