@@ -176,8 +176,8 @@ class Settings:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
 
     def warmups(self, density: Density) -> tuple[int, ...]:
-        """Return the lengths at which warm-up may end: several if it ends once the chains have settled, which those
-        of a network rarely do, since symmetries copy every mode."""
+        """Return the lengths at which warm-up may end. ``"auto"`` has several, but one for a network, whose chains rarely
+        agree: symmetries copy every mode."""
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
@@ -564,11 +564,11 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
 def _warn(posterior: Posterior, settings: Settings) -> None:
     """Warn of an interruption and of failed checks."""
     if posterior.metadata["interrupted"]:
-        held = f"{posterior.num_samples} of {settings.num_samples} draws of each chain"
+        size = f"{posterior.num_samples} of {settings.num_samples} draws of each chain"
         if posterior.num_chains < settings.num_chains:
-            held = f"{posterior.num_chains} of {settings.num_chains} chains"
+            size = f"{posterior.num_chains} of {settings.num_chains} chains"
         advice = "" if settings.store is None else f"; the same call resumes from what is kept in {settings.store}"
-        warnings.warn(f"interrupted: the posterior holds {held}{advice}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"interrupted: the posterior holds {size}{advice}", RuntimeWarning, stacklevel=3)
     latent = {
         s: value for s, value in posterior.samples.items() if s not in posterior.metadata.get("deterministic", ())
     }

@@ -71,7 +71,7 @@ def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatisti
     numbers = [flat.mean(0), flat.std(0), *quantiles]
     if statistics is not None:
         numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-    names = [f"{site}[{','.join(map(str, place))}]" for place in np.ndindex(*shape)] if shape else [site]
+    names = [f"{site}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)] if shape else [site]
     return list(zip(names, *(number.tolist() for number in numbers), strict=True))
 
 
