@@ -176,8 +176,8 @@ class Settings:
             raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
 
     def warmups(self, density: Density) -> tuple[int, ...]:
-        """Return the lengths at which warm-up may end. ``"auto"`` has several, but one for a network, whose chains rarely
-        agree: symmetries copy every mode."""
+        """Return the lengths at which warm-up may end. ``"auto"`` has several, but one for networks, whose chains
+        rarely agree: symmetries copy every mode."""
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
