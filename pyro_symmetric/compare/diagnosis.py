@@ -150,13 +150,7 @@ def diagnose(
     given = {WEIGHTS: posterior.samples}
     given |= {DENSITY: {DENSITY: posterior.statistics["lp"]}} if "lp" in posterior.statistics else {}
     given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
-    checks = [_finite(given)]
-    if checks[0].status == "pass" and posterior.kind == "independent":
-        count = math.prod(shape)
-        limits, measured = (EFFECTIVE_DRAWS[0], 0.0), f"{count} independent draws"
-        checks.append(checked("effective draws", float(count), limits, measured, "means are rough"))
-    elif checks[0].status == "pass":
-        checks += diagnostics.copies(posterior.samples)
+    checks = list(_soundness(posterior, given))
     if posterior.kind == "independent" or any(check.status == "fail" for check in checks):
         return Diagnosis(tuple(checks), {}, posterior.counted())
     spaces = _spaces(posterior, symmetry, model, x, given)
@@ -165,18 +159,34 @@ def diagnose(
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
         statistics = {k: {s: chain_statistics(_subset(v)) for s, v in own.items()} for k, own in spaces.items()}
+    checks += _convergence(posterior, symmetry, statistics, num_draws)
+    return Diagnosis(tuple(checks), statistics, posterior.counted())
+
+
+def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:
+    """Check that draws are finite; then count independent ones, or find chains that are copies of others."""
+    yield (finite := _finite(spaces))
+    if finite.status == "pass" and posterior.kind == "independent":
+        count = posterior.num_chains * posterior.num_samples
+        limits = (EFFECTIVE_DRAWS[0], 0.0)
+        yield checked("effective draws", float(count), limits, f"{count} independent draws", "means are rough")
+    elif finite.status == "pass":
+        yield from diagnostics.copies(posterior.samples)
+
+
+def _convergence(posterior: Posterior, symmetry: Any, statistics: Statistics, num_draws: int) -> list[Check]:
+    """Check movement and agreement of the chains, the sampler's statistics, and the temperature."""
     agreement = _agreement(statistics, _is_network(posterior))
     arrived = all(check.status != "fail" for check in agreement)
     recorded = posterior.source and posterior.source.subsampled
     subsampled = "acceptance_rate" not in posterior.statistics if recorded is None else recorded
-    checks += [
+    return [
         diagnostics.moving(posterior.samples),
         *agreement,
         *diagnostics.starts(posterior.metadata),
         *diagnostics.sampler_checks(posterior.statistics, subsampled, arrived),
         *_temperature(posterior, symmetry, num_draws, subsampled, arrived),
     ]
-    return Diagnosis(tuple(checks), statistics, posterior.counted())
 
 
 def _finite(spaces: dict[str, Any]) -> Check:
