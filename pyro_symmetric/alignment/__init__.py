@@ -1,7 +1,7 @@
-"""Bring posteriors together across a symmetry, and measure what lies between them.
+"""Align posteriors under a symmetry, and measure the loss barriers between them.
 
-What a user calls (``matching``, ``many``, ``barrier``, ``relabel``) rests on ``moments`` (what is compared, and what a
-cost is) and ``descent`` (the search over permutations and signs).
+The public functions (``matching``, ``many``, ``barrier``, ``relabel``) rest on ``moments`` (features and costs) and
+``descent`` (the search over permutations and signs).
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier

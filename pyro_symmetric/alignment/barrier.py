@@ -1,6 +1,6 @@
 r"""The loss barrier between two posteriors.
 
-With the marginalised loss and the mean prediction of a posterior, by many weights and rows in bounded memory,
+With the marginalised loss and the mean prediction of a posterior,
 
 .. math:: L(q) = -\frac1N \sum_n \log \mathbb E_{w \sim q}\, p(y_n \mid x_n, w), \qquad
           \hat y_n = \mathbb E_{w \sim q} \mathbb E[y \mid x_n, w],
@@ -9,8 +9,8 @@ the barrier along the Wasserstein geodesic :math:`q_t` is
 
 .. math:: \max_t \; L(q_t) - \big[(1-t)\, L(q_0) + t\, L(q_1)\big] ,
 
-and likewise that of the error: the share of rows whose most probable class is wrong, or, for real targets, the root of
-the mean squared distance. ``p`` is the model's likelihood, untempered.
+and likewise that of the error: the misclassification rate, or, for real targets, the root mean squared error. ``p`` is
+the model's likelihood, untempered.
 
 Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 """
@@ -38,9 +38,9 @@ from pyro_symmetric.weights import Weights, require_finite
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
 
-# Weights of all draws that are evaluated at once.
+# The most weights, over draws, that are evaluated at once.
 CHUNK_WEIGHTS = 2**24
-# Outputs of the widest layer that one forward may hold for all draws and rows; it sets how many rows go at once.
+# The most outputs of the widest layer, over draws and rows, in one forward pass.
 CHUNK_NUMBERS = 2**24
 
 
@@ -63,20 +63,19 @@ class BarrierCurve:
 
     @property
     def barriers(self) -> dict[str, float]:
-        """Barrier of every loss and metric: the largest excess over the straight line between the ends."""
-        every = {**self.losses, **self.metrics}
-        return {name: float((v - torch.lerp(v[0], v[-1], self.t)).max()) for name, v in every.items()}
+        """The barrier of every loss and metric: the largest excess over the straight line between the ends."""
+        curves = {**self.losses, **self.metrics}
+        return {name: float((v - torch.lerp(v[0], v[-1], self.t)).max()) for name, v in curves.items()}
 
     @property
     def barrier(self) -> float:
-        """The loss barrier; of several data sets, the first."""
+        """The loss barrier, on the first data set."""
         return self.barriers[next(iter(self.losses))]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        listed = {"losses": self.losses, "metrics": self.metrics}
-        values = {kind: {name: value.tolist() for name, value in own.items()} for kind, own in listed.items()}
-        return {"t": self.t.tolist(), **values, "barriers": self.barriers}
+        """Return the curve as JSON."""
+        losses, metrics = ({name: value.tolist() for name, value in v.items()} for v in (self.losses, self.metrics))
+        return {"t": self.t.tolist(), "losses": losses, "metrics": metrics, "barriers": self.barriers}
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}: {value:.4f}" for name, value in self.barriers.items())
@@ -94,10 +93,10 @@ def loss_barrier(
     num_samples: int = 64,
     progress: bool = False,
 ) -> BarrierCurve:
-    """The loss along the geodesic between two mean-field posteriors, or between two networks.
+    """Compute the loss along the geodesic between two mean-field posteriors, or between two networks.
 
-    All points share their noise, so the curve is smooth and the barrier is not the maximum of independent errors. The
-    marginalisation over a finite number of draws overstates every loss a little, at all points alike.
+    All points share their noise, so the curve is smooth and the barrier is not the maximum of independent errors.
+    Marginalisation over finitely many draws overstates every loss slightly, equally at all points.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> x = torch.randn(50, 2)
@@ -109,15 +108,15 @@ def loss_barrier(
     >>> abs(ps.loss_barrier(net, aligned, model, (x, net(x).detach())).barrier) < 1e-3 < before
     True
 
-    :param guide_0: a guide with Gaussian moments (correlations are left out), ``GaussianWeights``, a ``Posterior`` of
-        draws in one frame, or a network: a module, or its weights by name. Of a network with batch normalisation take
-        the module: without running statistics of their own, ends are warned of.
+    :param guide_0: a guide with Gaussian moments (correlations are dropped), ``GaussianWeights``, a ``Posterior`` of
+        draws in one frame, or a network: a module, or its weights by name. A network with batch normalisation needs
+        its running statistics, which the module holds; a warning tells if they are missing.
     :param guide_1: likewise.
-    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, whose untempered loss and error are measured
-        on ``data``; or a function: weights of batch shape ``(S,)`` -> log-likelihood of every row ``(S, N)``.
-    :param data: with a model, ``(x, y)``, or a name for each: ``{"train": (x, y), "test": ...}``.
-    :param num_points: how many points, ends included; at least 3.
-    :param num_samples: draws at each point; plain networks need, and take, one.
+    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, to evaluate on ``data``; or a function from
+        weights of batch shape ``(S,)`` to the log-likelihood of every row, ``(S, N)``.
+    :param data: with a model, ``(x, y)``, or several by name: ``{"train": (x, y), "test": ...}``.
+    :param num_points: the number of points, ends included; at least 3.
+    :param num_samples: draws at each point; for plain networks one.
     """
     arguments.whole("num_points", num_points, 3)
     first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
@@ -154,16 +153,16 @@ def loss_barrier(
     t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
     curve = BarrierCurve(t, {}, {})
     for k, position in enumerate(tqdm(t.tolist(), desc="path", disable=not progress)):
-        between = barycentre_gaussians((first, second), (1 - position, position))
+        point = barycentre_gaussians((first, second), (1 - position, position))
         generator = torch.Generator(values[0].device).manual_seed(seed)
         sums: dict[str, list[Tensor]] = {}
         for count in parts:
-            weights = draw(between, count, generator)
+            weights = draw(point, count, generator)
             for name, score in scores.items():
                 density, *mean = score(weights, count)
-                before, *sofar = sums.get(name, (density - math.inf, *(0 * value for value in mean)))
-                added = (one + other for one, other in zip(sofar, mean, strict=True))
-                sums[name] = [torch.logaddexp(before, density), *added]
+                log_sum, *mean_sum = sums.get(name, (density - math.inf, *(0 * value for value in mean)))
+                added = (one + other for one, other in zip(mean_sum, mean, strict=True))
+                sums[name] = [torch.logaddexp(log_sum, density), *added]
         for name, (density, *mean) in sums.items():
             if bool(density.isnan().any()):
                 raise ValueError(
@@ -176,11 +175,11 @@ def loss_barrier(
     return curve
 
 
-# what is measured -----------------------------------------------------------------------------------------------------
+# losses and errors ----------------------------------------------------------------------------------------------------
 
 
 def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> Weights:
-    """Constrained weights of batch shape ``(count,)``; generators in one state give the same standard normals."""
+    """Draw constrained weights of batch shape ``(count,)``."""
     weights = {}
     for site, loc in gaussian.loc.items():
         noise = torch.randn(count, *loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
@@ -190,9 +189,9 @@ def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> W
     return weights
 
 
-def _of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
-    """``log Σ_s p(y|x, w_s)`` by row."""
-    pointwise = own(weights)
+def _of_function(log_likelihood: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
+    """Return ``log Σ_s p(y|x, w_s)`` by row."""
+    pointwise = log_likelihood(weights)
     if pointwise.dim() != 2 or len(pointwise) != count:
         raise ValueError(
             f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one value for each draw and row, "
@@ -202,12 +201,11 @@ def _of_function(own: PointwiseLogLikelihood, weights: Weights, count: int) -> t
 
 
 def _of_model(model: BayesianModel, name: str, pair: Data, weights: Weights, count: int) -> tuple[Tensor, ...]:
-    """``log Σ_s p(y|x, w_s)`` and the sum of predictions by row, a few rows at once. Weights may hold buffers, which
-    take the place of the network's own."""
+    """Return ``log Σ_s p(y|x, w_s)`` and the sum of predictions by row. Buffers among weights replace the network's."""
     x, targets = pair[0], model.likelihood.targets(pair[1])
     latents = {site: weights[site] for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))}
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
-    found = []
+    by_rows = []
     for part in torch.arange(len(x), device=x.device).split(max(1, CHUNK_NUMBERS // max(1, count * widest))):
         outputs = model.outputs(weights, x[part])
         distribution = model.likelihood.distribution(outputs, latents)
@@ -218,9 +216,9 @@ def _of_model(model: BayesianModel, name: str, pair: Data, weights: Weights, cou
                 f"{type(model.likelihood).__name__} takes {(len(targets), *expected[1:])}"
             )
         require_targets(model.likelihood, distribution, targets[part])
-        by_row = distribution.log_prob(targets[part]).reshape(count, len(part), -1).sum(-1).double()
-        found.append((torch.logsumexp(by_row, 0), model.likelihood.mean(outputs).double().sum(0)))
-    return tuple(torch.cat(column) for column in zip(*found, strict=True))
+        log_prob = distribution.log_prob(targets[part]).reshape(count, len(part), -1).sum(-1).double()
+        by_rows.append((torch.logsumexp(log_prob, 0), model.likelihood.mean(outputs).double().sum(0)))
+    return tuple(torch.cat(column) for column in zip(*by_rows, strict=True))
 
 
 def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
@@ -234,9 +232,8 @@ def _warn_of_statistics(net: nn.Module, first: GaussianWeights, second: Gaussian
     held = [f"{name}.running_mean".lstrip(".") for name in norms]
     if borrowed := [name for name in held if name not in first.loc or name not in second.loc]:
         warnings.warn(
-            f"the ends bring no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are measured "
-            "with the model's: what was fitted to another network's, or moved by an element of the symmetry, isn't "
-            "measured as itself. Pass networks, whose own statistics come along",
+            f"the ends hold no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are evaluated "
+            "with the model's, which may not fit their weights. Pass networks, which hold their own statistics",
             UserWarning,
             stacklevel=4,  # past the no_grad around the caller
         )

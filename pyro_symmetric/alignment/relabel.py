@@ -1,13 +1,13 @@
-r"""Relabel the draws of a mixture by what they say of the data: who belongs to whom.
+r"""Relabel the draws of a mixture by their allocation probabilities (Stephens's algorithm).
 
 With :math:`p_{sik}` the probability that observation ``i`` belongs to component ``k`` under draw ``s``, the labels
-:math:`\pi_s` of all draws are those of least divergence from the mean allocation :math:`\bar p`,
+:math:`\pi_s` of all draws minimise the divergence from the mean allocation :math:`\bar p`,
 
 .. math:: \min_{\pi_1 \dots \pi_S,\, \bar p} \sum_s \sum_{ik} p_{s i \pi_s(k)} \log
     \frac{p_{s i \pi_s(k)}}{\bar p_{ik}}.
 
-By turns: the mean of the relabelled probabilities, then each draw's labels by an assignment problem. No step makes the
-sum worse. Components that overlap in every parameter are told apart by the observations that they explain.
+The algorithm alternates between the mean of the relabelled probabilities and an assignment problem for each draw; no
+step raises the sum. Components that overlap in every parameter are told apart by the observations that they explain.
 
 Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62(4), 2000, Algorithm 2.
 """
@@ -24,11 +24,11 @@ from pyro_symmetric.alignment.descent import assign, recentre
 from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 
-# How far the probabilities of an observation may be from a sum of one.
-ROUNDING = 1e-3
-# Gains below this part of the whole are those of rounding.
-ROUNDED = 1e-10
-# How often to take the mean anew at most.
+# How far the sum of an observation's probabilities may be from one.
+SUM_TOLERANCE = 1e-3
+# Relative gains below this are rounding.
+ROUNDING = 1e-10
+# The most updates of the mean.
 MAX_ROUNDS = 50
 
 
@@ -40,7 +40,7 @@ def relabel(
     *,
     starts: int = 3,
 ) -> Posterior:
-    """The same draws of a mixture, relabelled so that every observation keeps its component.
+    """Relabel the draws of a mixture so that every observation keeps its component.
 
     >>> x, locs = torch.tensor([-4.0, -3.0, 5.0]), torch.tensor([-3.5, 5.0]) + 0.1 * torch.randn(2, 50, 2)
     >>> locs[1] = locs[1].flip(-1)  # the second chain has the components in the other order
@@ -52,11 +52,11 @@ def relabel(
     True
 
     :param posterior: a ``Posterior``, or site -> chains ``(chains, draws, *site_shape)``.
-    :param group: one set of units, the components, and the axes of all sites along which they lie.
-    :param probabilities: ``(chains, draws, observations, components)``: how likely each observation belongs to each
-        component, under each draw; or sampled allocations, one-hot.
-    :param starts: from how many random draws to start, besides the mean of all as they came; the best end is kept.
-    :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are none.
+    :param group: permutations of one set of units, the components.
+    :param probabilities: allocation probabilities ``(chains, draws, observations, components)``, or sampled
+        allocations, one-hot.
+    :param starts: the number of random draws to start from, besides the mean of all; the best result is kept.
+    :raises ValueError: if the group has other units or moves, or the probabilities don't fit or are invalid.
     """
     group = group_of(group)
     posterior = chains_of(posterior, shapes=group.site_shapes)
@@ -74,7 +74,7 @@ def relabel(
             f"({chains}, {draws}, observations, {components})"
         )
     sums = probabilities.sum(-1)
-    if not bool(((probabilities >= 0).all(-1) & ((sums - 1).abs() <= ROUNDING)).all()):
+    if not bool(((probabilities >= 0).all(-1) & ((sums - 1).abs() <= SUM_TOLERANCE)).all()):
         raise ValueError(
             "probabilities hold values that are negative or NaN, or don't sum to one over components: pass the softmax "
             "of the components' log-densities"
@@ -82,24 +82,24 @@ def relabel(
     flat = probabilities.detach().double().flatten(0, 1)
     random = flat[torch.randperm(len(flat), device=flat.device)[:starts]]
     means = [flat.mean(0), *(0.5 * (random + random.mean(-1, keepdim=True)))]
-    labels, _ = min((_settled(flat, mean) for mean in means), key=lambda end: end[1])
+    labels, _ = min((_relabelled(flat, mean) for mean in means), key=lambda result: result[1])
     labels = recentre(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(chains, draws, -1)}))
 
 
-def _settled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:
-    """Labels of all draws, ``(S, K)``, and minus how well they fit their mean, on average.
+def _relabelled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:
+    """Alternate between labels and mean; return the labels ``(S, K)`` and the mean cross-entropy with the mean.
 
     :param draws: ``(S, observations, K)``.
-    :param mean: the mean of the relabelled draws to start from.
+    :param mean: the allocation to start from, ``(observations, K)``.
     """
     least = math.inf
     for _ in range(MAX_ROUNDS):
-        # But for the draws' entropies, which no labels change, minus the divergence from the mean.
+        # Minus the divergence from the mean, up to the draws' entropies, which no labels change.
         scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log().mT @ draws
         labels = assign(scores)
         before, least = least, -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
-        if before - least <= ROUNDED * abs(least):
+        if before - least <= ROUNDING * abs(least):
             break
         mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)
     return labels, least

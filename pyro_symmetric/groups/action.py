@@ -1,12 +1,12 @@
-r"""Acting on flat vectors, constrained or not, which never travel without their layout.
+r"""The action of a group on flat vectors, constrained or not, with its log-determinant.
 
 A vector concatenates sites in a fixed order. If supports are given, it holds unconstrained coordinates ``u`` of values
-``w = t(u)``, with ``t`` the bijection to a site's support. The group acts on the values, so it acts on ``u`` by
-:math:`u \mapsto t^{-1}(g \cdot t(u))`, whose Jacobian is
+``w = t(u)``, with ``t`` the bijection to a site's support. The group acts on the values, and so on ``u`` by
+:math:`u \mapsto t^{-1}(g \cdot t(u))`, with log-determinant
 
 .. math:: \log|\det J_g(u)| = \log|\det t'(u)| - \log|\det t'(t^{-1}(g \cdot t(u)))| + \log|\det g| .
 
-It vanishes for permutations and signs if ``t`` works entry by entry, and also for stick-breaking, whose determinant,
+For permutations and signs it vanishes if ``t`` works entry by entry, and also for stick-breaking, whose determinant,
 the product of all entries of ``w``, is symmetric. Scales contribute :math:`\log|\det g|`, the sum of all
 log-multipliers.
 """
@@ -36,14 +36,13 @@ class Action:
     tensor([30., 10., 20.])
 
     :param group: the group, or a symmetry that has one.
-    :param sites: the sites in the order in which the vector concatenates them; as a mapping, site -> support, and the
-        vector holds unconstrained coordinates.
-    :param shapes: shapes of (constrained) sites that the group doesn't know, and that it therefore leaves alone.
+    :param sites: the sites in the order of the vector; or site -> support, for unconstrained coordinates.
+    :param shapes: constrained shapes of further sites, on which the group acts trivially.
     :ivar layout: the :class:`~pyro_symmetric.weights.Layout` of the vector.
-    :ivar nonlinear_sites: sites on which the group acts through a bijection there and back, as on a simplex whose
-        entries are permuted; ``simplex_sites``: those of them whose values lie on a simplex, or on one for each row.
-    :raises ValueError: if the group acts on a site that isn't among ``sites``, or doesn't know one whose shape isn't
-        given; if it flips or scales a site whose support isn't all real numbers.
+    :ivar nonlinear_sites: sites on whose coordinates the action is nonlinear, such as a simplex whose entries are
+        permuted; ``simplex_sites``: those of them whose values lie on a simplex, or on one in each row.
+    :raises ValueError: if ``sites`` lacks a site that the group moves, or holds one of unknown shape; if the group
+        flips, scales or shifts a site whose support isn't the real line.
     """
 
     def __init__(
@@ -55,16 +54,15 @@ class Action:
         self.group = group_of(group)
         supports = sites if isinstance(sites, Mapping) else {}
         self.sites = tuple(arguments.listed("sites", sites, str, "sites"))
-        values = {**(shapes or {}), **self.group.site_shapes}
-        unknown = [site for site in self.sites if site not in values]
-        if unknown or len(set(self.sites)) < len(self.sites) or not self.sites:
-            raise ValueError(f"sites is {list(self.sites)}; each must be there once, and one of {sorted(values)}")
+        known = {**(shapes or {}), **self.group.site_shapes}
+        if not self.sites or len(set(self.sites)) < len(self.sites) or not known.keys() >= set(self.sites):
+            raise ValueError(f"sites is {list(self.sites)}; each must be there once, and one of {sorted(known)}")
         if left_out := [site for site in self.group.required_sites if site not in self.sites]:
             raise ValueError(f"the group moves the sites {left_out}, which the vector doesn't hold: {list(self.sites)}")
         for site, support in supports.items():
             self.require_real(site, support)
         transforms = {site: biject_to(support) for site, support in supports.items()}
-        self.layout = Layout({site: values[site] for site in self.sites}, transforms)
+        self.layout = Layout({site: known[site] for site in self.sites}, transforms)
         self.dim = self.layout.dim
         moved = [site for site in supports if site in self.group.sites and not is_real(supports[site])]
         self.nonlinear_sites = tuple(site for site in moved if not self._commutes(site, supports[site]))
@@ -72,7 +70,7 @@ class Action:
         self.simplex_sites = tuple(s for s in self.nonlinear_sites if isinstance(of_entries(supports[s]), simplex))
 
     def __call__(self, vector: Tensor, element: Element) -> Tensor:
-        """Act on vectors; batch shapes broadcast. Bijections are computed in float64, as those of simplices need it."""
+        """Act on vectors; batch shapes broadcast. Nonlinear sites are computed in float64, which simplices need."""
         if vector.shape[-1:] != (self.dim,):
             raise ValueError(f"vector has shape {tuple(vector.shape)}, but this action needs a last axis of {self.dim}")
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
@@ -89,7 +87,7 @@ class Action:
         return torch.cat(parts, -1)
 
     def log_abs_det(self, vector: Tensor, element: Element) -> Tensor:
-        """Log-determinant of the action's Jacobian at ``vector``, ``batch_shape``."""
+        """Return the log-determinant of the action's Jacobian at ``vector``, ``batch_shape``."""
         total = vector.new_zeros(torch.broadcast_shapes(vector.shape[:-1], element.batch_shape))
         if self.nonlinear_sites:
             before, after = (
@@ -101,12 +99,13 @@ class Action:
             shape = self.group.view_shapes[site]
             for dim, members in self.group.members(site).items():
                 for name, axis in members:
-                    each = element.numbers["scale"][..., self.group.slots[name]].double().sum(-1)
-                    total = total + (axis.exponent * len(axis.index) * (shape.numel() // shape[dim]) * each).to(total)
+                    log_scale = element.numbers["scale"][..., self.group.slots[name]].double().sum(-1)
+                    power = axis.exponent * len(axis.index) * (shape.numel() // shape[dim])
+                    total = total + (power * log_scale).to(total)
         return total
 
     def require_real(self, site: str, support: Constraint) -> None:
-        """:raises ValueError: if units flip, scale or shift a site that can't take every real number."""
+        """Raise ``ValueError`` if units flip, scale or shift a site whose support isn't the real line."""
         members = [pair for axes in self.group.members(site).values() for pair in axes]
         changing = sorted({n for n, axis in members if axis.touched(self.group[n].moves - {"permute"})})
         if changing and not is_real(support):
@@ -116,25 +115,25 @@ class Action:
             )
 
     def _commutes(self, site: str, support: Constraint) -> bool:
-        """True if the group moves single entries, or whole constrained blocks (topics, each on its simplex)."""
+        """Return whether the action commutes with the bijection, entry by entry or block by block (a simplex each)."""
         base = of_entries(support)
         bounds = (as_tensor(getattr(base, name, 0.0)) for name in ("lower_bound", "upper_bound"))
         if not all(bool((bound == bound.flatten()[:1]).all()) for bound in bounds):
-            return False  # entries in other places have other bounds
+            return False  # the bounds differ between entries
         if base.event_dim == 0 and biject_to(base).domain.event_dim == 0:
             return True
-        blocks = len(self.layout.site_shapes[site]) - base.event_dim  # leading axes, along which all blocks are alike
+        batch_dims = len(self.layout.site_shapes[site]) - base.event_dim
         flattened = self.group.view_shapes[site] != self.group.site_shapes[site]
-        return not flattened and all(dim < blocks for dim in self.group.members(site))
+        return not flattened and all(dim < batch_dims for dim in self.group.members(site))
 
 
 def is_real(support: Constraint) -> bool:
-    """True if every number is feasible, entry by entry."""
+    """Return whether a support is the real line, entry by entry."""
     return isinstance(of_entries(support), type(constraints.real))
 
 
 def of_entries(support: Constraint) -> Constraint:
-    """The support without the axes along which it is only repeated."""
+    """Unwrap ``independent``: return the support of the entries, or of the blocks, that a site repeats."""
     while isinstance(support, independent):
         support = support.base_constraint
     return support

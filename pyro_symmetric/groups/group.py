@@ -1,9 +1,9 @@
-r"""A group: units, and the moves of theirs that leave something unchanged.
+r"""The group that moves of units generate.
 
-Every set of ``n`` units that may exchange places is a symmetric group :math:`S_n`; signs multiply units by -1 (with
-permutations :math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant. Units that lie inside others
-(rows inside attention heads) move first, then those outside: with :math:`H` units outside and :math:`d` inside each a
-wreath product :math:`S_d \wr S_H`, of order :math:`(d!)^H H!`, of any depth.
+Permutations of a set of ``n`` units form the symmetric group :math:`S_n`; signs multiply units by -1 (with permutations
+:math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant. Units inside others (rows inside attention
+heads) move first: with :math:`d` units inside each of :math:`H` they form the wreath product :math:`S_d \wr S_H`, of
+order :math:`(d!)^H H!`. Wreath products nest to any depth.
 
 Source: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations); Laurent, Aldea & Franchi 2024, arXiv
 2310.08287, section 3 (scales, shifts); Wiese et al. 2023, arXiv 2304.02902 (signs).
@@ -32,37 +32,37 @@ Runs = Mapping[str, tuple[int, int]]  # site -> first and last (excluded) of the
 
 
 class Group:
-    """Units with the moves that count, and the axes of sites along which they lie.
+    """Units with their moves, and the axes of sites along which they lie.
 
-    If an axis spans several axes of its site, these are flattened for all that lies there: :meth:`view` reshapes so,
-    and :meth:`members` and :meth:`axes` count axes in this view.
+    If an :class:`Axis` spans several axes of its site, these are flattened in the *view* of the site (:meth:`view`), to
+    whose axes :meth:`members` and :meth:`axes` refer.
 
     >>> weights = {"locs": torch.zeros(3, 2), "weights": torch.ones(3)}
     >>> group = ps.Group.declare({"locs": ("component", None), "weights": ("component",)}, weights)
     >>> group.factors, group.sample((4,))(weights)["locs"].shape
     ({'component': 3}, torch.Size([4, 3, 2]))
 
-    :param units: the units; their order, outer ones before what lies inside them, is the order of all that visits them.
+    :param units: the units, in the order in which they are visited, but each after its parent.
     :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
     :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
     :ivar factors: name of the units that move -> their number, in one copy if they lie inside others.
     :ivar moves: all moves that some units admit.
     :ivar view_shapes: shapes of the sites in the view.
-    :ivar slots: name of the units -> their numbers, all units numbered through; ``size``: how many there are.
-    :ivar depth: how many units lie inside one another at most, without the outermost; ``roots``: those in no others.
-    :ivar sites: the sites that units lie along; of these ``buffers`` are running statistics, ``required_sites`` not.
+    :ivar slots: name of the units -> their slice of all units, which are numbered consecutively; ``size``: of all.
+    :ivar depth: the levels of nesting below the outermost units; ``roots``: the outermost units.
+    :ivar sites: the sites along which units lie: ``buffers`` (running statistics) and ``required_sites``.
     :raises ValueError: if two sets share a name, an axis doesn't fit its site, units don't lie inside their parent's,
-        or permutations don't carry multipliers along, so that both together are no group.
+        or moves generate more than the elements that the units describe.
     """
 
     def __init__(self, units: Iterable[Units], site_shapes: Mapping[str, torch.Size], of_network: bool = False):
         shapes = shapes_of(site_shapes, "site_shapes")
         listed = arguments.listed("units", units, Units, "Units, each with its axes")
         _check_axes(listed, shapes)
-        self._place(listed, shapes, of_network, {})
+        self._build(listed, shapes, of_network, {})
         _check_group(self)
 
-    def _place(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
+    def _build(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
         self.site_shapes, self.of_network, self.units = dict(shapes), of_network, outer_first(units)
         self._runs = dict(runs)
         for axis in (axis for one in units for axis in one.axes if axis.span > 1):
@@ -88,7 +88,7 @@ class Group:
         self.buffers = tuple(site for site in self.sites if all(axis.buffer for axis in self._along(site)))
         self.required_sites = tuple(site for site in self.sites if site not in self.buffers)
         self._kept: dict[frozenset[Move], Group] = {}
-        self._hash = hash(tuple(self.factors.values()))  # of numbers: names have other hashes in other processes
+        self._hash = hash(tuple(self.factors.values()))  # of numbers: hashes of names differ between processes
         return self
 
     @classmethod
@@ -99,9 +99,9 @@ class Group:
         moves: str | Iterable[str] | Mapping[str, str | Iterable[str]] = "permute",
         even: Iterable[str] = (),
     ) -> Group:
-        """Declare which axes of which sites hold exchangeable parts, for any Pyro model.
+        """Declare the exchangeable axes of any Pyro model's sites.
 
-        The factors of a factor analysis can be exchanged and flipped; their variances are exchanged only:
+        The factors of a factor analysis can be permuted and flipped; their variances are permuted only:
 
         >>> group = ps.Group.declare(
         ...     {"loadings": (None, "factor"), "scores": ("factor", None), "variances": ("factor",)},
@@ -118,10 +118,10 @@ class Group:
         :param even: sites that no flip changes.
         """
         shapes, even = shapes_of(example_weights), arguments.listed("even", even, str, "sites")
-        lying: dict[str, list[tuple[str, int]]] = {}
+        places: dict[str, list[tuple[str, int]]] = {}
         for site, names in axes.items():
             if site not in shapes:
-                raise ValueError(f"axes tells of {site!r}; example_weights holds {list(shapes)}")
+                raise ValueError(f"axes names {site!r}; example_weights holds {list(shapes)}")
             if not isinstance(names, list | tuple) or len(names) != len(shapes[site]) or not names:
                 raise ValueError(
                     f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape "
@@ -129,13 +129,13 @@ class Group:
                 )
             for dim, name in enumerate(names):
                 if name is not None:
-                    lying.setdefault(name, []).append((site, dim))
-        given = moves if isinstance(moves, Mapping) else dict.fromkeys(lying, moves)
-        if set(given) != set(lying) or not set(even) <= set(axes):
-            raise ValueError(f"moves tells of {list(given)}, even of {even}; axes holds {list(lying)} in {list(axes)}")
+                    places.setdefault(name, []).append((site, dim))
+        by_name = moves if isinstance(moves, Mapping) else dict.fromkeys(places, moves)
+        if set(by_name) != set(places) or not set(even) <= set(axes):
+            raise ValueError(f"moves names {list(by_name)}, even {even}; axes holds {list(places)} in {list(axes)}")
         units = []
-        for name, where in lying.items():
-            lengths, allowed = {shapes[site][dim] for site, dim in where}, moves_of("moves", given[name])
+        for name, where in places.items():
+            lengths, allowed = {shapes[site][dim] for site, dim in where}, moves_of("moves", by_name[name])
             if len(lengths) > 1 or not allowed <= {"permute", "flip"}:
                 raise ValueError(
                     f"{name!r} lies along the axes {where} of lengths {sorted(lengths)}, and its moves are "
@@ -147,12 +147,12 @@ class Group:
         return cls(units, shapes)
 
     def order(self) -> int:
-        """The number of permutations with signs; signs that act alike (all rows, all columns) count apart."""
+        """Return the number of permutations with signs; signs that act alike (all rows, all columns) count twice."""
         permutations = (math.factorial(self[name].size) ** self[name].copies for name in self.names("permute"))
         return math.prod(permutations) * int(2 ** sum(self[name].count for name in self.names("flip")))
 
     def log_order(self) -> float:
-        """Natural logarithm of :meth:`order`, the number of equivalent modes of an invariant posterior."""
+        """Return the log of :meth:`order`, the number of equivalent modes of an invariant posterior."""
         permutations = sum(self[name].copies * math.lgamma(self[name].size + 1) for name in self.names("permute"))
         return permutations + math.log(2.0) * sum(self[name].count for name in self.names("flip"))
 
@@ -164,102 +164,102 @@ class Group:
         return self.units[name]
 
     def names(self, move: Move) -> tuple[str, ...]:
-        """The units that admit a move."""
+        """Return the names of the units that admit a move."""
         return self._by_move[move]
 
     def by_name(self, numbers: Tensor, move: Move) -> dict[str, Tensor]:
-        """Numbers of all units, ``batch + (size,)``, as ``batch + units.shape`` of those that admit a move."""
+        """Split numbers of all units, ``batch + (size,)``, into ``batch + units.shape`` of those that admit a move."""
         return {name: numbers[..., self.slots[name]].unflatten(-1, self[name].shape) for name in self.names(move)}
 
     def ancestors(self, name: str) -> tuple[str, ...]:
-        """The units that these lie inside of, the nearest first; none for most."""
+        """Return the units around some units, the innermost first."""
         parent = self[name].parent
         return () if parent is None else (parent, *self.ancestors(parent))
 
     def family(self, name: str) -> tuple[str, ...]:
-        """These units and all that lies inside them, outer ones first."""
-        inside = (other for other, one in self.units.items() if one.parent == name)
-        return (name, *(inner for child in inside for inner in self.family(child)))
+        """Return some units and all inside them, outer ones first."""
+        children = (other for other, one in self.units.items() if one.parent == name)
+        return (name, *(inner for child in children for inner in self.family(child)))
 
     def axes(self, name: str) -> tuple[Axis, ...]:
-        """The axes of some units in the view, in the order of ``group[name].axes``."""
+        """Return the axes of some units in the view, in the order of ``group[name].axes``."""
         return self._axes[name]
 
     def members(self, site: str) -> dict[int, Members]:
-        """For each axis of a viewed site that units lie along: (name, axis) pairs, inner units before outer ones."""
+        """Return (name, axis) for each axis of a viewed site along which units lie, inner units before outer ones."""
         return self._members.get(site, {})
 
     @property
     def weight_sites(self) -> tuple[str, ...]:
-        """The sites that are weights: all but buffers, biases by name, and further sites of one axis.
+        """The sites that are weights: no buffers, no biases by name, and of one axis only some.
 
-        Such a site is a weight if units multiply it with a negative exponent, or if its name ends in ``weight``.
+        A vector is a weight if units multiply it with a negative exponent, or if its name ends in ``weight``.
         """
-        leaving = {axis.site for axes in self._axes.values() for axis in axes if axis.exponent < 0}
-        found = (site for site in self.site_shapes if not is_bias(site) and site not in self.buffers)
-        return tuple(s for s in found if len(self.site_shapes[s]) > 1 or s in leaving or s.endswith("weight"))
+        outgoing = {axis.site for axes in self._axes.values() for axis in axes if axis.exponent < 0}
+        sites = (site for site in self.site_shapes if not is_bias(site) and site not in self.buffers)
+        return tuple(s for s in sites if len(self.site_shapes[s]) > 1 or s in outgoing or s.endswith("weight"))
 
     def epsilon(self, site: str) -> float:
-        """The summand that is added to a site's values before they are multiplied, and subtracted afterwards."""
+        """Return the constant to add to a site before it is multiplied, and to subtract afterwards."""
         return next((a.epsilon for a in self._along(site) if a.exponent and a.epsilon is not None), 0.0)
 
     def view(self, site: str, value: Tensor) -> Tensor:
-        """A site, ``batch_shape + site_shape``, with the axes flattened that some axis spans."""
+        """Flatten the spanned axes of a site, ``batch_shape + site_shape``."""
         if site not in self._runs:
             return value
         start, end = (dim - len(self.site_shapes[site]) for dim in self._runs[site])
         return value.flatten(start, end - 1)
 
     def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
-        """All sites as :meth:`view` shows them."""
+        """Apply :meth:`view` to all sites."""
         return {site: self.view(site, value) for site, value in weights.items()}
 
     def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
-        """:raises ValueError: if there are parameters that a network's group doesn't know: another network's."""
+        """Raise ``ValueError`` if a network's group lacks some of these parameters: they are another network's."""
         if self.of_network:
             require_same_network(sites, self.site_shapes, name)
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """The batch shape of ``weights`` that are only looked at, checked against the sites' shapes."""
+        """Return the batch shape of weights, checked against the sites' shapes; buffers may be missing."""
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
 
     @functools.cached_property
-    @torch.inference_mode(False)  # what is kept outlives the mode that it is made in
+    @torch.inference_mode(False)  # the cache outlives the mode it is built in
     def nesting(self) -> Tensor:
-        """Three numbers of each unit: of the first in its copy, of the unit which it lies in, and its copy's size.
+        """For each unit the first unit of its copy, the unit that it lies in, and the size of its copy: ``(3, size)``.
 
-        ``(3, size)``; units that lie in no others have themselves, and size 0.
+        Outermost units have themselves and 0.
         """
-        found = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
+        columns = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
         for name, one in self.units.items():
-            own = torch.arange(self.slots[name].start, self.slots[name].stop, device="cpu")
-            copies = (own - self.slots[name].start) // one.size
-            parent = own if one.parent is None else self.slots[one.parent].start + copies
-            size = torch.full_like(own, 0 if one.parent is None else one.size)
-            found.append(torch.stack([self.slots[name].start + copies * one.size, parent, size]))
-        return torch.cat(found, 1)
+            units = torch.arange(self.slots[name].start, self.slots[name].stop, device="cpu")
+            copies = (units - self.slots[name].start) // one.size
+            parent = units if one.parent is None else self.slots[one.parent].start + copies
+            size = torch.full_like(units, 0 if one.parent is None else one.size)
+            columns.append(torch.stack([self.slots[name].start + copies * one.size, parent, size]))
+        return torch.cat(columns, 1)
 
     def _along(self, site: str) -> list[Axis]:
         return [axis for members in self.members(site).values() for _, axis in members]
 
     def _viewed(self, axis: Axis) -> Axis:
-        """An axis of a site as one of the view: its units occupy all positions along the rest of the run."""
+        """Convert an axis to the view, where its units occupy all positions along the other flattened axes."""
         if axis.site not in self._runs:
             return axis
         start, end = self._runs[axis.site]
         if not start <= axis.dim < end:
             return axis if axis.dim < start else replace(axis, dim=axis.dim - (end - start - 1))
         shape, first = self.site_shapes[axis.site][start:end], axis.dim - start
-        places = torch.arange(shape.numel(), device=axis.index.device)
-        along = places.reshape(*shape[:first], -1, *shape[first + axis.span :]).movedim(first, 0)
-        index = along.reshape(len(along), -1)[axis.index].movedim(-1, 1).flatten(0, 1).contiguous()
+        positions = torch.arange(shape.numel(), device=axis.index.device)
+        positions = positions.reshape(*shape[:first], -1, *shape[first + axis.span :]).movedim(first, 0)
+        index = positions.reshape(len(positions), -1)[axis.index].movedim(-1, 1).flatten(0, 1).contiguous()
         return replace(axis, dim=start, index=index, span=1)
 
-    # parts of it ----------------------------------------------------------------------------------------------------
+    # restrictions ---------------------------------------------------------------------------------------------------
 
     def restricted(self, *moves: str) -> Group:
-        """The same units with these moves only; those that keep none, and axes that none touches, are left out."""
+        """Restrict to some moves; units that keep none, and axes that none touches, are dropped."""
         kept = moves_of("moves", moves)
         if kept not in self._kept:
             self._kept[kept] = self if kept >= self.moves else self.without(self.units, set(MOVES) - kept)
@@ -287,30 +287,30 @@ class Group:
 
     @property
     def finite(self) -> Group:
-        """Permutations and signs: what a guide can be averaged over. No proper prior is invariant under the others."""
+        """Permutations and signs, over which a guide can be averaged. No proper prior is invariant under the others."""
         return self.restricted("permute", "flip")
 
     def without(self, names: Iterable[str], moves: str | Iterable[str] | None = None) -> Group:
-        """Leave units out, or some moves of theirs; what lies inside them stays."""
-        left = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
+        """Drop units, or some of their moves; units inside them stay."""
+        dropped = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
-        units = [replace(u, moves=u.moves - taken) if u.name in left else u for u in self.units.values()]
+        units = [replace(u, moves=u.moves - taken) if u.name in dropped else u for u in self.units.values()]
         return self._checked(pruned(units), self.site_shapes, self._runs)
 
     def without_buffers(self, buffers: Collection[str] | None = None) -> Group:
-        """The same units acting on parameters alone; buffers (running statistics) stay as they are.
+        """Restrict the action to parameters; buffers (running statistics) stay.
 
-        That changes what a network computes, unless buffers are the same for all units: it serves to compare weights.
+        That changes the network's function, unless buffers are equal for all units: it serves to compare weights.
 
-        :param buffers: of which the group then knows nothing; by default all that it acts on.
+        :param buffers: the buffers to drop; by default all.
         """
-        left = self.buffers if buffers is None else buffers
-        units = [replace(u, axes=tuple(a for a in u.axes if a.site not in left)) for u in self.units.values()]
-        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in left}
+        dropped = self.buffers if buffers is None else buffers
+        units = [replace(u, axes=tuple(a for a in u.axes if a.site not in dropped)) for u in self.units.values()]
+        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in dropped}
         return self._checked(pruned(units), shapes, {site: run for site, run in self._runs.items() if site in shapes})
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
-        """The same group for weights whose sites have other names."""
+        """Rename the sites."""
         shapes = {rename(site): shape for site, shape in self.site_shapes.items()}
         if len(shapes) < len(self.site_shapes):
             raise ValueError("rename gives two sites the same name")
@@ -318,15 +318,15 @@ class Group:
         return self._checked(units, shapes, {rename(site): run for site, run in self._runs.items()})
 
     def _checked(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs) -> Group:
-        """A group of units that need no more checks, in the same view."""
-        return Group.__new__(Group)._place(units, shapes, self.of_network, runs)
+        """Build a group, in the same view, of units that are checked already."""
+        return Group.__new__(Group)._build(units, shapes, self.of_network, runs)
 
-    # its elements ---------------------------------------------------------------------------------------------------
+    # elements -------------------------------------------------------------------------------------------------------
 
     def identity(
         self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Element:
-        """The neutral element, as a batch of the given shape, on the CPU by default."""
+        """Return the neutral element, as a batch of a shape."""
         shape = arguments.shape("shape", shape)
         return Element(self, batch_shape=shape, device=device, dtype=arguments.dtype("dtype", dtype))
 
@@ -338,11 +338,11 @@ class Group:
         log_scales: Mapping[str, Any] | None = None,
         shifts: Mapping[str, Any] | None = None,
     ) -> Element:
-        """A given element or batch of elements: numbers as :class:`~pyro_symmetric.groups.units.Element` holds them.
+        """Build an element or a batch of elements, from numbers as :class:`~pyro_symmetric.groups.units.Element` takes.
 
         Shifts act first, then signs and scales, then permutations.
 
-        :raises ValueError: if units are unknown or don't admit the move, or the numbers aren't what they must be.
+        :raises ValueError: if units are unknown or don't admit the move, or numbers are invalid.
         """
         return Element(
             self,
@@ -360,27 +360,27 @@ class Group:
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> Element:
-        """A batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
+        """Sample independent elements: permutations and signs uniform, log-scales and shifts normal.
 
         :param spread: standard deviation of log-scales and shifts, on which no uniform distribution exists.
-        :param device: where they are drawn, by default on the CPU; they move weights on any.
+        :param device: of the generator, by default the CPU; elements act on weights on any device.
         """
         shape = tuple(arguments.shape("shape", shape))
         arguments.number("spread", spread, least=0, below=math.inf)
         options: Any = {"device": device or torch.device("cpu"), "generator": generator}
         real: Any = {**options, "dtype": arguments.dtype("dtype", dtype) or torch.get_default_dtype()}
 
-        def each(move: Move, draw: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-            return {name: draw((*shape, *self[name].shape)) for name in self.names(move)}
+        def draw(move: Move, sampler: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
+            return {name: sampler((*shape, *self[name].shape)) for name in self.names(move)}
 
         # Sorting uniform keys gives uniform permutations up to ties; float64 keys make ties too rare to matter.
-        permutations = each("permute", lambda full: torch.rand(full, dtype=torch.float64, **options).argsort(-1))
-        signs = each("flip", lambda full: torch.randint(0, 2, full, **real).mul_(2).sub_(1))
-        scales, shifts = (each(move, lambda full: spread * torch.randn(full, **real)) for move in ("scale", "shift"))
+        permutations = draw("permute", lambda full: torch.rand(full, dtype=torch.float64, **options).argsort(-1))
+        signs = draw("flip", lambda full: torch.randint(0, 2, full, **real).mul_(2).sub_(1))
+        scales, shifts = (draw(move, lambda full: spread * torch.randn(full, **real)) for move in ("scale", "shift"))
         return Element(self, permutations, signs, scales, shifts, shape)
 
     def enumerate(self) -> Element:
-        """All permutations with signs, as a batch of shape ``(order,)``; the identity comes first.
+        """List all permutations with signs, as a batch of shape ``(order,)``, the identity first.
 
         :raises ValueError: if there are more than a million.
         """
@@ -402,10 +402,10 @@ class Group:
             signs[one.name] = (1.0 - 2.0 * bits).reshape(-1, *one.shape)
         return Element(self, permutations, signs, batch_shape=(self.order(),))
 
-    # the same group -------------------------------------------------------------------------------------------------
+    # equality and JSON ----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: the sites' shapes, and the units with their axes; indices are left out if units fill an axis."""
+        """Return the group as JSON; indices of units that fill an axis in order are ``None``."""
 
         def axis_data(axis: Axis) -> dict[str, Any]:
             data = {field.name: getattr(axis, field.name) for field in fields(axis)}
@@ -422,7 +422,7 @@ class Group:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
-        """The inverse of :meth:`to_dict`."""
+        """Build a group from :meth:`to_dict`."""
         shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
 
         def axis_of(given: Mapping[str, Any]) -> Axis:
@@ -446,21 +446,21 @@ class Group:
         return "\n".join([f"Group of log-order {self.log_order():.1f}", *table(self.units)])
 
 
-# what is a group ------------------------------------------------------------------------------------------------------
+# checks that moves form a group ---------------------------------------------------------------------------------------
 
 
-class _Lying(NamedTuple):
-    """Units along one axis: the positions of each, ``(blocks, count)``, and the unit and the block at each position."""
+class _Occupied(NamedTuple):
+    """The positions that units occupy along an axis, ``(blocks, count)``, and the unit and block at each position."""
 
     units: Units
     power: int
-    places: Tensor
+    positions: Tensor
     unit: Tensor
     block: Tensor
 
 
 def _check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -> None:
-    """Each axis lies within its site, and no two units of a set share a position."""
+    """Check that each axis lies within its site, and that no two units of a set share a position."""
     for name, axis in ((one.name, axis) for one in units for axis in one.axes):
         shape, index = site_shapes.get(axis.site), axis.index
         if shape is None or axis.dim + axis.span > len(shape):
@@ -471,62 +471,62 @@ def _check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -
 
 
 def _check_group(group: Group) -> None:
-    """The moves of all units together are a group, whose elements have one reduced form each."""
+    """Check that the moves of all units form a group, in which every product has the form :math:`p\\,m\\,t`."""
     for site in group.sites:
-        members = [pair for own in group.members(site).values() for pair in own]
-        if len(found := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
-            raise ValueError(f"units multiply {site!r} with different epsilons, {found}; a site has one")
+        members = [pair for pairs in group.members(site).values() for pair in pairs]
+        if len(epsilons := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
+            raise ValueError(f"units multiply {site!r} with different epsilons, {epsilons}; a site has one")
         for name, own in members:
             if "shift" in group[name].moves and any(axis.exponent and axis.dim != own.dim for _, axis in members):
                 raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
         for dim, pairs in group.members(site).items():
-            lying = _lying_along(group, pairs, group.view_shapes[site][dim])
-            if lying and (tangled := _tangled(group, lying)):
+            occupied = _occupied(group, pairs, group.view_shapes[site][dim])
+            if occupied and (conflicting := _conflicting(group, occupied)):
                 raise ValueError(
-                    f"the moves of the units {tangled} along axis {dim} of {site!r} make up no group: units that "
+                    f"the moves of the units {conflicting} along axis {dim} of {site!r} make up no group: units that "
                     "permute the same positions must lie inside one another, or be rows and columns of a table; units "
                     "that are multiplied must be those that are permuted, lie inside them, or be left alone by every "
                     "permutation; a shift needs units of its own"
                 )
 
 
-def _lying_along(group: Group, members: Members, length: int) -> list[_Lying]:
-    """All that does something along an axis; what does the same in other blocks is taken together."""
-    found: list[_Lying] = []
+def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
+    """List the units that act along an axis; disjoint axes of the same units and power are joined."""
+    occupied: list[_Occupied] = []
     for name, axis in members:
         one, index = group[name], axis.index
         if axis.touched(one.moves):
             power = axis.exponent if "scale" in one.moves else axis.exponent % 2 if "flip" in one.moves else 0
-            for k, own in enumerate(found):
+            for k, own in enumerate(occupied):
                 if own.units is one and own.power == power and not bool((own.unit[index] >= 0).any()):
-                    index = torch.cat([found.pop(k).places, index])
+                    index = torch.cat([occupied.pop(k).positions, index])
                     break
             unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
             unit[index] = torch.arange(one.count, device="cpu").expand_as(index)
             block[index] = torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
-            found.append(_Lying(one, power, index, unit, block))
-    return found
+            occupied.append(_Occupied(one, power, index, unit, block))
+    return occupied
 
 
-def _tangled(group: Group, lying: Sequence[_Lying]) -> list[str]:
-    """The names of units along one axis whose moves make up no group, if there are."""
-    outer, everywhere = [group.ancestors(own.units.name) for own in lying], dict[str, Tensor]()
-    for own in lying:
-        everywhere[own.units.name] = everywhere.get(own.units.name, False) | (own.unit >= 0)
-    for own, around in zip(lying, outer, strict=True):
+def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
+    """Return the names of the first units along an axis whose moves form no group; none if all do."""
+    outer, covered = [group.ancestors(own.units.name) for own in occupied], dict[str, Tensor]()
+    for own in occupied:
+        covered[own.units.name] = covered.get(own.units.name, False) | (own.unit >= 0)
+    for own, around in zip(occupied, outer, strict=True):
         for name in (name for name in around if "permute" in group[name].moves and group[name].size > 1):
-            if name not in everywhere or not bool(everywhere[name][own.places].all()):
+            if name not in covered or not bool(covered[name][own.positions].all()):
                 return [name, own.units.name]
-    occupied = torch.stack([own.unit >= 0 for own in lying]).double()
-    for j, k in (occupied @ occupied.mT).nonzero().tolist():
-        one, other = lying[j], lying[k]
-        if not _fits(one, other, one.units.name in outer[k]):
+    overlap = torch.stack([own.unit >= 0 for own in occupied]).double()
+    for j, k in (overlap @ overlap.mT).nonzero().tolist():
+        one, other = occupied[j], occupied[k]
+        if not _normalises(one, other, one.units.name in outer[k]):
             return sorted({one.units.name, other.units.name})
     return []
 
 
-def _fits(one: _Lying, other: _Lying, inside: bool) -> bool:
-    """True if permutations of some units take others, which may lie inside them, along, or leave them alone."""
+def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
+    """Return whether permutations of some units map moves of others, maybe inside them, to moves of these."""
     units, shifted = one.units, "shift" in other.units.moves
     permuted = "permute" in other.units.moves and other.units.size > 1
     if shifted and one.power:
@@ -535,22 +535,22 @@ def _fits(one: _Lying, other: _Lying, inside: bool) -> bool:
         return True
     if one is other and not shifted:
         return True
-    exchanged = one.places.unflatten(-1, (units.copies, units.size))
-    unit, block = other.unit[exchanged], other.block[exchanged]
-    if inside and not shifted:  # counted from the first in each unit
+    positions = one.positions.unflatten(-1, (units.copies, units.size))
+    unit, block = other.unit[positions], other.block[positions]
+    if inside and not shifted:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
         unit = torch.where(unit < 0, unit, unit - first * (other.units.count // units.count))
-    alike = bool((unit == unit[..., :1]).all())
-    if not permuted or not alike:
-        return alike
-    # What is permuted is taken along whole: a row of a table to a row, with all that lies in it.
+    same = bool((unit == unit[..., :1]).all())
+    if not permuted or not same:
+        return same
+    # Sets of permuted units map to whole sets: a row of a table to a row.
     cells = (block * other.units.copies + unit // other.units.size).flatten(0, 1)
     number = len(cells.unique(dim=0))
     return all(len(column.unique()) == number for column in cells.T)
 
 
 def group_of(symmetry: Any, name: str = "group") -> Group:
-    """The group of a symmetry, or a group itself.
+    """Return the group of a symmetry, or a group itself.
 
     >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3))
     >>> ps.groups.group_of(symmetry) is symmetry.group

@@ -1,15 +1,15 @@
-r"""Units: named sets of interchangeable things, the axes of sites along which they lie; and elements, which move them.
+r"""Units, named sets of interchangeable things with the axes along which they lie; and the elements that move them.
 
 An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m`` (signs times scales), then its
 permutations ``p``:
 
 .. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
 
-All units are numbered through, and of each move an element holds one tensor, ``batch_shape + (units,)``. The image of a
-unit is where it comes from, with the moves of all that it lies inside. So permutations of a product are one gather and
-those of an inverse one argsort, :math:`(p r)(i) = r(p(i))`; they carry multipliers into multipliers,
-:math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements are unique but for signs: flipping all rows of a
-matrix flips all of its columns, too.
+The units of a group are numbered consecutively, and an element stores one tensor a move, ``batch_shape + (units,)``.
+The *image* of a unit is the unit whose weights it receives, under its own permutation and those of all units around it.
+So a product of permutations is one gather, :math:`(p r)(i) = r(p(i))`, and an inverse one argsort. They normalise
+multipliers: :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements are unique but for signs: flipping
+all rows of a matrix flips all of its columns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Move = Literal["permute", "flip", "scale", "shift"]
 MOVES: tuple[Move, ...] = get_args(Move)
 ByName = dict[str, Tensor]  # name of the units -> numbers
-LISTED = 6  # axes of each set of units in a table; of more, the number is told
+LISTED = 6  # how many axes of each set of units a table lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +47,14 @@ class Axis:
     >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
     {'hidden': 3}
 
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``; others stay. It is
-        kept on the CPU.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. Kept on the CPU.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
-        unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for what no multiplier touches.
-    :param buffer: whether the site is a buffer (running statistics), which guides and models needn't hold.
+        unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for no effect.
+    :param buffer: whether the site is a buffer (running statistics), which guides and models may lack.
     :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v + epsilon) - epsilon``, which is exact
         for the running variances of batch normalisation.
-    :param span: how many axes, from ``dim`` on, count as one that is flattened: input channels of group ``g`` of a
-        grouped convolution occupy columns (axis 1) of the rows (axis 0) of that group only.
+    :param span: how many axes, from ``dim`` on, are flattened into one. The input channels of group ``g`` of a grouped
+        convolution occupy columns (axis 1) in the rows (axis 0) of that group only.
     """
 
     site: str
@@ -70,7 +69,7 @@ class Axis:
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
             raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor (blocks, count)")
-        if index.is_inference() or index.device.type != "cpu":  # groups outlive the mode that they are made in
+        if index.is_inference() or index.device.type != "cpu":  # groups outlive the mode they are built in
             with torch.inference_mode(False):
                 object.__setattr__(self, "index", index.cpu().clone())
 
@@ -79,16 +78,16 @@ class Axis:
         return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
 
     def touched(self, moves: frozenset[Move]) -> bool:
-        """True if moves of the units change what lies along the axis."""
+        """Return whether moves of the units change the weights along the axis."""
         multiplied = bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
         return multiplied or "permute" in moves or "shift" in moves
 
     def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
-        """The number of positions along the axis; those along all of its axes, if it spans several."""
+        """Return the number of positions along the axis, or along all axes that it spans."""
         return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
     def fills(self, length: int) -> bool:
-        """True if unit ``i`` simply is position ``i`` of an axis of that length, and nothing else lies there."""
+        """Return whether unit ``i`` is position ``i`` of an axis of this length, for all positions."""
         return self.index.shape[1] == int(length) and self._in_order
 
     @functools.cached_property
@@ -101,8 +100,8 @@ class Axis:
 class Units:
     """A named set of interchangeable things: hidden units, heads, mixture components, factors.
 
-    Units may lie inside others: the rows of every attention head are ``Units("rows", d, parent="heads", copies=H)``,
-    and row ``i`` of head ``c`` has the number ``c * d + i`` in the indices of the axes.
+    Units may lie inside others: the rows of the attention heads are ``Units("rows", d, parent="heads", copies=H)``, and
+    row ``i`` of head ``c`` has the number ``c * d + i`` in the indices of the axes.
 
     >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
     >>> units = ps.Units("hidden", 3, (rows,))
@@ -111,9 +110,9 @@ class Units:
 
     :param size: the number of units in one copy.
     :param parent: the units inside which these lie, if any.
-    :param copies: the number of the parent's units; without a parent, of copies that move independently.
-    :param moves: what the units may do: exchange places within their copy (``"permute"``), flip their sign
-        (``"flip"``), be multiplied by a positive number (``"scale"``), be shifted by a constant (``"shift"``).
+    :param copies: the number of the parent's units; without a parent, the number of independent copies.
+    :param moves: what the units may do: permute within their copy (``"permute"``), flip signs (``"flip"``), be
+        multiplied by positive numbers (``"scale"``), be shifted by constants (``"shift"``).
     """
 
     name: str
@@ -135,7 +134,7 @@ class Units:
 
     @property
     def number(self) -> str:
-        """Their number in words: ``3``, or ``2 x 3`` for three in each of two copies."""
+        """The number of units as text: ``3``, or ``2 x 3`` for three in each of two copies."""
         return str(self.size) if self.copies == 1 else f"{self.copies} x {self.size}"
 
     @property
@@ -150,7 +149,7 @@ class Units:
 
 
 def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
-    """One move, or several, as a set: at least one."""
+    """Return one or several moves as a set, checked."""
     moves = [value] if isinstance(value, str) else list(value)
     if not moves or not set(moves) <= set(MOVES):
         raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
@@ -169,14 +168,14 @@ class Element:
     >>> isinstance(g, ps.groups.Element), (g @ g.inverse()).equal(group.identity())
     (True, True)
 
-    :param group: the group; the other arguments are trusted. Units that are left out stay, others' are passed over.
+    :param group: the group. The other arguments aren't checked: units left out stay, unknown names are ignored.
     :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` of a copy receives
-        what unit ``permutations[..., i]`` of that copy had, before what they lie inside moves.
+        the weights of unit ``permutations[..., i]`` of that copy, before the units around them move.
     :param signs: name -> 1 and -1.
     :param log_scales: name -> logarithms of multipliers.
-    :param shifts: name -> constants that are added.
-    :param batch_shape: of the batch, if it is larger than what these tell.
-    :ivar numbers: move that the group has -> the numbers of all units, ``batch_shape + (units,)``.
+    :param shifts: name -> constants to add.
+    :param batch_shape: broadcast with the batch shape of the numbers.
+    :ivar numbers: move of the group -> the numbers of all units, ``batch_shape + (units,)``.
     """
 
     def __init__(
@@ -212,12 +211,12 @@ class Element:
             self.numbers[move] = torch.cat(pieces, -1)
         if "permute" in self.numbers:
             steps = images = self.numbers["permute"] + group.nesting[0].to(device)
-            for _ in range(group.depth):  # each time one level further inside moves along
+            for _ in range(group.depth):  # from one level of nesting to the next
                 images = steps.gather(-1, _carried(group, images))
             self.numbers["permute"] = images
 
     def changed(self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]) -> Element:
-        """An element of the same group whose numbers are these, changed move by move."""
+        """Return the element of the same group whose numbers are ``change(move, numbers)``."""
         element = Element.__new__(Element)
         element.group, element.batch_shape = self.group, torch.Size(batch_shape)
         element.numbers = {move: change(move, value) for move, value in self.numbers.items()}
@@ -227,28 +226,28 @@ class Element:
 
     @functools.cached_property
     def steps(self) -> Tensor:
-        """Images as if what units lie inside stayed, counted through all copies: ``batch_shape + (units,)``."""
+        """The images if the units around stayed, among all units: ``batch_shape + (units,)``."""
         images = self.numbers["permute"]
         return images.gather(-1, _carried(self.group, images).argsort(-1)) if self.group.depth else images
 
     @property
     def permutations(self) -> ByName:
-        """Name of the units -> images within each copy, ``batch_shape + units.shape``."""
+        """Permutations by name, within each copy: ``batch_shape + units.shape``."""
         return self._by_name("permute")
 
     @property
     def signs(self) -> ByName:
-        """Name of the units -> 1 and -1, likewise."""
+        """Signs by name, 1 and -1."""
         return self._by_name("flip")
 
     @property
     def log_scales(self) -> ByName:
-        """Name of the units -> logarithms of multipliers, likewise."""
+        """Logarithms of multipliers by name."""
         return self._by_name("scale")
 
     @property
     def shifts(self) -> ByName:
-        """Name of the units -> constants that are added, likewise."""
+        """Added constants by name."""
         return self._by_name("shift")
 
     @property
@@ -263,14 +262,14 @@ class Element:
         return self.group.by_name(numbers, move)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The permutation of some units within each copy, ``batch_shape + units.shape``."""
+        """Return the permutation of some units within each copy, ``batch_shape + units.shape``."""
         return self.permutations[name]
 
     def images(self, name: str) -> Tensor:
-        """The place that each unit, counted through all copies, comes from: LongTensor ``batch_shape + (count,)``."""
-        at = self.group.slots[name]
+        """Return the images of some units, counted through all copies: LongTensor ``batch_shape + (count,)``."""
+        slot = self.group.slots[name]
         if "permute" in self.numbers:
-            return self.numbers["permute"][..., at] - at.start
+            return self.numbers["permute"][..., slot] - slot.start
         return torch.arange(self.group[name].count, device=self.device).expand(*self.batch_shape, -1)
 
     def __repr__(self) -> str:
@@ -279,33 +278,33 @@ class Element:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the numbers; None if there are none."""
+        """The device of the numbers; ``None`` if there are none."""
         return next((value.device for value in self.numbers.values()), None)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
-        """The same elements on another device; signs, scales and shifts in another precision."""
+        """Move to a device; cast signs, scales and shifts."""
         arguments.dtype("dtype", dtype)
         return self.changed(
             lambda move, value: value.to(device=device, dtype=None if move == "permute" else dtype), self.batch_shape
         )
 
     def select(self, index: int | slice | Tensor | tuple[Any, ...]) -> Element:
-        """Index the batch: ``g.select(0)`` is the first element. An index on another device is moved."""
-        device, given = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
-        here = tuple(part.to(device) if isinstance(part, Tensor) else part for part in given)
-        shape = torch.empty(self.batch_shape, device=device)[here].shape
-        return self.changed(lambda _, value: value[here], shape)
+        """Index the batch: ``g.select(0)`` is the first element. Tensors may lie on any device."""
+        device, parts = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
+        index = tuple(part.to(device) if isinstance(part, Tensor) else part for part in parts)
+        shape = torch.empty(self.batch_shape, device=device)[index].shape
+        return self.changed(lambda _, value: value[index], shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
-        """The same elements, repeated to a larger batch."""
+        """Expand to a larger batch."""
         return self.changed(lambda _, value: value.expand(*batch_shape, -1), batch_shape)
 
     def within(self, group: Group) -> Element:
-        """The element of another group that has the same numbers for the units of both, and leaves all others."""
+        """Return the element of another group with the same numbers for common units; the others stay."""
         return Element(group, *self.parts, self.batch_shape, device=self.device)
 
     def equal(self, other: Element) -> bool:
-        """True if both are the same elements, bit by bit."""
+        """Return whether all numbers are equal, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
         same = self.batch_shape == other.batch_shape and self.group.slots == other.group.slots
         return (same and self.numbers.keys() == other.numbers.keys()) and all(
@@ -315,7 +314,7 @@ class Element:
     # algebra --------------------------------------------------------------------------------------------------------
 
     def inverse(self) -> Element:
-        """The element with ``g.inverse() @ g`` the identity."""
+        """Return the inverse: ``g.inverse() @ g`` is the identity."""
         images = self.numbers.get("permute")
 
         def inverted(move: Move, value: Tensor) -> Tensor:
@@ -330,42 +329,41 @@ class Element:
         if not isinstance(other, Element):
             return NotImplemented
         if self.group is not other.group and self.group != other.group:
-            raise ValueError("only elements of one group compose; these are of two different groups, see within(group)")
+            raise ValueError("only elements of one group compose; bring one into the other by within(group)")
         shape = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
         mine, theirs = self.expand(shape), other.expand(shape).to(self.device)
         back = theirs.numbers["permute"].argsort(-1) if "permute" in theirs.numbers else None
 
-        def product(move: Move, own: Tensor) -> Tensor:
+        def product(move: Move, value: Tensor) -> Tensor:
             if move == "permute":
-                return theirs.numbers[move].gather(-1, own)
+                return theirs.numbers[move].gather(-1, value)
             if move != "shift" and back is not None:
-                own = own.gather(-1, back)
-            return own * theirs.numbers[move] if move == "flip" else own + theirs.numbers[move]
+                value = value.gather(-1, back)
+            return value * theirs.numbers[move] if move == "flip" else value + theirs.numbers[move]
 
         return mine.changed(product, shape)
 
     # action ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
-        """Act on weights; sites that the group doesn't move are expanded to the same batch shape, dtypes stay.
+        """Act on weights; sites that the group doesn't move are expanded to the same batch shape.
 
-        :raises ValueError: if sites are missing, running statistics included, or don't fit; or another network's.
+        :raises ValueError: if sites, or buffers, are missing or of other shapes; if a network's group gets another's.
         """
-        own = acted_shape(self.group, weights)
-        shape = torch.broadcast_shapes(self.batch_shape, own)
-        return {
-            site: v.expand((*shape, *weights[site].shape[len(own) :])) for site, v in self.on_sites(weights).items()
-        }
+        batch = acted_shape(self.group, weights)
+        shape = torch.broadcast_shapes(self.batch_shape, batch)
+        moved = self.on_sites(weights)
+        return {site: value.expand((*shape, *weights[site].shape[len(batch) :])) for site, value in moved.items()}
 
     def on_sites(self, weights: Mapping[str, Tensor]) -> Weights:
-        """Act on the sites that are there, whatever is missing; those that nothing moves keep their batch shape."""
+        """Act on some sites; those that nothing moves keep their batch shape."""
         return {site: self.on_site(site, value) for site, value in weights.items()}
 
     def on_site(self, site: str, value: Tensor, site_dims: int | None = None) -> Tensor:
-        """Act on one site alone; batch shapes broadcast. Large networks are moved so, without a second copy.
+        """Act on one site; batch shapes broadcast. Site by site, large networks need no second copy.
 
-        :param site_dims: the number of trailing axes that are the site's, if its shape isn't that which the group knows
-            (unconstrained coordinates may have fewer entries along axes that nothing moves).
+        :param site_dims: the number of the site's axes, if its shape differs from the group's (unconstrained
+            coordinates may have fewer entries along axes that nothing moves).
         """
         members = self.group.members(site)
         if not members:
@@ -374,9 +372,10 @@ class Element:
             dims = len(self.group.view_shapes[site])
             moved = self.on_site(site, self.group.view(site, value), dims)
             return moved.reshape(*moved.shape[: moved.dim() - dims], *self.group.site_shapes[site])
-        for dim, own in members.items():
-            for at, axis in ((self.group.slots[name], axis) for name, axis in own if "shift" in self.group[name].moves):
-                shift = laid_out(self.numbers["shift"][..., at].to(value), axis, self.group.view_shapes[site][dim], 0.0)
+        for dim, pairs in members.items():
+            for name, axis in (pair for pair in pairs if "shift" in self.group[pair[0]].moves):
+                shift = self.numbers["shift"][..., self.group.slots[name]].to(value)
+                shift = laid_out(shift, axis, self.group.view_shapes[site][dim], 0.0)
                 value = value + along_axis(shift, dim, site_dims)
         if "flip" in self.numbers or "scale" in self.numbers:
             epsilon = self.group.epsilon(site)
@@ -384,41 +383,41 @@ class Element:
             for dim in members:
                 value = value * along_axis(self._axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
             value = value - epsilon if epsilon else value
-        permuted = (dim for dim, own in members.items() if any("permute" in self.group[name].moves for name, _ in own))
+        permuted = (dim for dim, pairs in members.items() if any("permute" in self.group[n].moves for n, _ in pairs))
         return permute_axes(value, {dim: self._axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
 
     def _axis_index(self, site: str, dim: int) -> Tensor:
-        """LongTensor ``batch_shape + (length,)``: position ``i`` of this axis of the view receives what was there."""
-        length, full = self.group.view_shapes[site][dim], None
+        """Return the source of each position along an axis of the view, LongTensor ``batch_shape + (length,)``."""
+        length, sources = self.group.view_shapes[site][dim], None
         for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
             if "permute" not in self.group[name].moves:
                 continue
-            at = self.group.slots[name]
-            step = self.steps[..., at] - at.start
+            slot = self.group.slots[name]
+            step = self.steps[..., slot] - slot.start
             if not axis.fills(length):
-                places = axis.index.T.to(step.device)  # of each unit
-                came = places[step].flatten(-2)
-                every = torch.arange(length, device=step.device).repeat(*self.batch_shape, 1)
-                step = every.scatter_(-1, places.reshape(-1).expand(came.shape), came)
-            full = step if full is None else step.gather(-1, full)
-        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if full is None else full
+                positions = axis.index.T.to(step.device)  # of each unit
+                moved = positions[step].flatten(-2)
+                identity = torch.arange(length, device=step.device).repeat(*self.batch_shape, 1)
+                step = identity.scatter_(-1, positions.reshape(-1).expand(moved.shape), moved)
+            sources = step if sources is None else step.gather(-1, sources)
+        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if sources is None else sources
 
     def _axis_multiplier(self, site: str, dim: int, dtype: torch.dtype) -> Tensor:
-        """The factor of each position before it is permuted, ``batch_shape + (length,)``, in this precision or more."""
+        """Return the multiplier of each position, to apply before the permutation: ``batch_shape + (length,)``."""
         length = self.group.view_shapes[site][dim]
-        factor = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
+        multiplier = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
         for name, axis in self.group.members(site)[dim]:
-            moves, at = self.group[name].moves, self.group.slots[name]
+            moves, slot = self.group[name].moves, self.group.slots[name]
             if axis.exponent and "scale" in moves:
-                logs = laid_out(self.numbers["scale"][..., at], axis, length, 0.0)
-                factor = factor * (axis.exponent * logs.to(torch.promote_types(logs.dtype, dtype))).exp()
+                logs = laid_out(self.numbers["scale"][..., slot], axis, length, 0.0)
+                multiplier = multiplier * (axis.exponent * logs.to(torch.promote_types(logs.dtype, dtype))).exp()
             if axis.exponent % 2 and "flip" in moves:
-                factor = factor * laid_out(self.numbers["flip"][..., at], axis, length, 1.0)
-        return factor
+                multiplier = multiplier * laid_out(self.numbers["flip"][..., slot], axis, length, 1.0)
+        return multiplier
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
-    """The batch shape of weights that an element is to move, which must be its own network's, and all of them."""
+    """Return the batch shape of weights to act on, checked to be all that the group moves."""
     arguments.weights("weights", weights)
     require_buffers(weights, group.buffers)
     group.require_own(weights)
@@ -426,18 +425,18 @@ def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
 
 
 def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: str = "weights") -> None:
-    """:raises ValueError: if buffers that a group moves aren't there, so that moving the rest changes predictions."""
+    """Raise ``ValueError`` if buffers that a group moves are missing: moving the rest would change predictions."""
     if missing := [site for site in buffers if site not in weights]:
         raise ValueError(
             f"{name} holds no running statistics {missing}, which the symmetry moves along with the parameters. If "
-            "they stay in the network as it is (a posterior over parameters alone), take symmetry.holding(net), which "
-            "leaves them as they are; if every set of weights has its own, add them"
+            "they stay in the network (a posterior over parameters alone), take symmetry.holding(net); if every set of "
+            "weights has its own, add them"
         )
 
 
 def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | None) -> ByName:
-    """A user's numbers for one move, as tensors that are what they must be."""
-    found = {}
+    """Check a user's numbers of one move; return them as tensors."""
+    tensors = {}
     for name, value in (given or {}).items():
         if move not in group[name].moves:
             raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
@@ -452,12 +451,12 @@ def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | 
             numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
         if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(right.all()):
             raise ValueError(f"{argument}[{name!r}] is {numbers}; its shape must end in {shape}, with {wanted}")
-        found[name] = numbers
-    return found
+        tensors[name] = numbers
+    return tensors
 
 
 def _carried(group: Group, images: Tensor) -> Tensor:
-    """The place that each unit comes from if only what it lies inside moves, as images tell."""
+    """Return the images of all units if only the units around them move, by the images of these."""
     _, parent, size = group.nesting.to(images.device)
     return torch.arange(group.size, device=images.device) + size * (images[..., parent] - parent)
 
@@ -466,7 +465,7 @@ def _carried(group: Group, images: Tensor) -> Tensor:
 
 
 def outer_first(units: Sequence[Units]) -> dict[str, Units]:
-    """Units by name, in the given order, but each after its parent."""
+    """Sort units by name, in the given order but each after its parent."""
     named: dict[str | None, Units] = {one.name: one for one in units}
     ordered: dict[str, Units] = {}
     if len(named) < len(units):
@@ -485,9 +484,9 @@ def outer_first(units: Sequence[Units]) -> dict[str, Units]:
 
 
 def pruned(units: Sequence[Units]) -> list[Units]:
-    """Units that do something, with the axes that it touches, and those that others lie inside, in the given order.
+    """Drop units without effect that hold no others, and axes that no move touches.
 
-    Inside what nothing permutes there is no parent.
+    Units inside others that never move lose their parent.
     """
     carried: set[str | None] = set()
     for one in units:
@@ -503,7 +502,7 @@ def pruned(units: Sequence[Units]) -> list[Units]:
 
 
 def table(units: Mapping[str, Units]) -> list[str]:
-    """Lines with aligned columns; units that lie inside others stand below them, indented."""
+    """Format units as aligned lines; units inside others follow these, indented."""
     rows = [("units", "number", "moves", "axes")]
 
     def add(parent: str | None, indent: str) -> None:
@@ -521,7 +520,7 @@ def table(units: Mapping[str, Units]) -> list[str]:
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
-    """All entries of each unit along one axis.
+    """Return all entries of each unit along one axis.
 
     :param value: a site in the group's view, ``batch_shape + site_shape``.
     :param axis: an axis of the view.
@@ -538,12 +537,12 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
 
 
 def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
-    """``batch + (n,)`` -> ``batch + (1, .., n, .., 1)``, lying along axis ``dim`` of a site of ``site_dims`` axes."""
+    """Reshape ``batch + (n,)`` to ``batch + (1, .., n, .., 1)``, along axis ``dim`` of a site of ``site_dims`` axes."""
     return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))
 
 
 def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tensor:
-    """Numbers of units, ``batch + (count,)``, at the positions of an axis, ``batch + (length,)``."""
+    """Lay out numbers of units, ``batch + (count,)``, at the positions of an axis, ``batch + (length,)``."""
     if axis.fills(length):
         return numbers
     full = numbers.new_full((*numbers.shape[:-1], length), elsewhere)
@@ -554,22 +553,22 @@ def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tens
 def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
     """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
     batch, site = value.shape[: value.dim() - site_dims], value.shape[value.dim() - site_dims :]
-    several = [index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1]
-    if len(indices) > 1 and any(shape != batch for shape in several):
-        # Elements that meet several values: one gather with flat indices, which are computed once for an element.
+    batches = [index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1]
+    if len(indices) > 1 and any(shape != batch for shape in batches):
+        # Elements broadcast over values: one gather with flat indices, computed once for each element.
         flat = torch.zeros((), dtype=torch.long, device=value.device)
         for dim, length in enumerate(site):
             index = indices.get(dim, torch.arange(length, device=value.device))
             flat = flat + along_axis(index * math.prod(site[dim + 1 :]), dim, site_dims)
         return permute_axes(value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1).unflatten(-1, site)
     for dim, index in indices.items():
-        own, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
-        if index.shape[:-1].numel() == 1 and index.dim() <= len(own) + 1:
+        batch, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
+        if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1:
             value = value.index_select(dim - site_dims, index.reshape(-1))
-        elif dim == 0 and rest:  # whole rows, which are copied many times as fast as their entries one by one
-            chosen = index + site[0] * torch.arange(own.numel(), device=value.device).reshape(*own, 1)
-            value = value.reshape(-1, *rest).index_select(0, chosen.flatten()).reshape(*chosen.shape, *rest)
+        elif dim == 0 and rest:  # whole rows, many times as fast as a gather of their entries
+            row = index + site[0] * torch.arange(batch.numel(), device=value.device).reshape(*batch, 1)
+            value = value.reshape(-1, *rest).index_select(0, row.flatten()).reshape(*row.shape, *rest)
         else:
-            full = (*torch.broadcast_shapes(own, index.shape[:-1]), *site)
+            full = (*torch.broadcast_shapes(batch, index.shape[:-1]), *site)
             value = value.expand(full).gather(dim - site_dims, along_axis(index, dim, site_dims).expand(full))
     return value
