@@ -1,7 +1,7 @@
-"""Guides that know the symmetries of their model; all plug into stock :class:`~pyro.infer.SVI`.
+"""Symmetrised and Gaussian guides for stock :class:`~pyro.infer.SVI`.
 
-They pickle, also to workers of process pools and dask. Under :class:`~torch.nn.parallel.DistributedDataParallel`, wrap
-``Trace_ELBO()(model, guide)`` after ``guide.setup(...)``, and seed all ranks alike before each step.
+They pickle, also to workers of process pools and dask. Under :class:`~torch.nn.parallel.DistributedDataParallel` wrap
+``Trace_ELBO()(model, guide)`` after ``guide.setup(...)``, and give all ranks the same seed before each step.
 """
 
 from pyro_symmetric.guides.base import WeightsGuide

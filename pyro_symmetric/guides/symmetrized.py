@@ -133,17 +133,17 @@ class AutoSymmetrized(WeightsGuide):
         self._action = action_on(self, self.group)
         if not posterior.has_rsample:  # Pyro leaves the score of a guide's flat site out of the gradient
             raise TypeError(
-                f"{type(self.base).__name__} draws without rsample, so that its training would lack a term; give the "
-                "law a reparametrised one, or symmetrise a guide written by hand by ps.symmetrize"
+                f"{type(self.base).__name__} draws without rsample, so that its gradient would lack a term; take a "
+                "reparametrised distribution, or symmetrise a guide written by hand by ps.symmetrize"
             )
         try:
             with torch.no_grad(), forked():
                 posterior.log_prob(posterior.sample() + 1e-3)
         except (KeyError, NotImplementedError) as error:
             raise TypeError(
-                f"{type(self.base).__name__} knows the density of its own draws only, but symmetrising asks for that "
-                "of their copies; take a flow that inverts everywhere: AutoIAFNormal (as many passes as there are "
-                "weights), or affine_coupling or spline_coupling (one pass)"
+                f"{type(self.base).__name__} evaluates the density of its own draws only, but symmetrising needs that "
+                "of their copies; take a flow with an inverse: AutoIAFNormal (as many passes as there are weights), or "
+                "affine_coupling or spline_coupling (one pass)"
             ) from error
         self.estimator = self.estimator or usual_estimator(posterior, self._action)
         with suppress(InconclusiveError, NotImplementedError):
