@@ -170,8 +170,8 @@ def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Ten
     group = group.restricted(move)
     shape = group.batch_shape(form)
     numbers = sum(form[site].numel() for site in group.required_sites) // shape.numel()
-    every = -(-shape.numel() // max(FEW, min(JUDGED, NUMBERS // max(1, numbers))))
-    viewed = group.viewed({site: form[site].flatten(0, len(shape) - 1)[::every] for site in group.required_sites})
+    stride = -(-shape.numel() // max(FEW, min(JUDGED, NUMBERS // max(1, numbers))))
+    viewed = group.viewed({site: form[site].flatten(0, len(shape) - 1)[::stride] for site in group.required_sites})
     for name in group.names(move):
         axes = [a for a in group.axes(name) if a.site in viewed and (move == "permute" or a.exponent % 2)]
         if axes:  # a sign leaves even powers

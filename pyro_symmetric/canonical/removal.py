@@ -235,11 +235,11 @@ def plan(group: Group, move: Move) -> tuple[Step, ...]:
     while pending:
         done = {name for step in steps for name in step.names}
         inner = [name for name in pending if not any(name in group.ancestors(other) for other in pending)]
-        found = [_step(group, move, name, done) for name in inner]
-        ready = [step for rank, step in found if rank == 0]
+        ranked = [_step(group, move, name, done) for name in inner]
+        ready = [step for rank, step in ranked if rank == 0]
         # Biases may be zero, and scales in circles need none; permutations need neither side.
         for wanted in {"permute": (), "scale": (1,), "flip": (1, 2)}.get(move, ()):
-            ready = ready or [step for rank, step in found if rank == wanted][:1]
+            ready = ready or [step for rank, step in ranked if rank == wanted][:1]
         steps += ready or [Step(tuple(pending))]
         pending = [name for name in pending if not any(name in step.names for step in steps)]
     return tuple(steps)
@@ -264,12 +264,12 @@ def _acting(group: Group, axis: Axis, inside: Iterable[str]) -> set[str]:
     :param inside: the units and those that they lie inside, which act along that axis anyway: they count if they lie
         there twice (grouped convolutions whose inputs are their outputs).
     """
-    own, found = axis.index.flatten(), set[str]()
+    positions, acting = axis.index.flatten(), set[str]()
     for dim, members in group.members(axis.site).items():
-        names = [other for other, entry in members if dim != axis.dim or bool(torch.isin(entry.index, own).any())]
+        names = [other for other, entry in members if dim != axis.dim or bool(torch.isin(entry.index, positions).any())]
         once = {name for name in inside if dim == axis.dim and names.count(name) == 1}
-        found |= {name for name in names if group[name].moves} - once
-    return found
+        acting |= {name for name in names if group[name].moves} - once
+    return acting
 
 
 @lru_cache(maxsize=1024)

@@ -195,19 +195,19 @@ class Mass:
         """
         free, left = torch.ones(self.shape, dtype=torch.bool, device=self._base.device), self
         while True:
-            found = left._reached(0) & left._reached(1) & free
-            if torch.equal(found, free):
+            bounded_units = left._reached(0) & left._reached(1) & free
+            if torch.equal(bounded_units, free):
                 return free
-            free, left = found, self.without(~found)
+            free, left = bounded_units, self.without(~bounded_units)
 
     def _reached(self, side: int) -> Tensor:
         """Find the units reached by an entry all of whose units on the other side are reached, to a fixed point."""
-        found, count = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device), -1
-        while count < (count := int(found.sum())):
+        reached, count = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device), -1
+        while count < (count := int(reached.sum())):
             logs = torch.zeros_like(self._base)
-            logs[:, 1 - side] = torch.where(found, 0.0, GONE)
-            found = found | (self.sides(logs)[side] > 0)
-        return found
+            logs[:, 1 - side] = torch.where(reached, 0.0, GONE)
+            reached = reached | (self.sides(logs)[side] > 0)
+        return reached
 
     def minimise(self, free: Tensor, counts: Mass | None = None) -> tuple[Tensor, Tensor]:
         r"""Minimise the sum over the free units, bool ``(samples, units)``; the others stay at zero.

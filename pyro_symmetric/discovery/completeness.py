@@ -100,9 +100,9 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
         with without_fast_attention(), without_warnings():
             outputs = run.outputs(leaves, inputs, torch.float64)
         losses = min(LOSSES, sum(out.numel() for out in outputs if out.requires_grad))
-        for own in gradients(outputs, leaves, losses):
-            every = [own[site] if site in own else torch.zeros_like(value) for site, value in weights.items()]
-            row = torch.cat([gradient.flatten() for gradient in every]).cpu()
+        for gradient in gradients(outputs, leaves, losses):
+            blocks = [gradient.get(site, torch.zeros_like(value)).flatten() for site, value in weights.items()]
+            row = torch.cat(blocks).cpu()
             rows += [row / row.norm()] if 0 < row.norm() < float("inf") else []
         if len(rows) >= needed:
             return torch.stack(rows)
@@ -150,7 +150,7 @@ def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
     for move, argument in moves.items():
         for name in group.names(move):
             one = group[name]
-            each = STEP * torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
-            up, down = (group.element(**{argument: {name: own}}).on_sites(weights) for own in (each, -each))
+            step = STEP * torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
+            up, down = (group.element(**{argument: {name: own}}).on_sites(weights) for own in (step, -step))
             moved = [(up[site] - down[site]).expand(one.count, *v.shape).flatten(1) for site, v in weights.items()]
             yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu() / (2 * STEP)

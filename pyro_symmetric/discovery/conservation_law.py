@@ -83,7 +83,7 @@ def with_multipliers(
     :param held: frozen sites.
     :param logits: whether outputs go through a softmax.
     """
-    every = {one.name: one for one in units}
+    by_name = {one.name: one for one in units}
     try:
         law = _Law([Pass(trace, logits) for trace in traces], net, shapes)
         cells = list[_Cell]()
@@ -99,14 +99,14 @@ def with_multipliers(
     except NotDifferentiable:  # permutations alone are found
         return list(units)
     for cell, moves in multipliers.items():
-        _add_multipliers(every, cell, moves)
-    multiplied = [{axis.site for axis in one.axes if axis.exponent} for one in every.values()]
-    occupied = {axis.site for one in every.values() for axis in one.axes}
+        _add_multipliers(by_name, cell, moves)
+    multiplied = [{axis.site for axis in one.axes if axis.exponent} for one in by_name.values()]
+    occupied = {axis.site for one in by_name.values() for axis in one.axes}
     for site, move in law.whole_sites():
         if site not in held and ({site} not in multiplied if move == "scale" else site not in occupied):
             axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
-            every[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
-    return list(every.values())
+            by_name[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
+    return list(by_name.values())
 
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
@@ -195,12 +195,12 @@ class _Law:
         except NotDifferentiable:
             signs = {cell: [] for cell in cells}
         signs = _independent_of_others(self._confirmed(signs, -1.0), self.shapes, True)
-        found: dict[_Cell, Moves] = {cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells}
-        for cell, moves in found.items():
+        solved: dict[_Cell, Moves] = {cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells}
+        for cell, moves in solved.items():
             for parity in signs[cell]:
                 same = next((exponents for exponents in moves if _parity(exponents) == parity), parity)
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
-        return found
+        return solved
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
         """Iterate over vectors that may be shifted, and sites that may be scaled, as a whole, as one loss tells.
@@ -226,7 +226,7 @@ class _Law:
         kept = {axis.site: set[int]() for axis in axes.values()}  # the dimensions that aren't summed over
         for axis in axes.values():
             kept[axis.site].update(range(axis.dim, axis.dim + axis.span))
-        found: dict[Place, list[Tensor]] = {place: [] for place in axes}
+        products: dict[Place, list[Tensor]] = {place: [] for place in axes}
         for weights, gradient in self._gradients(losses, twin):
             self.first_gradient = self.first_gradient or gradient
             sums = dict[str, list[Tensor]]()
@@ -236,13 +236,13 @@ class _Law:
                 rest = [dim for dim in range(terms.dim()) if dim not in kept[site]]
                 sums[site] = [x.sum(rest, keepdim=True) if rest else x for x in (terms, terms.abs())]
             for place, axis in axes.items():
-                own = torch.zeros(2, axis.length(self.shapes), device="cpu")
+                product = torch.zeros(2, axis.length(self.shapes), device="cpu")
                 if axis.site in sums:
                     spanned = [_spanned(x, axis).unsqueeze(-1) for x in sums[axis.site]]
                     rest = [dim for dim in range(spanned[0].dim()) if dim != axis.dim]
-                    own = torch.stack([x.sum(rest) for x in spanned])
-                found[place].append(own.double().cpu())
-        return {place: torch.stack(own, 1) for place, own in found.items()}
+                    product = torch.stack([x.sum(rest) for x in spanned])
+                products[place].append(product.double().cpu())
+        return {place: torch.stack(product, 1) for place, product in products.items()}
 
     def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Iterate over weights and the gradients of random losses of a twin there."""
@@ -283,7 +283,7 @@ class _Law:
     def _scales(self, cell: _Cell, products: Products) -> list[Exponents]:
         """Solve a cell's law for a basis of the exponents of scales."""
         law, magnitude = _matrix(cell, products)
-        if not bool((magnitude > 0).all()):  # no loss depends on some axis, an expert's, say: nothing is known of it
+        if not bool((magnitude > 0).all()):  # nothing is known of an axis on which no loss depends, an expert's, say
             return []
         movable = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.axes]
         live = (magnitude > self.silent) & torch.tensor(movable, device="cpu")
@@ -307,21 +307,21 @@ class _Law:
         order = np.argsort([self.shapes[axis.site].numel() for axis in cell.axes], kind="stable")
         basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
         shared = [parity for parity in map(_parity, scales) if len(independent([*basis, parity], True)) == len(basis)]
-        every = [*shared, *map(tuple, basis)]
-        return [every[k] for k in independent(every, True)]
+        candidates = [*shared, *map(tuple, basis)]
+        return [candidates[k] for k in independent(candidates, True)]
 
     # trials ---------------------------------------------------------------------------------------------------------
 
     def _confirmed(self, bases: Bases, factor: float) -> Bases:
         """Keep the exponents that leave outputs as they are when units are multiplied by powers of a factor."""
-        every = [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
+        proposals = [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
         # One by one first, since changes may cancel; then all at once far off, where a clamp isn't odd any more.
         for k, point in enumerate([*self.points, *self.test_points]):
             if self.small and k == 0:
-                every = [one for one in every if not self._refuted([one], point, factor)]
-            refuted = set(self._refuted(every, point, factor))
-            every = [one for one in every if one not in refuted]
-        return {cell: [own for own in basis if (cell, own) in every] for cell, basis in bases.items()}
+                proposals = [one for one in proposals if not self._refuted([one], point, factor)]
+            refuted = set(self._refuted(proposals, point, factor))
+            proposals = [one for one in proposals if one not in refuted]
+        return {cell: [own for own in basis if (cell, own) in proposals] for cell, basis in bases.items()}
 
     def _refuted(self, proposals: Sequence[Proposal], point: _Point, factor: float) -> list[Proposal]:
         """Return the proposals that change outputs at a point.
@@ -343,16 +343,15 @@ class _Law:
                 for axis, exponent in zip(cell.axes, exponents, strict=True):
                     if exponent:
                         zeros = torch.zeros(axis.length(self.shapes), dtype=torch.float64, device="cpu")
-                        own = exponent / largest * powers[cell, exponents]
-                        total.setdefault(_place(axis), zeros)[axis.index] += own
+                        power = exponent / largest * powers[cell, exponents]
+                        total.setdefault(_place(axis), zeros)[axis.index] += power
             moved = dict(point.weights)
             for (site, dim, span), power in total.items():
-                shape, epsilon = self.shapes[site], self.epsilons.get(site)
-                value = moved[site].reshape(*shape[:dim], -1, *shape[dim + span :])
-                factors = factor ** power.to(value.device).reshape(-1, *(1 for _ in shape[dim + span :]))
+                value, epsilon = moved[site].flatten(dim, dim + span - 1), self.epsilons.get(site)
+                factors = factor ** power.to(value.device).reshape(-1, *(1 for _ in value.shape[dim + 1 :]))
                 factors = factors.to(value.real.dtype)
                 value = (value + epsilon) * factors - epsilon if epsilon else value * factors
-                moved[site] = value.reshape(shape)
+                moved[site] = value.reshape(self.shapes[site])
             with torch.no_grad():
                 return not difference(point.outputs, self._outputs(moved, point.inputs)) < 10 * self.null
 
@@ -370,16 +369,14 @@ def _axes_of(
     for axis in units.axes:
         if axis.site in held:
             continue
-        inner_blocks = [
-            block for one in inner for own in one.axes if _place(own) == _place(axis) for block in own.index
-        ]
-        owner = torch.full((axis.length(law.shapes),), -1, device="cpu")
-        for number, block in enumerate(inner_blocks):
-            owner[block] = number
+        rows = (row for one in inner for other in one.axes if _place(other) == _place(axis) for row in other.index)
+        owner = torch.full((axis.length(law.shapes),), -1, device="cpu")  # the inner unit's block at each position
+        for number, row in enumerate(rows):
+            owner[row] = number
         pieces: dict[int, list[Tensor]] = {}
-        for k, (block, own) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
-            shared = int(own[0]) >= 0 and bool((own == own[0]).all())
-            pieces.setdefault(int(own[0]) if shared else -1 - k, []).append(block)
+        for k, (row, owners) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
+            shared = int(owners[0]) >= 0 and bool((owners == owners[0]).all())
+            pieces.setdefault(int(owners[0]) if shared else -1 - k, []).append(row)
         for blocks in pieces.values():
             axes += _cut(replace(axis, index=torch.stack(blocks)), slices.get(axis.site), law.shapes)
     return tuple(replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in axes)
@@ -413,7 +410,8 @@ def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
     """
     columns = [products[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.axes]
     law, magnitude = torch.stack(columns, -1)
-    law, magnitude = (own[(magnitude.amax(1) > 0) & magnitude.isfinite().all(1)] for own in (law, magnitude))
+    valid = (magnitude.amax(1) > 0) & magnitude.isfinite().all(1)
+    law, magnitude = law[valid], magnitude[valid]
     if not len(law):
         return law, torch.zeros(len(cell.axes), dtype=torch.float64, device="cpu")
     largest = magnitude.amax(1, keepdim=True)
@@ -432,13 +430,13 @@ def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cel
     basis = vectors[values <= null * math.sqrt(len(law))] / magnitude
     reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
     integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector))]
-    found = []
+    null_space = []
     for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):
         exponents = np.zeros(len(live), dtype=int)
         exponents[columns] = vector
         sign = np.sign(exponents[exponents != 0][0])  # what enters the units has a positive exponent
-        found.append(tuple((sign * exponents).tolist()))
-    return found
+        null_space.append(tuple((sign * exponents).tolist()))
+    return null_space
 
 
 def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
@@ -488,15 +486,15 @@ def independent(vectors: Sequence[Sequence[int]] | Array, modulo_two: bool) -> l
 
 def _independent_of_others(bases: Bases, shapes: Mapping[str, torch.Size], modulo_two: bool) -> Bases:
     """Keep of each cell's basis, sparse vectors first, what the multipliers of other units don't span."""
-    found = dict(bases)
+    remaining = dict(bases)
     for cell, basis in bases.items():
         others = [(one, own) for one, vectors in bases.items() if one.units.name in cell.spanning for own in vectors]
         if basis and (others or cell.units.count == 1):  # a lone unit's rows and columns may cancel
             basis = sorted(basis, key=np.count_nonzero)
             exponents = _exponents_of_entries([*others, *((cell, own) for own in basis)], cell.units.count, shapes)
             kept = independent(exponents, modulo_two)
-            found[cell] = [basis[k - len(others)] for k in kept if k >= len(others)]
-    return found
+            remaining[cell] = [basis[k - len(others)] for k in kept if k >= len(others)]
+    return remaining
 
 
 def _exponents_of_entries(multipliers: Sequence[Proposal], count: int, shapes: Mapping[str, torch.Size]) -> Array:
@@ -523,10 +521,10 @@ def _parity(exponents: Exponents) -> Exponents:
 # units with their multipliers -----------------------------------------------------------------------------------------
 
 
-def _add_multipliers(every: dict[str, Units], cell: _Cell, multipliers: Moves) -> None:
+def _add_multipliers(by_name: dict[str, Units], cell: _Cell, multipliers: Moves) -> None:
     """Record the exponents of a cell: the first on its units, if they permute; further ones ride along.
 
-    :param every: name -> units, which are changed and added to.
+    :param by_name: name -> units, which are changed and added to.
     """
 
     def order(exponents: Exponents) -> tuple[bool, int]:
@@ -534,7 +532,7 @@ def _add_multipliers(every: dict[str, Units], cell: _Cell, multipliers: Moves) -
         touched = [k for k, exponent in enumerate(exponents) if exponent]
         return any(cell.axes[k].buffer for k in touched), touched[0]
 
-    host = every.get(cell.units.name)
+    host = by_name.get(cell.units.name)
     occupied = {_place(axis) for axis in host.axes} if host else set()  # columns that were cut lie elsewhere
     solved = {_place(axis) for axis in cell.axes}
     for exponents in sorted(multipliers, key=order):
@@ -542,15 +540,15 @@ def _add_multipliers(every: dict[str, Units], cell: _Cell, multipliers: Moves) -
             replace(a, exponent=e, epsilon=a.epsilon if e else None) for a, e in zip(cell.axes, exponents, strict=True)
         ]
         multiplied = _joined(axis for axis in axes if axis.exponent)
-        name = unused(module_name(multiplied[0].site), every)
+        name = unused(module_name(multiplied[0].site), by_name)
         if host is None:
-            every[name] = Units(name, cell.units.count, multiplied, moves=multipliers[exponents])
-        elif every[host.name].moves & {"scale", "flip"} or not occupied.issuperset(map(_place, multiplied)):
-            every[name] = Units(name, 1, multiplied, host.name, host.count, multipliers[exponents])
+            by_name[name] = Units(name, cell.units.count, multiplied, moves=multipliers[exponents])
+        elif by_name[host.name].moves & {"scale", "flip"} or not occupied.issuperset(map(_place, multiplied)):
+            by_name[name] = Units(name, 1, multiplied, host.name, host.count, multipliers[exponents])
         else:
             own = [axis for axis in axes if _place(axis) in occupied]
             own += [axis for axis in host.axes if _place(axis) not in solved]
-            every[host.name] = replace(host, axes=_joined(own), moves=host.moves | multipliers[exponents])
+            by_name[host.name] = replace(host, axes=_joined(own), moves=host.moves | multipliers[exponents])
 
 
 def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:

@@ -232,8 +232,8 @@ def guilty(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[
     if len(suspects) <= 1:
         return list(suspects)
     half = len(suspects) // 2
-    found = [one for side in (suspects[:half], suspects[half:]) if fails(side) for one in guilty(side, fails)]
-    return found or list(suspects)
+    failing = [one for side in (suspects[:half], suspects[half:]) if fails(side) for one in guilty(side, fails)]
+    return failing or list(suspects)
 
 
 # trial elements -------------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class _Outputs:
         both = [one for one in moves_in(group) if one[0] != "scale" or one[1] not in eval_only]
         first = only(element, both) if eval_only else element
         self._load(lambda site: first.on_site(site, self._own(site)))
-        found = self._difference(True)
+        size = self._difference(True)
         if eval_only:
             scalings = group.scalings.without(set(group.scalings.units) - eval_only)
             logs = {name: element.log_scales[name].reshape(scalings[name].shape) for name in eval_only}
@@ -383,8 +383,8 @@ class _Outputs:
             for site in {axis.site for one in scalings.units.values() for axis in one.axes}:
                 with torch.no_grad():
                     self.weights[site].copy_(second.on_site(site, self.weights[site]))
-        found = max(found, self._difference(False))
-        if not found < self.tolerance:
+        size = max(size, self._difference(False))
+        if not size < self.tolerance:
             again = self._changes(self._own)
             if again >= self.tolerance:
                 raise InconclusiveError(
@@ -393,7 +393,7 @@ class _Outputs:
                 )
             if not self.measured:
                 self.tolerance, self.measured = self.rounding(), True
-        return Change(not found < self.tolerance, found)
+        return Change(not size < self.tolerance, size)
 
     def rounding(self) -> float:
         """Return the tolerance: some times the change of outputs by the last digit of all weights.
@@ -405,13 +405,13 @@ class _Outputs:
             own = self._own(site)
             return own * (1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1)) if _real(own) else own
 
-        found = max(self._changes(nudged) for _ in range(3))
-        if not ROUNDINGS * found < HOPELESS:
+        size = max(self._changes(nudged) for _ in range(3))
+        if not ROUNDINGS * size < HOPELESS:
             raise InconclusiveError(
-                f"inconclusive: the last digit of the weights changes outputs by {found:.1g} of the largest one, so "
+                f"inconclusive: the last digit of the weights changes outputs by {size:.1g} of the largest one, so "
                 "that rounding errors hide whether an element of the group does"
             )
-        return max(TOLERANCE, ROUNDINGS * found)
+        return max(TOLERANCE, ROUNDINGS * size)
 
     def _own(self, site: str) -> Tensor:
         value = self.origin[site]
