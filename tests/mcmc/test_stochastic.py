@@ -195,7 +195,7 @@ def test_the_step_and_friction_that_are_found_keep_the_excesses_of_their_formula
         assert (step * (stiffest + noise.mean()) / 4).item() == pytest.approx(0.05)
         return
     assert (step.square() * torch.maximum(stiffest, 4 * noise.mean()) / 4).item() == pytest.approx(0.05)
-    keep = kernel.kept(tuning)
+    keep = kernel.momentum_kept(tuning)
     assert (step.square() * noise * (1 + keep) <= 4 * 0.05 * (1 - keep) + 1e-9)[keep > 0].all()
 
 
