@@ -91,9 +91,9 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
     settings, fingerprint = problem.settings, claim_folder(out, problem)
     for line in problem.describe():
         say(line)
-    reference_label, fits, remarks = settings.reference, dict[str, Fit](), list[str]()
-    if reference_label not in settings.methods:
-        say(f"No distances are measured: the reference {reference_label} is not among {', '.join(settings.methods)}.")
+    title, fits, remarks = settings.reference, dict[str, Fit](), list[str]()
+    if title not in settings.methods:
+        say(f"No distances are measured: the reference {title} is not among {', '.join(settings.methods)}.")
     for method in methods:
         if fitted := load(method, out, fingerprint, say):
             say(f"Reusing {method.title} from {out / SAMPLES}.")
@@ -110,15 +110,13 @@ def _run(problem: Problem, methods: Sequence[Method], out: Path, progress: bool,
     if not fits:
         raise ValueError("the problem is too large for every method")
     draws = {label: draws_of(fit.posterior, problem) for label, fit in fits.items()}
-    reference = None
-    if reference_label in fits:
-        reference = reference_of(reference_label, fits[reference_label].posterior, draws[reference_label], problem)
+    reference = reference_of(title, fits[title].posterior, draws[title], problem) if title in fits else None
     rows = {}
     for label, fit in fits.items():
         say(f"Measuring {label} ...")
         with own_randomness(settings.seed, problem.x.device):  # a test may simulate its null distribution
             rows[label] = measure(label, fit, draws[label], reference, problem)
-    remarks += concerns(rows, reference_label)
+    remarks += concerns(rows, title)
     for line in remarks:
         say(line)
     results = {
@@ -194,9 +192,7 @@ def _recorded_seconds(fit: Fit) -> float:
 @contextlib.contextmanager
 def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
     """Run with PyTorch's generators (CPU and device) seeded and an empty parameter store, then restore the caller's.
-
-    They belong to the process, so one thread at a time has them.
-    """
+    One thread at a time."""
     with forked(seed, device), pyro.get_param_store().scope():
         yield
 

@@ -121,10 +121,6 @@ class StudySettings:
         """Return the settings as JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
-    def deciding(self) -> dict[str, Any]:
-        """Return the settings that results depend on, as JSON."""
-        return {name: value for name, value in self.to_dict().items() if name not in FREE_TO_CHANGE}
-
     def command(self, out: str | Path) -> str:
         """Return the command line that repeats the study, with the options that differ from their defaults."""
         words = ["pyro-symmetric", "compare"]
@@ -196,7 +192,7 @@ class Problem:
         data = self.dataset
         shapes = {name: tuple(shape) for name, shape in self.model.site_shapes.items()}
         return as_json(
-            settings=self.settings.deciding(),
+            settings={name: v for name, v in self.settings.to_dict().items() if name not in FREE_TO_CHANGE},
             data=digest([data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x]),
             network=digest([str(self.model.net), shapes]),
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -38,7 +37,7 @@ MISSING = "–"  # in place of a number
 BEST = {"max": max, "min": min}
 TABLES = tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text("utf-8"))
 
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#9c6b4e", "#a463f2", "#97bbf5", "#3ca951", "#9498a0", "#ff8ab7")
+BLUE, YELLOW, RED = ("#4269d0", "#efb118", "#ff725c")
 GREY = "#999da6"
 STYLE: dict[Any, Any] = {
     "font.size": 8,
@@ -221,7 +220,7 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     for name, ax in panels.items():
         for label, values in curves[name].items():
             first = len(values) // 10
-            ax.plot(range(first, len(values)), values[first:], lw=0.8, color=COLOURS[0])
+            ax.plot(range(first, len(values)), values[first:], lw=0.8, color=BLUE)
             ax.set(title=name, xlabel="step", ylabel=label)
     return figure
 
@@ -246,7 +245,7 @@ def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
         ax.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
         if reference in curves:
             ax.plot(*curves[reference], color=GREY, marker="o", ms=2, lw=1, label=reference)
-        ax.plot(*curves[name], marker="o", ms=3, lw=1.3, color=COLOURS[0], label="the method")
+        ax.plot(*curves[name], marker="o", ms=3, lw=1.3, color=BLUE, label="the method")
         ax.set(title=name, xlabel=xlabel, ylabel=ylabel, xlim=(0, 1), ylim=(0, 1))
     return _with_legend(figure, next(iter(panels.values())))
 
@@ -256,7 +255,7 @@ def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Plot the loss along paths, name -> barrier curve as JSON, a panel per data set."""
     figure, panels = _panels(list(next(iter(curves.values()))["losses"]), 4.2, 3.2)
     for name, ax in panels.items():
-        for (path, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+        for (path, curve), colour in zip(curves.items(), (BLUE, YELLOW), strict=True):
             ax.plot(curve["t"], curve["losses"][name], marker=".", color=colour, label=path)
         ax.set(title=f"{name} data", xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
     return _with_legend(figure, next(iter(panels.values())))
@@ -275,7 +274,7 @@ def projections(points: Mapping[str, Array], reference: str) -> Figure:
             x, y = points[reference].T
             ax.scatter(x, y, s=7, alpha=0.6, color=GREY, lw=0, label=reference)
         x, y = points[method].T
-        ax.scatter(x, y, s=7, alpha=0.5, color=COLOURS[0], lw=0, label="the method")
+        ax.scatter(x, y, s=7, alpha=0.5, color=BLUE, lw=0, label="the method")
         ax.set(title=method, xticks=[], yticks=[], **limits)
     return _with_legend(figure, next(iter(panels.values())))
 
@@ -287,8 +286,8 @@ def before_and_after(distances: Mapping[str, Row]) -> Figure:
     ax, heights = panels[""], range(len(distances))
     before, after = ([row[kind]["mmd"]["median"] for row in distances.values()] for kind in ("raw", "removed"))
     ax.hlines(heights, before, after, color="#bbb", lw=1.5, zorder=1)
-    ax.scatter(before, heights, color=COLOURS[2], label="as drawn", zorder=2)
-    ax.scatter(after, heights, color=COLOURS[0], label="symmetries removed", zorder=2)
+    ax.scatter(before, heights, color=RED, label="as drawn", zorder=2)
+    ax.scatter(after, heights, color=BLUE, label="symmetries removed", zorder=2)
     ax.axvline(0, color=GREY, lw=0.8, ls="--")
     ax.set(yticks=list(heights), yticklabels=list(distances), xlabel="squared MMD, median over kernels")
     ax.invert_yaxis()
