@@ -159,7 +159,7 @@ def mmd_test(
     if p_value <= level:
         p_values = {layer: part["p_value"] for layer, part in parts.items()}
         rejected, worst = sum(p <= level for p in p_values.values()), min(p_values, key=p_values.__getitem__)
-        verdict = f"different at level {level:g} ({against}): {rejected} of {len(parts)} layers, first of all {worst!r}"
+        verdict = f"different at level {level:g} ({against}): {rejected} of {len(parts)} layers, most clearly {worst!r}"
     return SignificanceTest("Two-sample test", samples.num_samples, p_value, level, verdict, parts)
 
 

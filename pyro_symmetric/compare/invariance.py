@@ -105,7 +105,7 @@ def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) 
     smallest = {name: min(part["index_adjusted"], part["marginal_adjusted"]) for name, part in parts.items()}
     if p_value <= level:
         rejected, worst = sum(p <= level for p in smallest.values()), min(smallest, key=smallest.__getitem__)
-        return f"not invariant {basis}: {rejected} of {len(parts)} sets of units, first of all {worst!r}"
+        return f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most clearly {worst!r}"
     few = f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of units" if weak else ""
     return f"no evidence against invariance {basis}{few}"
 

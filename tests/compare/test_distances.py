@@ -232,7 +232,7 @@ def test_the_layer_that_differs_is_named_and_the_other_is_not():
     result = mmd_test(p, q, level=2e-4, num_permutations=9_999)
     assert result.parts["2"]["p_value"] == result.p_value <= 2e-4
     assert result.parts["0"]["p_value"] > 2e-4
-    assert "1 of 2 layers, first of all '2'" in result.verdict
+    assert "1 of 2 layers, most clearly '2'" in result.verdict
 
 
 @pytest.mark.stochastic
