@@ -30,7 +30,6 @@ from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)
 _U = np.uint64
-ROUNDS = 20  # of the refinement of single atoms, at most
 # Site, axis, number of axes spanned, whether the site is a buffer; whether units lie along the columns of both axes.
 Location = tuple[str, int, int, bool, bool]
 
@@ -93,7 +92,6 @@ def colour_refine(colour: Array, edges: Iterable[tuple[Array, Array, Array, Arra
     """Refine colours along edges until their number is stable (the 1-dimensional Weisfeiler-Leman algorithm).
 
     :param edges: nodes at one end, nodes at the other, and hashes that either end sees.
-    :param rounds: the largest number of rounds.
     :returns: colours, numbered from 0.
     """
     _, colour = np.unique(colour, return_inverse=True)
@@ -115,7 +113,7 @@ class _Facts:
     :ivar unit: atom -> class of unified atoms.
     :ivar atom_colour: atom -> hash of its occurrences and refinements.
     :ivar child, parent, relation: one entry for each membership: the member, its parent, and the number of the fact.
-    :ivar individual: class -> a hash of its own if it is individualised, else zero.
+    :ivar individual: class -> a hash of its own, or zero.
     """
 
     def __init__(self, flow: Flow):
@@ -135,8 +133,7 @@ class _Facts:
     def _memberships(self) -> tuple[Array, Array, Array]:
         """Return distinct memberships between classes: children, parents, numbers of the facts."""
         relations = self.flow.relations
-        child = self.unit[np.concatenate([NOTHING, *(fact.one for fact in relations)])]
-        parent = self.unit[np.concatenate([NOTHING, *(fact.other for fact in relations)])]
+        child, parent = (self.unit[np.concatenate([NOTHING, *(fact[end] for fact in relations)])] for end in (0, 1))
         number = np.repeat([fact.number for fact in relations], [len(fact.one) for fact in relations]).astype(np.int64)
         proper = child != parent
         rows = distinct_rows(number[proper], child[proper], parent[proper])[0]
@@ -175,13 +172,11 @@ class _Facts:
         ambiguous = counts[row] > 1
         parents = np.unique(self.parent[ambiguous])
         self.individualise(parents)
-        individual = np.zeros(self.count, dtype=bool)
-        individual[parents] = True
         relations = set(np.unique(self.relation[ambiguous]).tolist())
         for child, parent, number in self.flow.relations:
             if number in relations:
                 owner = self.unit[parent]
-                chosen = individual[owner] & (self.unit[child] != owner)
+                chosen = np.isin(owner, parents) & (self.unit[child] != owner)
                 np.add.at(self.atom_colour, child[chosen], hash64(hash64(owner[chosen]) ^ salt(2 * number + 1)))
 
     def _tell_copies_apart(self) -> None:
@@ -217,7 +212,7 @@ class _Facts:
             if inside[one].any():
                 ends = number_of[one[inside[one]]], number_of[other[inside[one]]]
                 edges.append((*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1])))))
-        self.atom_colour[inside] = colour_refine(self.atom_colour[inside], edges, ROUNDS)
+        self.atom_colour[inside] = colour_refine(self.atom_colour[inside], edges, rounds=20)
 
     def _colour_members(self, chosen: Array) -> None:
         """Colour members of some classes by the atom of the parent to which a relation assigns them."""

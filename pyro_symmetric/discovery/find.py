@@ -87,17 +87,15 @@ def find_symmetry(
     traces, flow = _traces(net, example_inputs, kwargs), Flow()
     for trace in traces:
         propagate(flow, trace)
-    unused = set(flow.leaves).difference(*(trace.used_sites() for trace in traces))
-    reasons = {site: f"because {site} {why}" for site, why in frozen.items()}
-    reasons |= dict.fromkeys(unused, "because no forward pass uses it")
-    for site, why in reasons.items():
-        if site in flow.leaves:
-            flow.pin(flow.leaves[site].value, why)
+    used = set[str]().union(*(trace.used_sites() for trace in traces))
+    for site, leaf in flow.leaves.items():
+        why = f"because {site} {frozen.get(site)}" if site in used else "because no forward pass uses it"
+        if site in frozen or site not in used:
+            flow.pin(leaf.value, why)
     cells = solve(flow)
     units = permuted_units(flow, cells)
     group = _with_multipliers(flow, cells, list(units.values()), traces, set(frozen), logits)
-    repeated = any(trace.calls_again() for trace in traces)
-    symmetry = Symmetry(group, _explained(flow, cells, units), logits, at_least=repeated)
+    symmetry = Symmetry(group, _explained(flow, cells, units), logits, any(trace.calls_again() for trace in traces))
     if flow.given_up:
         warnings.warn(
             f"units are left out of the group at {', '.join(sorted(flow.given_up))}. "
@@ -129,11 +127,8 @@ def frozen_sites(net: nn.Module, only: Names | None, freeze: Names) -> dict[str,
 
 def _require_parameters(net: nn.Module) -> None:
     """Raise ``TypeError`` if a module samples its parameters."""
-    random = [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in net.named_modules()
-        for name in getattr(module, "_pyro_samples", ())
-    ]
+    sampled = {path: getattr(module, "_pyro_samples", ()) for path, module in net.named_modules()}
+    random = [f"{path}.{name}".lstrip(".") for path, names in sampled.items() for name in names]
     if random:
         raise TypeError(
             f"{type(net).__name__} has no parameters {random}, but random values (PyroSample) of these names. Find the "
@@ -143,10 +138,7 @@ def _require_parameters(net: nn.Module) -> None:
 
 
 def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
-    """Trace a copy of the network in eval mode, and in train mode if eval mode leaves parameters unused.
-
-    Parameters of a training branch that can't be traced stay unused.
-    """
+    """Trace a copy of the network in eval mode, and in train mode if eval mode leaves parameters unused."""
     copy = copied(net).eval()  # tracing leaves marks on some modules
     try:
         traces = [Trace(copy, inputs, kwargs)]
@@ -155,7 +147,7 @@ def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | N
         raise
     used = traces[0].used_sites()
     if any(name not in used for name, _ in copy.named_parameters()):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # parameters of a branch that can't be traced stay
             traces.append(Trace(copy.train(), inputs, kwargs))
     return traces
 

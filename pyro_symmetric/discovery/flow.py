@@ -34,13 +34,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_symmetric.discovery.registry import Array, Call, Part, Value, bound, opaque, operator_name, rule_for
 from pyro_symmetric.discovery.trace import Trace
 
-# Products of units cost one atom for each entry; beyond this many, units are pinned, with a warning.
-PRODUCT_LIMIT = 4_000_000
+PRODUCT_LIMIT = 4_000_000  # products of units cost one atom for each entry; beyond, units are pinned, with a warning
 # Buffers with one number for each unit, which move along: statistics of normalisations, singular vectors.
 STATISTICS = frozenset(["running_mean", "running_var", "weight", "bias", "_u", "_v", "weight_u", "weight_v"])
 SPLITS = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
-# A matrix with more entries isn't split into slices, whose units are found entry by entry.
-SLICED_LIMIT = 2**22
+SLICED_LIMIT = 2**22  # units of a matrix in slices are found entry by entry; larger matrices aren't sliced
 STAND_IN = 101  # a prime number in place of sizes that depend on data
 
 
@@ -102,6 +100,7 @@ class Flow:
     # facts ----------------------------------------------------------------------------------------------------------
 
     def _number(self, why: str = "") -> int:
+        """Number a new fact."""
         self.origins.append(why or self.operator)
         return len(self.origins) - 1
 
@@ -217,8 +216,7 @@ class Flow:
         """Apply a symmetric reduction (sum, mean, largest entry) over some axes, along which units vanish."""
         reduced = {value.axis(axis) for axis in axes}
         keep = [axis for axis in range(value.dim) if axis not in reduced]
-        sizes = dict(enumerate(value.shape))
-        parts = tuple(parent for part in value.parts for parent in self.project(part, keep, sizes))
+        parts = tuple(up for part in value.parts for up in self.project(part, keep, dict(enumerate(value.shape))))
         order = [None if i in reduced else i for i in range(value.dim)] if keepdim else keep
         return self.relaid(replace(value, parts=parts), order)
 
@@ -524,9 +522,8 @@ def _constants(call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) ->
 
 def _index_map(constant: Any) -> Tensor | None:
     """Return a constant of integers, which may be an index map; anything else is data."""
-    if not isinstance(constant, Tensor) or constant.is_floating_point() or constant.is_complex():
-        return None
-    return constant.detach().cpu() if type(constant) is Tensor else None
+    integers = type(constant) is Tensor and not (constant.is_floating_point() or constant.is_complex())
+    return constant.detach().cpu() if integers else None
 
 
 def _read_number(flow: Flow, node: Node, args: Any) -> Any:

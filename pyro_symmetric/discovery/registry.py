@@ -150,8 +150,6 @@ def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
-# the registry ---------------------------------------------------------------------------------------------------------
-
 Rule = Callable[[Any, Call], Value | Sequence[Value]]  # of a Flow and a call
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}

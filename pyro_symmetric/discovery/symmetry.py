@@ -87,13 +87,11 @@ class Symmetry:
 
     def __repr__(self) -> str:
         group = self.group
-        permuted, scales, flips = (
-            sum(group[name].count for name in group.names(move)) for move in ("permute", "scale", "flip")
-        )
+        count = {move: sum(group[name].count for name in group.names(move)) for move in MOVES}
         least = "at least " if self.at_least else ""
         head = (
-            f"Symmetry of log-order {least}{group.log_order():.1f}: {permuted} units that permute, {scales} scales, "
-            f"{flips} signs, {len(group.names('shift'))} shifts"
+            f"Symmetry of log-order {least}{group.log_order():.1f}: {count['permute']} units that permute, "
+            f"{count['scale']} scales, {count['flip']} signs, {len(group.names('shift'))} shifts"
         )
         return "\n".join([head, *table(group.units)]) if group.units else head
 
@@ -240,10 +238,8 @@ class Symmetry:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON, which :meth:`from_dict` reads."""
-        explanation = [axis._asdict() for axis in self.explanation]
-        return {
-            "group": self.group.to_dict(), "explanation": explanation, "logits": self.logits, "at_least": self.at_least
-        }  # fmt: skip
+        data = {"group": self.group.to_dict(), "explanation": [axis._asdict() for axis in self.explanation]}
+        return data | {"logits": self.logits, "at_least": self.at_least}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
