@@ -76,17 +76,17 @@ def removing_element(
     :param measure: equivariant: a multiplier multiplies it by its ``exponent``-th power. Zero if undecided.
     """
     group = group.restricted(move)
-    shape, now = group.batch_shape(weights), _viewed(group, weights)
+    shape, current = group.batch_shape(weights), _viewed(group, weights)
     numbers, dead = dict[str, Tensor](), dict[str, Tensor]()
 
     def inverse(size: Tensor, axis: Axis) -> Tensor:
         size = torch.where(size == 0, 1.0, size.double())
         return size if move == "flip" else size.log() / -axis.exponent
 
-    def give(name: str, number: Tensor) -> None:
+    def apply(name: str, number: Tensor) -> None:
         numbers[name] = number
-        for axis in (own for own in group.axes(name) if own.site in now and own.exponent):
-            _multiply(group, now, axis, number**axis.exponent if move == "flip" else (axis.exponent * number).exp())
+        for axis in (own for own in group.axes(name) if own.site in current and own.exponent):
+            _multiply(group, current, axis, number**axis.exponent if move == "flip" else (axis.exponent * number).exp())
 
     def element() -> Element:
         named = {name: number.reshape(*shape, *group[name].shape) for name, number in numbers.items()}
@@ -94,16 +94,16 @@ def removing_element(
 
     for step in plan(group, move):
         if step.axes or step.biases:
-            name, size = step.names[0], _size(group, now, step, measure)
-            give(name, inverse(size, (step.axes or step.biases)[0]))
+            name, size = step.names[0], _size(group, current, step, measure)
+            apply(name, inverse(size, (step.axes or step.biases)[0]))
             incoming, outgoing = sides(group, name, move)
             if bool((size == 0).any()):
-                dead[name] = (size == 0) & (entries_of(group, now, incoming) == 0).all(-1)
+                dead[name] = (size == 0) & (entries_of(group, current, incoming) == 0).all(-1)
                 for axis in outgoing:
-                    _multiply(group, now, axis, (~dead[name]).double())
+                    _multiply(group, current, axis, (~dead[name]).double())
         elif move == "scale":
-            for name, number in _in_circle(group, now, step.names).items():
-                give(name, number)
+            for name, number in _in_circle(group, current, step.names).items():
+                apply(name, number)
     for name in reversed(dead):
         if axes := of_least_power(sides(group, name, move)[1], move):
             moved = _viewed(group, element().on_sites({axis.site: weights[axis.site].double() for axis in axes}))

@@ -218,28 +218,28 @@ class Mass:
         """
         with torch.inference_mode(False):
             u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
-            against = counts.sides() if counts is not None else (u, u)
+            linear = counts.sides() if counts is not None else (u, u)
             powers = [axis.largest for _, axes in self._terms for axis in axes]
             # With exponents of p at most, a unit's own best step is log(up / down) / 4 p or more. If k units at most
             # multiply one entry, a k-th of all these steps at once never raises the sum, by convexity.
             overlap = max((sum(axis.depth for axis in axes) for _, axes in self._terms), default=1)
-            cautious = 4 * overlap * max(powers, default=1)
+            divisor = 4 * overlap * max(powers, default=1)
             worst = math.inf
             for _ in range(STEPS if free.numel() and powers else 0):
                 slope, hessian = self._slope(torch.stack([u, -u], 1))
-                own = [slope[:, side].clamp_min(1e-300) for side in (0, 1)]
-                down, up = (torch.where(free, o + m, 1.0) for o, m in zip(own, against[::-1], strict=True))
+                pulls = [slope[:, side].clamp_min(1e-300) for side in (0, 1)]
+                down, up = (torch.where(free, pull + term, 1.0) for pull, term in zip(pulls, linear[::-1], strict=True))
                 imbalance = ((up - down).abs() / (up + down)).amax(-1)
                 before, worst = worst, float(imbalance.max())
                 # One step beyond the tolerance mostly reaches rounding.
                 if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
                     break
                 if worst > FAR:
-                    u = u + (up.log() - down.log()) / cautious
+                    u = u + (up.log() - down.log()) / divisor
                 else:
-                    p = _newton_step(hessian, up - down, torch.where(free, own[0] + own[1], 1.0), free)
-                    longest = cautious / 2 * p.abs().amax(-1, keepdim=True)
-                    u = u + p * torch.where(longest > 0, longest.log1p() / longest, 1.0)
+                    p = _newton_step(hessian, up - down, torch.where(free, pulls[0] + pulls[1], 1.0), free)
+                    bound = divisor / 2 * p.abs().amax(-1, keepdim=True)
+                    u = u + p * torch.where(bound > 0, bound.log1p() / bound, 1.0)
         return u, imbalance
 
     # small steps ----------------------------------------------------------------------------------------------------
