@@ -129,9 +129,9 @@ class Descent:
                         break
                     trial = self._moved(state, root, step)
                     accepted = self._total(state) - self._total(trial) > self._threshold
-                    if bool(accepted.any()) and not bool(accepted.all()):
-                        trial = self._moved(state, root, choose(accepted, step, self._identity[root]))
-                    state = trial if bool(accepted.any()) else state
+                    if bool(accepted.any()):
+                        step = choose(accepted, step, self._identity[root])
+                        state = trial if bool(accepted.all()) else self._moved(state, root, step)
                     improved |= accepted
                     if bool(improved.all()):
                         break

@@ -1,24 +1,22 @@
-r"""Bring many posteriors, networks or draws into one frame, without a privileged member.
+r"""Align many posteriors, networks or draws to their barycentre, without a privileged member.
 
 .. math:: \min_{g_1 \dots g_S \in G} \sum_k W_2^2(g_{k\#} q_k, \bar q), \qquad
     \bar q = \arg\min_q \sum_k W_2^2(g_{k\#} q_k, q)
 
 For mean-field Gaussians the barycentre :math:`\bar q` has the mean of the means and the mean of the deviations.
-Aligning every member to it and taking it anew never raises the sum; this goes on until nothing changes. Then, of few
-members, each is aligned in turn to the barycentre of the others, which lets go of what a member found only because it
-is part of the barycentre itself.
+Aligning every member to it and updating it never raises the sum, and alternates until nothing changes. Then few members
+are each aligned in turn to the barycentre of the others, which removes a member's pull on itself.
 
-Many draws can be told apart better: by the density that each has under independent Gaussians fitted to all of them,
+Many draws allow a better objective, their density under independent Gaussians fitted to all of them,
 
 .. math:: \max_{g_1 \dots g_S \in G,\, m,\, s} \sum_k \log \mathcal N(g_k w_k;\ m, s^2),
 
-which counts every weight by its own spread within its label, so that sites of large numbers don't decide alone. But
-Gaussians fitted to mixed labels are as wide as the mixture, and from there the descent may end with labels mixed. So it
-starts from where distances are least, and from a random draw, measured by the spread of all; the better end is kept.
-The labels of the common frame are those in which most members came.
+which measures every weight in units of its own spread. But Gaussians fitted to mixed labels are as wide as the mixture,
+and a descent from there may leave labels mixed. So it starts from the frame of least distances, and from a random draw
+with the spread of all; the better result is kept. The common frame is that in which most members were given.
 
-As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, agree around every cycle;
-aligned pair by pair they need not (Crisostomi et al. 2024, arXiv 2405.17897).
+As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, are cycle-consistent; those
+of pairwise alignments need not be (Crisostomi et al. 2024, arXiv 2405.17897).
 """
 
 from __future__ import annotations
@@ -55,19 +53,19 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
-# How many draws tell the spread of every weight well enough to measure by it.
+# The number of draws from which on their spread is measured well enough for the density.
 MANY = 100
-# Ends that differ by less than this part are the same.
-SAME = 1e-3
-# Rounds at most, and those by distances before those by densities: a start needn't be an end.
-MAX_ROUNDS, NEAR_ROUNDS = 50, 3
-# Up to so many members each is aligned to the others in turn at the end.
+# Starts agree if their costs differ by less than this fraction.
+AGREEMENT = 1e-3
+# The most rounds; and those by distances that precede those by densities, which needn't converge.
+MAX_ROUNDS, DISTANCE_ROUNDS = 50, 3
+# At most so many members are aligned to the others in turn.
 FEW = 32
-# In how many rounds members start anew as well as where they are.
+# In how many rounds a forward start is tried besides the present element.
 FRESH_ROUNDS = 2
-# A round that lowers the mean cost by less than this part is the last one.
+# The relative gain of the mean cost below which rounds end.
 TOLERANCE = 1e-6
-# How many numbers the members that are matched together may hold, with their scores.
+# The most numbers, with scores, that members matched together may hold.
 CHUNK_ENTRIES = 2**26
 
 
@@ -84,14 +82,13 @@ class Frame:
 
     :param element: one element for each member, a batch of the members' shape: ``(S,)`` for a list or a batch,
         ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
-    :param aligned: the members moved: a list for a list, with networks for networks, else as they came; their
+    :param aligned: the moved members, in the form in which they were given (networks in a list as networks); their
         barycentre is ``ps.barycentre(frame.aligned)``.
     :param cost: squared distance of each member to the barycentre, float64 ``(S,)``, on the CPU; under ``"gaussian"``
         minus the log-density.
-    :param history: the mean of these costs as the members came, but for evened scales, then after each round that lies
-        below; it never rises.
-    :param converged: whether it ended because nothing changed, not after fifty rounds.
-    :param objective: which cost was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
+    :param history: the mean cost of the members as given, with evened scales, then after each round that lowers it.
+    :param converged: whether rounds ended because nothing changed, not after fifty.
+    :param objective: the cost that was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
     :param ends: the mean cost at the end of each start, of which the lowest was kept.
     """
 
@@ -105,17 +102,17 @@ class Frame:
 
     @property
     def starts_agree(self) -> bool:
-        """True if all starts ended at the same cost, to one part in a thousand: then it is hardly a local optimum."""
-        return all(math.isclose(end, min(self.ends), rel_tol=SAME) for end in self.ends)
+        """Agreement of the costs of all starts, to one part in a thousand: evidence for a global optimum."""
+        return all(math.isclose(end, min(self.ends), rel_tol=AGREEMENT) for end in self.ends)
 
     @property
     def displaced(self) -> Tensor:
-        """Members that did not come in the copy in which most came, bool, of the element's batch shape, on the CPU."""
-        moved, here = self.element.to("cpu"), self.element.group.identity()
-        result = torch.zeros(moved.batch_shape, dtype=torch.bool, device="cpu")
-        for move, still in here.numbers.items():
-            result |= (moved.numbers[move] != still).any(-1) if move in ("permute", "flip") else False
-        return result
+        """The members given in another copy than most: bool, of the element's batch shape, on the CPU."""
+        element, identity = self.element.to("cpu"), self.element.group.identity()
+        displaced = torch.zeros(element.batch_shape, dtype=torch.bool, device="cpu")
+        for move, still in identity.numbers.items():
+            displaced |= (element.numbers[move] != still).any(-1) if move in ("permute", "flip") else False
+        return displaced
 
     @property
     def posterior(self) -> Posterior:
@@ -140,7 +137,7 @@ def align_many(
     seed: int | None = None,
     progress: bool = True,
 ) -> Frame:
-    """Bring many sets of weights into one frame.
+    """Align many sets of weights to one frame.
 
     >>> group = ps.Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
     >>> weights = {"w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])}
@@ -148,19 +145,19 @@ def align_many(
     >>> bool(frame.aligned["w"].std(0).max() < 0.2)
     True
 
-    *Scales* are evened before all else. Those that no weight makes up for (in front of batch normalisation) stay as
-    they are; remove them by ``canonicalize``.
+    *Scales* are evened first. Those for which no weight compensates (in front of batch normalisation) stay; remove them
+    by ``canonicalize``.
 
     :param sources: a ``Posterior``, each draw of which gets an element, or site -> samples ``(samples, *site_shape)``;
-        or a list of what :func:`~pyro_symmetric.alignment.align` takes (of a posterior's chains, say, by their
-        moments). On any device: their moments come to the CPU once, and results are where they are.
+        or a list of what :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by their moments).
+        On any device, which is also that of the result.
     :param group: the symmetry.
-    :param cost: ``"wasserstein"``; ``"l2"`` to look at the means alone; ``"gaussian"``, the density under Gaussians
-        fitted to all members, weight by weight. ``None``: ``"gaussian"`` of 100 draws or more under a group without
-        scales, else ``"wasserstein"``.
-    :param restarts: further starts, each from all members aligned to a random one; the best end is kept.
-    :param seed: of the random choices; ``None``: they are drawn from PyTorch's generator.
-    :param progress: whether to show a progress bar over starts, if they take more than two seconds.
+    :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the density under Gaussians fitted to
+        all members, weight by weight. ``None``: ``"gaussian"`` for 100 draws or more under a group without scales, else
+        ``"wasserstein"``.
+    :param restarts: further starts, each from all members aligned to a random one; the best result is kept.
+    :param seed: of the random choices; ``None`` takes PyTorch's generator.
+    :param progress: whether to show a progress bar over starts, after two seconds.
     :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
         posterior was drawn from lacks a declared group.
     """
@@ -175,7 +172,7 @@ def align_many(
     require_fit(objective, group)
     every = moments_of(list(given.values()), sites, group, COSTS[objective])
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
-    if objective == "gaussian":  # squares of weights must tell their spread
+    if objective == "gaussian":  # spreads are differences of squares
         moments = {site: value.double() for site, value in moments.items()}
     scales, _ = evening(group, moments)
     even = {s: act(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
@@ -187,28 +184,28 @@ def align_many(
         ends = []
         for number in range(1 + restarts):
             if objective == "gaussian" and number == 0:
-                near = _Rounds(group, "wasserstein", even)
-                start = near.settle(near.aligned_to_one(), NEAR_ROUNDS).element
+                by_distance = _Rounds(group, "wasserstein", even)
+                start = by_distance.alternate(by_distance.aligned_to_one(), DISTANCE_ROUNDS).element
             else:
                 start = rounds.aligned_to_one()
-            ends.append(rounds.settle(start))
+            ends.append(rounds.alternate(start))
             bar.update()
-        best = min(ends, key=lambda one: one.history[-1])
-        if best.history[-1] > rounds.given:  # the members came in a better frame than a start from any of them finds
-            best = rounds.settle(rounds.still)
+        best = min(ends, key=lambda end: end.history[-1])
+        if best.history[-1] > rounds.given:  # the frame in which the members were given is better
+            best = rounds.alternate(rounds.identity)
     rounds.place(best.element)
     element = recentre(best.element).within(group) @ scales
     element = reshape(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
-    costs = tuple(one.history[-1] for one in ends)
+    costs = tuple(end.history[-1] for end in ends)
     return Frame(element, _as_given(sources, element), rounds.costs(), history, best.converged, objective, costs)
 
 
-# round by round -------------------------------------------------------------------------------------------------------
+# rounds of alignment and barycentre -----------------------------------------------------------------------------------
 
 
-class _Settled(NamedTuple):
-    """The members' elements, the mean cost at the start and after each round, whether nothing changed."""
+class _End(NamedTuple):
+    """The members' elements, the mean cost at the start and after each round, and whether rounds converged."""
 
     element: Element
     history: tuple[float, ...]
@@ -216,16 +213,16 @@ class _Settled(NamedTuple):
 
 
 class _Rounds:
-    """Members on their way into one frame.
+    """Members that are aligned to a common reference in rounds.
 
     :param moments: site -> moments of all members, ``(channels, S, *site_shape)``.
-    :ivar still: all members stay as they came; ``given``: their mean cost then.
+    :ivar identity: of all members; ``given``: their mean cost there.
     """
 
     def __init__(self, group: Group, objective: str, moments: Moments):
         self._group, self._cost = group.finite, COSTS[objective]
         self._count = next(iter(moments.values())).shape[1]
-        self.still = self._group.identity((self._count,), dtype=torch.float64)
+        self.identity = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
         scores = sum(u.count**2 * len(u.axes) for u in self._group.units.values() if "permute" in u.moves)
         together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
@@ -236,7 +233,7 @@ class _Rounds:
         self.given = float(self.costs().mean())
 
     def aligned_to_one(self) -> Element:
-        """The elements that bring all members to one random one of them, measured by the spread of all."""
+        """Align all members to a random one, with the spread of all."""
         one, alone = int(torch.randint(self._count, (), device="cpu")), {}
         for site, every in self._moments.items():
             alone[site] = every[:, one : one + 1]
@@ -248,16 +245,13 @@ class _Rounds:
                 if dims := {dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}:
                     scale = scale.square().mean([1 + dim for dim in sorted(dims)], keepdim=True).sqrt()
                 alone[site] = torch.stack([alone[site][0], scale.expand_as(alone[site][0])])
-        found = self.still
+        element = self.identity
         for rows in self._chunks:
-            found = put(found, rows, self._descent(alone, rows).search(0)[0].element)
-        return found
+            element = put(element, rows, self._descent(alone, rows).search(0)[0].element)
+        return element
 
-    def settle(self, element: Element, max_rounds: int = MAX_ROUNDS) -> _Settled:
-        """Align to the common reference until nothing changes; then, of few members, each to the others.
-
-        :param element: where the members begin.
-        """
+    def alternate(self, element: Element, max_rounds: int = MAX_ROUNDS) -> _End:
+        """Align all members and update the reference, until nothing changes; then few members each to the others."""
         self.place(element)
         history, converged = [float(self.costs().mean())], False
         for alone in (False, True) if 2 <= self._count <= FEW else (False,):
@@ -270,22 +264,22 @@ class _Rounds:
                     break
             if not converged:
                 break
-        return _Settled(element, tuple(history), converged)
+        return _End(element, tuple(history), converged)
 
     def costs(self) -> Tensor:
-        """The share of each member in its distance from the common reference, float64 ``(S,)``."""
+        """Return the cost of each member against the common reference, float64 ``(S,)``."""
         centre = self._centre({site: value.sum(1, keepdim=True) for site, value in self._present.items()}, self._count)
         parts = ({site: value[:, rows] for site, value in self._present.items()} for rows in self._chunks)
         return torch.cat([self._cost.total(centre, part) for part in parts])
 
     def place(self, element: Element) -> None:
-        """Move the members to where elements bring them."""
+        """Move the members by their elements."""
         self._present = {site: act(element, site, value) for site, value in self._source.items()}
 
     def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
         """Align all members to the common reference, or each in turn to that of the others.
 
-        :param fresh: whether members start anew, too, as well as where they are.
+        :param fresh: whether to try a forward start besides the present element.
         """
         total = {site: value.sum(1, keepdim=True) for site, value in self._present.items()}
         singles = torch.randperm(self._count, device="cpu").split(1)
@@ -306,28 +300,28 @@ class _Rounds:
         return Descent(self._group, self._cost, reference, source, 0.1 * TOLERANCE)
 
     def _centre(self, total: Moments, count: int) -> Moments:
-        """The reference that is best for as many members, whose features have this sum."""
+        """Return the best reference for ``count`` members, by the sum of their features."""
         return {site: self._cost.centre(value / count) for site, value in total.items()}
 
 
-# what was given -------------------------------------------------------------------------------------------------------
+# input and output -----------------------------------------------------------------------------------------------------
 
 
 def _two_sided(group: Group) -> Group:
-    """Leave out scales that enter the compared sites with exponents of one sign only."""
+    """Drop scales that multiply the compared sites with exponents of one sign only."""
     sites = set(group.site_shapes) - set(group.buffers)
     exponents = {n: [a.exponent for a in group.axes(n) if a.site in sites and a.exponent] for n in group.names("scale")}
     return group.without([n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0], "scale")
 
 
 def _as_given(sources: Any, element: Element) -> Any:
-    """The members as they were given, moved."""
+    """Move the members, in the form in which they were given."""
     if isinstance(sources, Posterior):
         return sources.map(element)
     if isinstance(sources, Mapping):
         return element(sources)
     if isinstance(sources, GaussianWeights):
-        # What a guide maps to values of another shape (a simplex) no element moves.
+        # No element moves unconstrained values of another shape (of a simplex).
         held = {site for site in sources.supports if (b := sources.bijection(site)) is not None and b.domain.event_dim}
         loc, scale = (
             own | element({site: value for site, value in own.items() if site not in held})

@@ -1,25 +1,25 @@
-r"""Bring one posterior, or one network, as close as a symmetry allows to another.
+r"""Align one posterior, or one network, to another.
 
 .. math:: \min_{g \in G} W_2^2(g_\# q_1, q_0) = \|m_0 - g \cdot m_1\|^2 + \|s_0 - |g| \cdot s_1\|^2
 
 for mean-field Gaussians with means :math:`m` and standard deviations :math:`s` (Rossi et al. 2023, arXiv 2310.10171,
-section 4); for plain networks, :math:`s = 0`, it is weight matching (Ainsworth et al. 2023, arXiv 2209.04836). The
-group is whatever ``find_symmetry`` or ``Group.declare`` gives: permutations (nested ones, too), signs, positive
-scalings; no architecture is special. (Constants in front of a softmax stay.) Over several coupled layers the problem
-is NP-hard: what comes back is a local optimum, the best of several starts.
+section 4); for plain networks, :math:`s = 0`, this is weight matching (Ainsworth et al. 2023, arXiv 2209.04836). The
+group comes from ``find_symmetry`` or ``Group.declare``: permutations, nested or not, signs, positive scales, of any
+architecture. (Shifts in front of a softmax stay.) With several coupled layers the problem is NP-hard, and the result is
+the best of several local optima.
 
-Weights whose scales are a symmetry lie anywhere on an orbit. Before the match sources go to the point of theirs at
-which weights are nearest to one (:func:`~pyro_symmetric.canonical.scales.evened`), moved back by what the reference's
-units of one set have in common, so that layers keep the sizes that they have in the reference. Afterwards the scales of
-all units are fitted at once: with entries :math:`A_t` of the reference and :math:`B_t` of the source in its place, of
-which units multiply the latter by :math:`e^{a_t \cdot u}`,
+Where scales are a symmetry, weights may lie anywhere on their orbit. Before the match the scales of a source are
+*evened*: moved to the point of the orbit whose weights are nearest to one in size
+(:func:`~pyro_symmetric.canonical.scales.evened`), times the mean scale of each layer of the reference. Afterwards the
+scales of all units are fitted at once. With entries :math:`A_t` of the reference and :math:`B_t` of the source, which
+units multiply by :math:`e^{a_t \cdot u}`, they minimise
 
 .. math:: F(u) = \sum_t (A_t - e^{a_t \cdot u} B_t)^2 .
 
-Scales of neighbouring layers pull at one another, so that unit by unit it takes hundreds of rounds; L-BFGS takes them
-all together. A unit that matches badly would vanish where nothing but running statistics, which :math:`F` doesn't look
-at, makes up for it (in front of batch normalisation): so each scale ends within a factor of four of the one at which
-the unit's weights are as far from one as those of the reference's unit in its place.
+Scales of neighbouring layers are coupled: unit by unit they take hundreds of sweeps, and L-BFGS fits them jointly. In
+front of batch normalisation only running statistics, which don't enter :math:`F`, compensate for a scale, and units
+that match badly would vanish. So each scale ends within a factor of four of the one that evens the unit as its partner
+in the reference is.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.groups.units import rows
 from pyro_symmetric.weights import Weights
 
-# How many restarts by default, and up to how many units in a set. In a network with three hidden layers of 512 they
-# lower the cost by 0.0007 of it, in five times the time.
+# The default number of restarts, for sets of at most so many units. In a network with three hidden layers of 512
+# restarts lower the cost by a factor of 0.0007, in five times the time.
 RESTARTS, NARROW = 3, 256
-# How often at most units are matched anew where scales are fitted, and the part of the cost that this must gain.
-REFITS, REFITTED = 10, 1e-4
-# Steps of the search for scales, and Newton's at its end, if they are so short.
-STEPS, POLISH, SHORT = 200, 2, 1e-3
-# How far at most, as a logarithm, a scale ends from the one at which a unit is of the reference's size. Two of them
-# multiply a running variance, by their squares: of 60 pairs of networks the least was 0.0003 of the reference's least.
+# The most rounds of fitting scales and matching again, and the relative gain that a further round needs.
+REFITS, REFIT_GAIN = 10, 1e-4
+# Steps of L-BFGS; then of Newton's method, while these are shorter than so much.
+LBFGS_STEPS, NEWTON_STEPS, NEWTON_LENGTH = 200, 2, 1e-3
+# The largest log-scale relative to that which evens a unit. Two scales multiply a running variance, squared: in 60
+# pairs of networks the smallest variance was 0.0003 of the reference's smallest.
 BOUND = math.log(4)
-# Work that takes fewer seconds shows no progress bar.
+# Seconds before a progress bar shows.
 BAR_DELAY = 2.0
 
 
@@ -71,8 +71,7 @@ BAR_DELAY = 2.0
 class Alignment:
     """The result of :func:`align`.
 
-    Of a batch of sources, all numbers are tensors of the batch's shape, and ``start_costs`` a tuple of them. All lie on
-    the CPU.
+    For a batch of sources, all numbers are tensors of the batch's shape, on the CPU.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> result = ps.align({"w": torch.tensor([3.0, 1.0, 2.0])}, {"w": torch.tensor([1.0, 2.0, 3.0])}, group)
@@ -82,11 +81,11 @@ class Alignment:
     {'w': tensor([1., 2., 3.])}
 
     :param element: the element ``g`` for which ``g(source)`` is close to the reference; on the source's device.
-    :param cost: the cost that it attains, over all sites that the group knows, moved or not.
-    :param initial_cost: the cost of the source as it came.
-    :param converged: whether descents ended because nothing could improve, not after a hundred sweeps.
-    :param start_costs: the cost at the end of every descent, of what permutations and signs are matched by: forward
-        start first, then the restarts.
+    :param cost: the cost of ``g(source)``, over all sites that the group knows, moved or not.
+    :param initial_cost: the cost of the source.
+    :param converged: whether the best descent ended at a local optimum, not after a hundred sweeps.
+    :param start_costs: the costs at the ends of all descents over permutations and signs: the forward start's, then
+        those of the restarts.
     """
 
     element: Element
@@ -124,20 +123,20 @@ def align(
 
     *Scales* are evened before the match, and fitted to the reference after it, within a factor of four of its sizes.
 
-    :param source: weights (site -> tensor; with leading batch dimensions, several sources at once), a network, a
-        ``Posterior`` of draws in one frame, ``GaussianWeights``, or a Gaussian guide, of which the marginal moments
-        count (see :func:`~pyro_symmetric.alignment.to_gaussian`).
-    :param reference: likewise, but one set, on any device.
-    :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know are not looked at.
+    :param source: weights (site -> tensor; with leading batch dimensions, several sources), a network, a ``Posterior``
+        of draws in one frame, ``GaussianWeights``, or a Gaussian guide, whose marginal moments count (see
+        :func:`~pyro_symmetric.alignment.to_gaussian`).
+    :param reference: likewise, without batch dimensions, on any device.
+    :param group: the symmetry. Buffers (running statistics) and sites that it doesn't know don't count.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field Gaussians), ``"l2"`` (squared distance
-        of the means), or ``"gaussian"`` (how likely the source is under the reference's Gaussian).
-    :param activations: ``(net, *inputs)``, to match by what units do instead: the cost is minus the sum of correlations
-        of hidden activations; signs and scales that they don't show are fitted to the weights.
-    :param restarts: further descents, each from the best matching so far with some units of one layer shuffled, drawn
-        from PyTorch's generator, where units share a site. ``None``: three, or none for more than 256 units of a kind.
-    :param tolerance: a step is accepted if it lowers the cost by more than this part of the initial cost.
-    :param progress: whether to show a progress bar over the descents, if they take more than two seconds.
-    :raises ValueError: naming the site, if the two don't fit each other or the group, or hold NaN or infinite values.
+        of the means), or ``"gaussian"`` (minus the expected log-density under the reference's Gaussian).
+    :param activations: ``(net, *inputs)``, to match by activations instead: the cost is minus the sum of correlations
+        of hidden activations; signs and scales on which these don't depend are fitted to the weights.
+    :param restarts: further descents, each from the best element so far with some units of one layer shuffled (drawn
+        from PyTorch's generator), if layers are coupled. ``None``: three, or none with more than 256 units in a layer.
+    :param tolerance: a step is accepted if it lowers the cost by more than this fraction of the initial cost.
+    :param progress: whether to show a progress bar over the descents, after two seconds.
+    :raises ValueError: naming the site, if source and reference don't fit each other or the group, or aren't finite.
     """
     arguments.one_of("cost", cost, COSTS)
     group = group_of(group)
@@ -152,81 +151,81 @@ def align(
         )
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
-    fixed, came = moments_of([first, second], sites, group, COSTS[cost])
+    target, given = moments_of([first, second], sites, group, COSTS[cost])
     shown = None
     if activations is not None:
         weights = {site: value.reshape(-1, *value.shape[len(shape) :]) for site, value in second.loc.items()}
         shown = shown_by(activations, weights, first.loc, group)
     with tqdm(total=1 + restarts, desc="align", disable=not progress, delay=BAR_DELAY) as bar:
-        found = _matched(group, COSTS[cost], fixed, came, shown, restarts, tolerance, bar.update)
-    element, *costs, ends = found
-    fit: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
-    total, initial, converged = map(fit, costs)
-    return Alignment(reshape(element, shape).to(device), total, initial, converged, tuple(map(fit, ends)))
+        result = _matched(group, COSTS[cost], target, given, shown, restarts, tolerance, bar.update)
+    element, *costs, ends = result
+    unbatched: Any = lambda value: value.reshape(shape) if shape else value[0].item()  # noqa: E731
+    total, initial, converged = map(unbatched, costs)
+    return Alignment(reshape(element, shape).to(device), total, initial, converged, tuple(map(unbatched, ends)))
 
 
 def _matched(
     group: Group, cost: Cost, reference: Moments, given: Moments, shown: Shown | None, restarts: int, tolerance: float,
     tick: Any,
 ) -> tuple[Element, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """The best element for each source, its cost, that of the source, whether it converged, and the ends of descents.
+    """Match sources; return elements, costs, initial costs, whether descents converged, and the costs at their ends.
 
     :param reference: site -> moments ``(channels, 1, *site_shape)``; ``given``: ``(channels, B, *site_shape)``.
-    :param shown: what units do, if that decides where it shows.
+    :param shown: features of activations, if these are matched where they tell.
     """
-    (start, like), left = evening(group, given, reference), group.finite
-    element = start
+    (even_source, even_reference), remaining = evening(group, given, reference), group.finite
+    element = even_source
 
     def placed() -> Moments:
         return {site: act(element, site, value) for site, value in given.items()}
 
     def by_weights() -> Descent:
         features = {site: cost.of_source(value) for site, value in placed().items()}
-        return Descent(left, cost, reference, features, tolerance)
+        return Descent(remaining, cost, reference, features, tolerance)
 
     if shown is not None:
         descent = Descent(shown.group, CORRELATION, shown.reference, shown.source, tolerance)
-        told, ends = descent.search(restarts, tick)
-        element, left = told.element.within(group) @ element, shown.left
+        by_activations, ends = descent.search(restarts, tick)
+        element, remaining = by_activations.element.within(group) @ element, shown.remaining
         best, _ = by_weights().search(0)
     else:
         best, ends = by_weights().search(restarts, tick)
     element, total = best.element.within(group) @ element, best.cost
     for _ in range(REFITS if group.names("scale") else 0):
-        even = like @ element.within(group.finite).within(group) @ start @ element.inverse()
+        even = even_reference @ element.within(group.finite).within(group) @ even_source @ element.inverse()
         element = fitted(group, reference, placed(), even) @ element
-        again = by_weights()
-        total, end = again.initial, again.descend(again.begin, again.roots)
-        if not bool((total - end.cost > REFITTED * total).any()):
+        refit = by_weights()
+        total, optimum = refit.initial, refit.descend(refit.begin, refit.roots)
+        if not bool((total - optimum.cost > REFIT_GAIN * total).any()):
             break
-        element, total = end.element.within(group) @ element, end.cost
+        element, total = optimum.element.within(group) @ element, optimum.cost
     if shown is not None:
-        return element, told.cost, descent.initial, told.converged, ends
-    came = {site: cost.of_source(value) for site, value in given.items()}
-    return element, total, cost.total(reference, came), best.converged, ends
+        return element, by_activations.cost, descent.initial, by_activations.converged, ends
+    initial = cost.total(reference, {site: cost.of_source(value) for site, value in given.items()})
+    return element, total, initial, best.converged, ends
 
 
 # scales ---------------------------------------------------------------------------------------------------------------
 
 
 def evening(group: Group, source: Moments, reference: Moments | None = None) -> tuple[Element, Element]:
-    """The scales that even all sources, ``(B,)``, where layers keep the sizes that they have in the reference, and
-    those by which even units get the sizes that they have in the reference one by one.
+    """Return the scales that even all sources, ``(B,)``, up to the mean of each layer of the reference; and those that
+    give evened units the sizes of the reference's units.
 
     :param source: site -> moments ``(channels, B, *site_shape)``; ``reference``: likewise, by default all sources.
     """
-    found = _even(group.scalings, source)
-    like = found if reference is None else _even(group.scalings, reference)
-    common = torch.zeros_like(found[:1])
-    for at in group.scalings.slots.values():
-        common[:, at] = like[:, at].mean()
-    return _element(group, found - common), _element(group, common - like)
+    log_scales = _evened(group.scalings, source)
+    of_reference = log_scales if reference is None else _evened(group.scalings, reference)
+    common = torch.zeros_like(log_scales[:1])
+    for slot in group.scalings.slots.values():
+        common[:, slot] = of_reference[:, slot].mean()
+    return _scales(group, log_scales - common), _scales(group, common - of_reference)
 
 
 def fitted(group: Group, reference: Moments, source: Moments, even: Element) -> Element:
-    """The scales where the squared distance of what is in place is least, near none; no source ends farther away.
+    """Fit the scales that minimise the squared distance from the reference; none raises it.
 
-    :param even: those by which units get the sizes that they have in the reference; no unit ends far from there.
+    :param even: the scales that give units the reference's sizes, which bound the fit.
     """
     scalings = group.scalings
     sites = [site for site in source if scalings.members(site)]
@@ -237,11 +236,11 @@ def fitted(group: Group, reference: Moments, source: Moments, even: Element) -> 
     squares = Mass(scalings, {site: second.square().sum(0) for site, (_, second) in view.items()})
     products = Mass(scalings, {site: (first * second).sum(0) for site, (first, second) in view.items()})
     up, down = Mass(scalings, {site: (one * other).abs().sum(0) for site, (one, other) in view.items()}).sides()
-    return _element(group, _least(squares, products, even.within(scalings).numbers["scale"], up + down > 0))
+    return _scales(group, _minimum(squares, products, even.within(scalings).numbers["scale"], up + down > 0))
 
 
-def _even(scalings: Group, moments: Moments) -> Tensor:
-    """The log-scales of all units, ``(B, units)``, at which weights are nearest to one; dead ones stay."""
+def _evened(scalings: Group, moments: Moments) -> Tensor:
+    """Return the log-scales of all units, ``(B, units)``, that even the weights; dead units stay."""
     sizes = {s: v.double().square().sum(0).sqrt() for s, v in moments.items() if scalings.members(s)}
     viewed = {site: scalings.view(site, value) for site, value in sizes.items()}
     if not viewed:
@@ -250,15 +249,15 @@ def _even(scalings: Group, moments: Moments) -> Tensor:
     return evened(scalings, viewed, down + up > 0)
 
 
-def _element(group: Group, u: Tensor) -> Element:
+def _scales(group: Group, u: Tensor) -> Element:
     return Element(group, log_scales=group.scalings.by_name(u, "scale"), batch_shape=(len(u),))
 
 
-def _least(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
-    """The log-scales at which the distance, but for the reference's own norm, is least, ``(B, units)``.
+def _minimum(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
+    """Minimise :math:`F`, without the norm of the reference, over log-scales, ``(B, units)``.
 
-    :param even: where sizes are the reference's; none ends far from there, though it fit nothing.
-    :param free: units that share something with the reference's; the others stay.
+    :param even: the log-scales of the reference's sizes, which bound the result.
+    :param free: units with entries that aren't zero in both; the others stay.
     """
     even = torch.where(free, even, 0.0)
 
@@ -270,10 +269,10 @@ def _least(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
 
     with torch.inference_mode(False), torch.enable_grad():
         up, down = squares.sides()
-        unit = torch.where(free, (up + down).clamp_min(1e-300).rsqrt(), 0.0)  # in such units all curve about alike
+        unit = torch.where(free, (up + down).clamp_min(1e-300).rsqrt(), 0.0)  # a diagonal preconditioner
         start = torch.where(even.abs() < BOUND, 0.0, even)
         position = torch.where(free, start / unit, 0.0).requires_grad_()
-        optimiser = torch.optim.LBFGS([position], max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS([position], max_iter=LBFGS_STEPS, history_size=20, line_search_fn="strong_wolfe")
 
         def total() -> Tensor:
             return distance(bounded(position * unit)).sum()
@@ -284,13 +283,13 @@ def _least(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
             return value
 
         optimiser.step(closure)
-        for _ in range(POLISH):  # rounding hides from a search by values the last eight digits
+        for _ in range(NEWTON_STEPS):  # a line search by values loses the last eight digits to rounding
             (gradient,) = torch.autograd.grad(total(), position, create_graph=True)
             hessian = lambda p: torch.autograd.grad(gradient, position, p, retain_graph=True)[0]  # noqa: B023, E731
             step = conjugate_gradients(
                 hessian, -gradient.detach(), torch.ones_like(unit), torch.full_like(unit[:, :1], 1e-10)
             )
-            short = (step * unit).abs().amax(1, keepdim=True) < SHORT
+            short = (step * unit).abs().amax(1, keepdim=True) < NEWTON_LENGTH
             if not bool(short.any()):
                 break
             position.data += torch.where(short, step, 0.0)
@@ -299,14 +298,14 @@ def _least(squares: Mass, products: Mass, even: Tensor, free: Tensor) -> Tensor:
     return torch.where((distance(u) <= distance(torch.zeros_like(u)) + rounding).unsqueeze(-1), u, 0.0)
 
 
-# the closest copy -----------------------------------------------------------------------------------------------------
+# the nearest copy -----------------------------------------------------------------------------------------------------
 
 
 class NearestCopy(NamedTuple):
-    r"""The element that moves weights least, how far it moves them, and the most that this can be.
+    r"""The element that moves weights least, the distance, and its upper bound.
 
-    All copies of ``D`` weights lie on one sphere; balls of half their least distance around them are disjoint, and
-    their volumes bound it (Gelberg et al. 2024, arXiv 2408.05496, Theorem 3.1 and its proof):
+    All copies of ``D`` weights lie on one sphere, and balls of half their smallest distance around them are disjoint;
+    volumes bound it (Gelberg et al. 2024, arXiv 2408.05496, Theorem 3.1 and its proof):
 
     .. math:: \|g \cdot w - w\| \le 2\, \|w\| \,/\, (|G|^{1/D} - 1).
     """
@@ -318,25 +317,25 @@ class NearestCopy(NamedTuple):
 
 @torch.no_grad()
 def nearest_copy(weights: Weights, symmetry: Any) -> NearestCopy:
-    """Find the closest other weights that a symmetry's permutations and signs lead to.
+    """Find the nearest other weights on the orbit under permutations and signs.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> nearest = ps.alignment.nearest_copy({"w": torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 1.0]])}, group)
     >>> nearest.element["unit"].tolist(), round(nearest.distance, 3)
     ([0, 2, 1], 4.243)
 
-    An element that moves units moves two at least, each by no less than to its nearest neighbour (under a sign, where
-    units have one): so the exchange of the closest pair, or the flip of the smallest unit, is closest. Exact for one
-    set of units; of several the closest exchange or flip of single units.
+    A permutation moves at least two units, each at least as far as to its nearest neighbour. So the exchange of the
+    closest pair, up to a sign, or the flip of the smallest unit is nearest. Exact for one set of units; for several,
+    the nearest exchange or flip of single units.
 
     :param weights: one set of weights; running statistics don't count.
     """
-    group, found = group_of(symmetry).finite.without_buffers(), []
+    group, candidates = group_of(symmetry).finite.without_buffers(), []
     group.batch_shape(weights)
     given = {site: weights[site].double().cpu() for site in group.sites}
     for name, one in group.units.items():
         parts = [[torch.zeros(one.count, 1, dtype=torch.float64, device="cpu")] for _ in range(2)]
-        for axis in group.axes(name):  # what a sign leaves, and what it turns
+        for axis in group.axes(name):  # entries that a sign leaves, and those that it flips
             view = group.view(axis.site, given[axis.site])
             parts["flip" in one.moves and bool(axis.exponent % 2)].append(rows(view, axis, view.dim()))
         even, odd = (torch.cat(part, 1) for part in parts)
@@ -348,15 +347,15 @@ def nearest_copy(weights: Weights, symmetry: Any) -> NearestCopy:
             squares = torch.stack(
                 [torch.cdist(*own, compute_mode="donot_use_mm_for_euclid_dist") ** 2 for own in pairs]
             )
-            at = int(squares.sum(0).masked_fill(apart, math.inf).argmin())
-            steps.append(([at // one.count, at % one.count], sign))
+            nearest = int(squares.sum(0).masked_fill(apart, math.inf).argmin())
+            steps.append(([nearest // one.count, nearest % one.count], sign))
         for units, sign in steps:
             images, signs = torch.arange(one.size, device="cpu").repeat(one.copies), torch.ones_like(even[:, 0])
             images[units], signs[units] = images[units[::-1]], sign
             element = Element(group, {name: images.reshape(one.shape)}, {name: signs.reshape(one.shape)})
             moved = element.on_sites(given)
-            found.append((sum(float((moved[s] - v).square().sum()) for s, v in given.items()), element))
-    square, element = min(found, key=lambda pair: pair[0])
+            candidates.append((sum(float((moved[s] - v).square().sum()) for s, v in given.items()), element))
+    square, element = min(candidates, key=lambda pair: pair[0])
     norm = math.sqrt(sum(float(value.square().sum()) for value in given.values()))
     root = group.log_order() / sum(value.numel() for value in given.values())
     return NearestCopy(element.within(group_of(symmetry)), math.sqrt(square), 2 * norm / math.expm1(root))

@@ -1,16 +1,15 @@
-r"""Mean-field Gaussian moments of whatever is compared, by site, and the costs of pairs of them.
+r"""Mean-field Gaussian moments by site, and the costs and features of pairs of them.
 
-Guides keep means and standard deviations in different places (one parameter per site, one flat vector in the model's
-execution order, a Cholesky factor); :func:`to_gaussian` brings all of them, plain weights, networks and draws to one
-form. Correlations are dropped: the deviations are those of the marginals. Of independent Gaussians
+:func:`to_gaussian` converts guides (with a parameter for each site, a flat vector, a Cholesky factor), plain weights,
+networks and draws to one form. Correlations are dropped: deviations are marginal. For independent Gaussians
 
 .. math:: W_2^2(q_0, q_1) = \|m_0 - m_1\|^2 + \|s_0 - s_1\|^2, \qquad
           \bar m = \sum_i \lambda_i m_i, \quad \bar s = \sum_i \lambda_i s_i ,
 
 and the geodesic is the barycentre of two with weights :math:`(1 - t, t)` (Rossi et al. 2023, arXiv 2310.10171).
 
-A cost is one elementwise function that falls linearly, over all permutations and signs, with the inner product of
-features of the reference and of the moved source, which is the score of an alignment:
+A cost is an elementwise function. Over all permutations and signs it is, up to a constant, minus the score: the inner
+product of features of the reference and of the moved source.
 
 ========================  ==================================  ===========================  =============================
 cost                      cost of one weight                  features of the reference    features of the source
@@ -23,14 +22,14 @@ activations               minus the product                   standardised      
 ========================  ==================================  ===========================  =============================
 
 ``"l2"``, and ``"wasserstein"`` of plain networks, is weight matching (Ainsworth et al. 2023, arXiv 2209.04836).
-``"gaussian"`` is, up to the source's entropy, the divergence from the reference: every weight counts by its precision,
-so that no site counts for more because of its units of measurement; but the few weights known best decide.
+``"gaussian"`` is, up to the source's entropy, the Kullback-Leibler divergence to the reference: weights count by their
+precision, whatever their units of measurement, and the few weights known best decide.
 
-Activations are correlated input by input (and pixel by pixel, token by token), for every set of units by itself (Li et
-al. 2016, arXiv 1511.07543). They are what enters the layers that read them: channel ``j`` of a layer's input belongs to
-the unit that lies on column ``j`` of its weight. So a layer's input is a site of its own, ``(columns, samples)``, on
-which the group acts as on the weight's columns, nested units, heads and flattened pixels included. Units that no layer
-reads whole (of the lower layers of an ``nn.LSTM``, say) are left to their weights.
+Activations are correlated over inputs (and pixels, and tokens), separately for each set of units (Li et al. 2016, arXiv
+1511.07543). They are read at the inputs of layers: channel ``j`` of a layer's input belongs to the unit on column ``j``
+of its weight. So a layer's input is a site, ``(columns, samples)``, on which the group acts as on the weight's columns,
+with nested units, heads and flattened pixels. Units that are no layer's whole input (such as those of the lower layers
+of an ``nn.LSTM``) are matched by their weights.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ from pyro_symmetric.weights import Weights, batch_shape, require_finite
 
 Moments = dict[str, Tensor]
 
-# A weight that varies by less than this part of its size, such as the zeros of a triangle, says nothing of any label.
+# A weight that varies by less than this fraction, such as the zeros of a triangle, carries no information on labels.
 LEAST_SPREAD = 1e-7
-# Layers, and the name of the weight whose columns read their first input.
+# Layers, and the weight whose columns multiply their first input.
 LAYERS = (
     (nn.Linear, "weight"),
     (nn.modules.conv._ConvNd, "weight"),
@@ -72,7 +71,7 @@ LAYERS = (
 
 @dataclass(frozen=True, repr=False)
 class GaussianWeights:
-    """Independent Gaussians over weights: one mean and one standard deviation for each.
+    """Independent Gaussians over weights, by means and standard deviations.
 
     >>> first = ps.alignment.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
     >>> second = ps.alignment.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
@@ -81,8 +80,8 @@ class GaussianWeights:
 
     :param loc: site -> means, of the site's shape.
     :param scale: site -> standard deviations of the same shape; zero where a weight is known exactly.
-    :param supports: site -> support of the model's site, for those sites whose moments are not of the weight itself but
-        of its unconstrained value ``biject_to(support).inv(weight)``. Sites left out are taken as they are.
+    :param supports: site -> support of the model's site, for those sites whose moments are those of the unconstrained
+        value ``biject_to(support).inv(weight)``.
     """
 
     loc: Weights
@@ -110,18 +109,18 @@ class GaussianWeights:
         return f"GaussianWeights({shapes}; deviations up to {widest:.3g})"
 
     def bijection(self, site: str) -> Transform | None:
-        """The map from the unconstrained to the constrained value of a site; ``None`` if that is the identity."""
+        """Return the map from the unconstrained to the constrained value of a site; ``None`` for the identity."""
         return biject_to(of_entries(self.supports[site])) if site in self.supports else None
 
     def shape_of(self, site: str, shape: torch.Size) -> torch.Size:
-        """The shape of the moments of a site whose values have this shape."""
+        """Return the shape of the moments of a site whose values have this shape."""
         bijection = self.bijection(site)
         return shape if bijection is None else bijection.inverse_shape(shape)
 
 
 @torch.no_grad()
 def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
-    """The mean-field Gaussian moments of ``weights``, detached.
+    """Return the mean-field Gaussian moments of ``weights``, detached.
 
     >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, kind="independent")
     >>> moments = ps.alignment.to_gaussian(draws)
@@ -130,15 +129,14 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
 
     :param weights: one of
 
-        * :class:`GaussianWeights`, returned as it is;
-        * plain weights (site -> tensor), or a network (its parameters and running statistics): their own means, with
-          deviations of zero;
+        * :class:`GaussianWeights`, returned unchanged;
+        * plain weights (site -> tensor), or a network (its parameters and running statistics), with deviations of zero;
         * a ``Posterior``: means and deviations over all of its draws;
         * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector (any
-          ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of the
-          unconstrained values, as the guide has them; ``supports`` names the sites where that makes a difference.
+          ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of
+          unconstrained values; ``supports`` names the sites where these differ.
 
-    :param name: what messages call them.
+    :param name: of the argument, in messages.
     :raises ValueError: if there are no weights or draws, or the guide has no parameters yet.
     :raises TypeError: if ``weights`` is none of these.
     """
@@ -149,7 +147,7 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
 
 
 def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch.device]:
-    """The moments on the CPU, and the device that they came from: what decides step by step has a GPU wait at each."""
+    """Return the moments on the CPU, and their device. On a GPU each decision of a descent would synchronise."""
     gaussian = to_gaussian(weights, name)
     device = next((value.device for value in gaussian.loc.values()), torch.device("cpu"))
     loc, scale = ({site: value.cpu() for site, value in part.items()} for part in (gaussian.loc, gaussian.scale))
@@ -157,7 +155,7 @@ def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch
 
 
 def plain(weights: Any) -> Any:
-    """Parameters and running statistics of a network; all else (a guide, say) as it is."""
+    """Return the parameters and running statistics of a network; all else (a guide, say) unchanged."""
     if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
         return weights
     buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}
@@ -165,7 +163,7 @@ def plain(weights: Any) -> Any:
 
 
 def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Constraint]]:
-    """Means, deviations (of plain weights none) and supports, where they are."""
+    """Return means, deviations (none for plain weights) and supports, on their device."""
     if isinstance(weights, Posterior):
         flat = weights.get_samples()
         require_finite(flat, name)
@@ -191,16 +189,16 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
     else:  # a flat vector, in the order of the guide's own layout
         both = [{s["name"]: value for s, value in weights._unpack_latent(flat)} for flat in weights._loc_scale()]
         moments = {site: (both[0][site], both[1][site]) for site in sites}
-    # Cloned, so that later training steps of the guide don't change the moments.
+    # Cloned, as later training steps change the guide's parameters in place.
     loc, scale = ({site: pair[k].detach().clone() for site, pair in moments.items()} for k in (0, 1))
     return loc, scale, {site: support for site, support in sites.items() if not is_real(support)}
 
 
-# barycentres, and draws ----------------------------------------------------------------------------------------------
+# barycentres ----------------------------------------------------------------------------------------------------------
 
 
 def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[float]) -> GaussianWeights:
-    """The barycentre of mean-field Gaussians of the same sites, with weights ``shares`` of sum one."""
+    """Return the barycentre of mean-field Gaussians of the same sites, with weights ``shares`` of sum one."""
 
     def mean(values: Sequence[Weights]) -> Weights:
         return {
@@ -212,8 +210,7 @@ def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[
 
 
 def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
-    """:raises ValueError: naming the sites, unless both ends of a path are finite and have the same sites, of the same
-    shapes, on which they know the same supports."""
+    """Raise ``ValueError`` unless both ends of a path are finite and have the same sites, shapes and supports."""
     shapes = [{site: tuple(value.shape) for site, value in end.loc.items()} for end in (first, second)]
     if shapes[0] != shapes[1]:
         odd = sorted(s for s in shapes[0].keys() | shapes[1] if shapes[0].get(s) != shapes[1].get(s))
@@ -233,13 +230,13 @@ def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """A cost of pairs of moments.
+    """The cost of aligning moments, and its features.
 
     :param distance: moments of the reference and features of the moved source -> costs, elementwise.
     :param of_reference: moments -> features; ``of_source``: likewise.
-    :param centre: the mean of the features of many sources -> the moments of the reference that is best for them.
-    :param deviations: whether deviations count, if there are any.
-    :param squared: whether scales have a best value.
+    :param centre: the mean of the features of many sources -> the moments of their best reference.
+    :param deviations: whether deviations count.
+    :param squared: whether the cost is a squared distance, which has a minimum over scales.
     """
 
     distance: Callable[[Tensor, Tensor], Tensor] = lambda reference, moved: (reference - moved).square()
@@ -250,19 +247,19 @@ class Cost:
     squared: bool = True
 
     def total(self, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Tensor:
-        """The cost of each source over all sites, float64 ``(B,)``."""
+        """Return the cost of each source over all sites, float64 ``(B,)``."""
         parts = [self.of_site(reference[site], value) for site, value in moved.items()]
         return torch.stack(parts).sum(0) if parts else torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def of_site(self, reference: Tensor, moved: Tensor) -> Tensor:
-        """The cost of one site, float64 ``(B,)``."""
+        """Return the cost of one site, float64 ``(B,)``."""
         distance = self.distance(reference, moved)
         return distance.reshape(-1, moved.shape[1], moved[0, 0].numel()).sum((0, 2), dtype=torch.float64)
 
 
 def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
     loc, scale = reference
-    variance = moved[0].square().neg_().add_(moved[1])  # in place: this is most of what many draws cost
+    variance = moved[0].square().neg_().add_(moved[1])  # in place: it takes most of the time with many draws
     variance.add_((moved[0] - loc).square_()).mul_(0.5 / scale.square())
     return variance.add_(scale.log() + 0.5 * math.log(2 * math.pi))
 
@@ -288,7 +285,7 @@ CORRELATION = Cost(lambda reference, moved: -reference * moved)
 
 
 def require_fit(cost: str, group: Group) -> None:
-    """:raises ValueError: if a cost has no least value over scales."""
+    """Raise ``ValueError`` if a cost has no minimum over the scales of a group."""
     if not COSTS[cost].squared and group.names("scale"):
         raise ValueError(
             f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and scales make any density as high "
@@ -296,11 +293,11 @@ def require_fit(cost: str, group: Group) -> None:
         )
 
 
-# reading --------------------------------------------------------------------------------------------------------------
+# checks ---------------------------------------------------------------------------------------------------------------
 
 
 def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.Size:
-    """The leading dimensions of all sites.
+    """Return the leading dimensions that all sites share.
 
     :raises ValueError: naming the site that doesn't fit, or if the batch is empty.
     """
@@ -315,9 +312,9 @@ def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.S
 
 
 def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[str]:
-    """The sites that are compared, which all hold: those that the group knows, without buffers.
+    """Return the sites to compare: those that the group knows, without buffers.
 
-    :param given: what messages call each -> its moments.
+    :param given: name in messages -> moments.
     :raises ValueError: naming the site that some lack, or whose values don't suit the group or one another.
     """
     required = set(group.required_sites)
@@ -345,8 +342,7 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
 
 
 def members_of(sources: Any, group: Group) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
-    """The moments of a list, a batch or a posterior, by what messages call them; their device, and the batch shape of
-    the elements that act on them.
+    """Return the moments of a list, a batch or a posterior by name; their device; the batch shape of their elements.
 
     :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
     """
@@ -354,18 +350,18 @@ def members_of(sources: Any, group: Group) -> tuple[dict[str, GaussianWeights], 
         members = arguments.listed("sources", sources, object, "members, or a batch")
         if not members:
             raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
-        found = {f"sources[{k}]": on_host(own, f"sources[{k}]") for k, own in enumerate(members)}
-        for name, (one, _) in found.items():
+        moments = {f"sources[{k}]": on_host(own, f"sources[{k}]") for k, own in enumerate(members)}
+        for name, (one, _) in moments.items():
             if batch_shape_of(one, group, name):
                 raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
             require_buffers(one.loc, group.buffers, name)
-        return {name: one for name, (one, _) in found.items()}, found["sources[0]"][1], (len(found),)
-    shape, read = None, sources
+        return {name: one for name, (one, _) in moments.items()}, moments["sources[0]"][1], (len(moments),)
+    shape, samples = None, sources
     if isinstance(sources, Posterior):
-        shape, read = (sources.num_chains, sources.num_samples), sources.get_samples()
-    if isinstance(read, Mapping):  # without what a group knows nothing of and has no mean: counters, labels
-        read = {s: v for s, v in read.items() if v.is_floating_point() or s in group.site_shapes}
-    gaussian, device = on_host(read, "sources")
+        shape, samples = (sources.num_chains, sources.num_samples), sources.get_samples()
+    if isinstance(samples, Mapping):  # without the counters and labels that the group doesn't know
+        samples = {s: v for s, v in samples.items() if v.is_floating_point() or s in group.site_shapes}
+    gaussian, device = on_host(samples, "sources")
     batch = tuple(batch_shape_of(gaussian, group, "sources"))
     if len(batch) != 1:
         raise ValueError(f"sources has batch shape {batch}; it must be (number of members,), or a list of members")
@@ -374,11 +370,10 @@ def members_of(sources: Any, group: Group) -> tuple[dict[str, GaussianWeights], 
 
 
 def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost) -> list[Moments]:
-    """Moments of each, site -> ``(channels, B, *site_shape)``.
+    """Stack means and deviations (unless all are zero), site -> ``(channels, B, *site_shape)``.
 
-    Numbers have the widest dtype of all, at least float32, in which inner products are meaningful.
+    The dtype is the widest of all, at least float32, as inner products need.
     """
-    # Of plain weights no deviations need to be carried along.
     varies = cost.deviations and any(bool(weights.scale[site].any()) for weights in given for site in sites)
     result: list[Moments] = [{} for _ in given]
     for site in sites:
@@ -397,63 +392,64 @@ def _comparable(group: Group) -> list[str]:
     return [site for site in group.site_shapes if site not in buffers]
 
 
-# what units do --------------------------------------------------------------------------------------------------------
+# activations ----------------------------------------------------------------------------------------------------------
 
 
 class Shown(NamedTuple):
-    """Features of what units do.
+    """Features of activations.
 
-    :ivar group: the units whose activations show, and the signs that these tell, along the layers' inputs.
-    :ivar left: the permutations and signs of the weights' group that don't show.
-    :ivar reference: weight that reads them -> features ``(1, 1, columns, samples)``; ``source``: ``(1, B, ...)``.
+    :ivar group: the units whose activations enter a layer, with the signs that these determine, along the inputs.
+    :ivar remaining: the permutations and signs of the weights' group that activations don't determine.
+    :ivar reference: the layer's weight -> features ``(1, 1, columns, samples)``; ``source``: ``(1, B, ...)``.
     """
 
     group: Group
-    left: Group
+    remaining: Group
     reference: Weights
     source: Weights
 
 
 def shown_by(activations: Sequence[Any], sources: Weights, reference: Weights, group: Group) -> Shown:
-    """Standardised activations of all units that show.
+    """Run the network with all weights; return the standardised activations of the units that enter a layer whole.
 
-    :param activations: the network, in whose place weights are put, in eval mode, and what its ``forward`` takes.
+    :param activations: the network, run in eval mode with each set of weights, and the inputs of its ``forward``.
     :param sources: weights with one leading batch dimension.
-    :raises ValueError: if no units show.
+    :raises ValueError: if there are no such units.
     """
     net, *inputs = activations
     arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
-    first = _entering(net, inputs, reference, group)
+    of_reference = _layer_inputs(net, inputs, reference, group)
     count = len(next(iter(sources.values())))
-    every = [_entering(net, inputs, {s: value[k] for s, value in sources.items()}, group) for k in range(count)]
-    shown = _on_inputs(group.finite, {site: value.shape for site, value in first.items()})
+    of_sources = [_layer_inputs(net, inputs, {s: v[k] for s, v in sources.items()}, group) for k in range(count)]
+    shown = _on_inputs(group.finite, {site: value.shape for site, value in of_reference.items()})
     if not shown.units:
         raise ValueError(f"no layer of the network reads any of the units {list(group.names('permute'))} whole")
-    left = group.finite.without(shown.names("permute"), "permute")
-    left = left.without([name for name in shown.names("flip") if name in left.names("flip")], "flip")
+    remaining = group.finite.without(shown.names("permute"), "permute")
+    remaining = remaining.without([name for name in shown.names("flip") if name in remaining.names("flip")], "flip")
     blocks = {site: min(len(axis.index) for _, axis in shown.members(site)[0]) for site in shown.sites}
-    known = {site: first[site][None, None] / number for site, number in blocks.items()}
-    return Shown(shown, left, known, {site: torch.stack([own[site] for own in every])[None] for site in blocks})
+    features = {site: of_reference[site][None, None] / number for site, number in blocks.items()}
+    source = {site: torch.stack([own[site] for own in of_sources])[None] for site in blocks}
+    return Shown(shown, remaining, features, source)
 
 
-def _entering(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group) -> Weights:
-    """Weight of a layer -> its input, ``(columns, samples)``: of mean zero and norm one, or zero if constant."""
+def _layer_inputs(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group) -> Weights:
+    """Return a layer's weight -> its inputs, ``(columns, samples)``, of mean zero and norm one, or zero if constant."""
     own = dict(net.named_parameters()) | dict(net.named_buffers())
     net = with_weights(net, {name: value for name, value in weights.items() if name in own}).eval()
-    found: dict[str, list[Tensor]] = {}
+    recorded: dict[str, list[Tensor]] = {}
     for name, module in net.named_modules():
         site = next((f"{name}.{weight}".lstrip(".") for kind, weight in LAYERS if isinstance(module, kind)), "")
         if site in group.site_shapes and not getattr(module, "transposed", False):
             axis = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
-            calls = found.setdefault(site, [])
+            calls = recorded.setdefault(site, [])
 
-            def keep(module: nn.Module, given: Any, calls: list[Tensor] = calls, axis: int = axis) -> None:
-                calls += [value.detach().movedim(axis, 0).flatten(1).double() for value in given[:1]]
+            def record(module: nn.Module, args: Any, calls: list[Tensor] = calls, axis: int = axis) -> None:
+                calls += [value.detach().movedim(axis, 0).flatten(1).double() for value in args[:1]]
 
-            module.register_forward_pre_hook(keep)
+            module.register_forward_pre_hook(record)
     net(*inputs)
     result = {}
-    for site, calls in found.items():
+    for site, calls in recorded.items():
         if calls and len(calls[0]) == group.site_shapes[site][1]:
             value = torch.cat(calls, 1)
             value = value - value.mean(1, keepdim=True)
@@ -463,13 +459,13 @@ def _entering(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tenso
 
 
 def _on_inputs(group: Group, shapes: Mapping[str, torch.Size]) -> Group:
-    """The units that lie along columns of these weights, along what enters them; signs if these columns take part."""
-    units, held = [], set()
+    """Return the units along columns of these weights, acting on the inputs; with signs if these columns flip."""
+    units, parents = [], set()
     for one in reversed(group.units.values()):
         axes = tuple(replace(a, dim=0) for a in one.axes if a.site in shapes and (a.dim, a.span) == (1, 1))
         moves = one.moves & ({"permute", "flip"} if any(axis.exponent % 2 for axis in axes) else {"permute"})
-        if (axes and moves) or one.name in held:
-            held.add(one.parent)
+        if (axes and moves) or one.name in parents:
+            parents.add(one.parent)
             units.append(replace(one, axes=axes, moves=moves if axes else frozenset()))
-    found = {axis.site for one in units for axis in one.axes}
-    return Group(reversed(units), {site: shape for site, shape in shapes.items() if site in found})
+    sites = {axis.site for one in units for axis in one.axes}
+    return Group(reversed(units), {site: shape for site, shape in shapes.items() if site in sites})
