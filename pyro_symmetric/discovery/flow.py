@@ -481,7 +481,7 @@ def _apply_rule(flow: Flow, trace: Trace, node: Node, values: Mapping[Node, Any]
         results = _results(flow, call)
         constants = _constants(call, args, kwargs, tensors)
     except GuardOnDataDependentSymNode:  # the rule reads a number that depends on data
-        results = [flow.give_up(call.operands, shape, "a place or a size depends on data") for shape in shapes]
+        results = [flow.give_up(call.operands, shape, "a position or a size depends on data") for shape in shapes]
         constants = [None] * len(tensors)
     complete = []
     for tensor, result, constant in zip(tensors, results, constants, strict=True):

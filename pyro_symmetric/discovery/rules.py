@@ -208,7 +208,7 @@ def einsum(flow: Flow, call: Call) -> Value:
     """Apply an equation; without an arrow, the result has the letters that come once, in alphabetical order."""
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
     if any(text.count(letter) > 1 for text in inputs.split(",") for letter in set(text) - {"."}):
-        return flow.give_up(call["tensors"], call.shape, "a letter comes twice")
+        return flow.give_up(call["tensors"], call.shape, "a letter is repeated")
     if not arrow:
         once = sorted(letter for letter in set(inputs) - {",", "."} if inputs.count(letter) == 1)
         out = "".join(["..." if "." in inputs else "", *once])
@@ -548,7 +548,7 @@ def _indices(call: Call) -> list[tuple[Value, list[int]]]:
 
 @register_rule("gather")
 def gather(flow: Flow, call: Call) -> Value:
-    """Gather along one axis: units survive if all of their entries come from the same positions."""
+    """Gather along one axis: units survive if all their entries come from the same positions."""
     value, positions = flow.collapse(call.value, [call.axis]), call["index"]
     for other in set(range(value.dim)) - {call.axis}:
         value = flow.take(value, other, np.arange(positions.shape[other]))
