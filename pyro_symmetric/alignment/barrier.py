@@ -123,18 +123,7 @@ def loss_barrier(
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     if model is not None:
-        if data is None:
-            raise ValueError("a model needs data: (x, y), or a name for each pair")
-        if lacking := [site for site in model.site_shapes if site not in first.loc or site not in second.loc]:
-            raise ValueError(
-                f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain networks take a likelihood "
-                "that infers nothing, such as GaussianLikelihood(scale=0.1)"
-            )
-        named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
-        for name, (x, y) in named.items():
-            require_finite({"x": x, "y": y}, f"data[{name!r}]")
-            if len(x) != len(y):
-                raise ValueError(f"data[{name!r}] has {len(x)} inputs and {len(y)} targets")
+        named = _data_by_name(model, data, first, second)
         _warn_of_statistics(model.net, first, second)
         scores = {name: functools.partial(_of_model, model, name, pair) for name, pair in named.items()}
     elif isinstance(log_likelihood, nn.Module) or not callable(log_likelihood) or data is not None:
@@ -176,6 +165,25 @@ def loss_barrier(
 
 
 # losses and errors ----------------------------------------------------------------------------------------------------
+
+
+def _data_by_name(
+    model: BayesianModel, data: Data | Mapping[str, Data] | None, first: GaussianWeights, second: GaussianWeights
+) -> dict[str, Any]:
+    """Return name -> ``(x, y)``; raise ``ValueError`` if these, or the sites that the model infers, don't fit."""
+    if data is None:
+        raise ValueError("a model needs data: (x, y), or a name for each pair")
+    if lacking := [site for site in model.site_shapes if site not in first.loc or site not in second.loc]:
+        raise ValueError(
+            f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain networks take a likelihood "
+            "that infers nothing, such as GaussianLikelihood(scale=0.1)"
+        )
+    named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
+    for name, (x, y) in named.items():
+        require_finite({"x": x, "y": y}, f"data[{name!r}]")
+        if len(x) != len(y):
+            raise ValueError(f"data[{name!r}] has {len(x)} inputs and {len(y)} targets")
+    return named
 
 
 def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> Weights:
