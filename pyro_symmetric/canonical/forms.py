@@ -45,7 +45,7 @@ ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
 FEW, JUDGED, NUMBERS = 100, 250, 2**24
 RARE = 0.05  # the share of draws up to which other labels may be likelier: distant tails, without weight in a summary
 ODDS = 3  # labels are uncertain if the odds against the next best are lower than so many to one
-LEAST_SPREAD = 1e-7  # relative deviation below which a weight tells nothing of any label
+LEAST_SPREAD = 1e-7  # relative deviation below which a weight doesn't count
 SCORES = 2**24  # scores of units for places that are held at once
 NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 

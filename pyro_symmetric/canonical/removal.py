@@ -90,7 +90,7 @@ def removing_element(
 
     def element() -> Element:
         named = {name: number.reshape(*shape, *group[name].shape) for name, number in numbers.items()}
-        return Element(group, signs=named, log_scales=named, batch_shape=shape)  # of which the group has one
+        return Element(group, signs=named, log_scales=named, batch_shape=shape)  # the group has one of these moves
 
     for step in plan(group, move):
         if step.axes or step.biases:

@@ -88,7 +88,7 @@ def minimal_mass(
     :param symmetry: a symmetry or a group; its scalings count. Without any (tanh, say) the weights stay.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.groups.group.Group.weight_sites`.
-    :raises ValueError: if weights (running statistics that scales move, too) are missing, misshaped, NaN or infinite,
+    :raises ValueError: if weights (with running statistics that scales move) are missing, misshaped, NaN or infinite,
         or another network's; if ``sites`` are unknown.
     """
     whole = group_of(symmetry)
@@ -129,7 +129,7 @@ def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tenso
 
 
 def weights_of(given: Any, group: Group) -> Weights:
-    """Return the weights of a network, or the draws of a posterior, chain after chain; leave weights as they are."""
+    """Return the weights of a network, or the draws of a posterior, chain after chain; return weights unchanged."""
     if isinstance(given, nn.Module):
         return plain_weights(given, group)
     return given.get_samples() if isinstance(given, Posterior) else given

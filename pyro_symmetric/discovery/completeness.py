@@ -110,7 +110,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
 
 
 def _like(value: Tensor, size: float) -> Tensor:
-    """Draw normal numbers like a tensor, or integers from its smallest to its largest; return masks as they are."""
+    """Draw normal numbers like a tensor, or integers from its smallest to its largest; return masks unchanged."""
     own = in_precision(value.dtype, torch.float64)
     if own.is_floating_point or own.is_complex:
         return size * torch.randn_like(value, dtype=own)

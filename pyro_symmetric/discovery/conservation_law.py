@@ -1,18 +1,17 @@
 r"""Scales, signs and shifts of units, from conservation laws of the gradient.
 
-Let a unit ``u`` meet the weights :math:`W_a[u]` along axes ``a``. If multiplying them by :math:`\lambda^{e_a}` leaves
-the outputs as they are, so it does every loss :math:`L` of the outputs; the derivative in :math:`\log\lambda` is
-Noether's identity
+Let :math:`W_a[u]` be the weights of a unit ``u`` along an axis ``a``. If outputs are invariant under
+:math:`W_a[u] \to \lambda^{e_a} W_a[u]`, so is every loss :math:`L` of them, and its derivative in :math:`\log\lambda`
+vanishes, at all weights and for all inputs. This is a conservation law, in the sense of Noether:
 
-.. math:: \sum_a e_a \, \langle W_a[u], \partial L / \partial W_a[u] \rangle = 0,
+.. math:: \sum_a e_a \, \langle W_a[u], \partial L / \partial W_a[u] \rangle = 0.
 
-at all weights and for all inputs. Each random loss adds one row for each unit to the matrix of these inner products,
-whose columns are the axes; the exponents are the small integers of its null space. Along a shift of a bias the gradient
-adds up to zero.
+Each random loss adds one row for each unit to the matrix of these inner products, whose columns are the axes; the
+exponents are the small integers of its null space. If a bias may be shifted, the entries of its gradient sum to zero.
 
-A gradient knows only the inputs that it saw: it is taken in a twin of the network in which no scale passes, say, a
-clamp that they didn't reach. Signs obey the same law, modulo two, in a linearised twin
-(:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law proposes is then tried on the network itself.
+Gradients are those of a twin of the network, in which no scale passes, say, a clamp that its inputs don't reach. Signs
+obey the same law, modulo two, in a linearised twin (:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law
+proposes is then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
 2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).
@@ -203,7 +202,7 @@ class _Law:
         return solved
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
-        """Iterate over vectors that may be shifted, and sites that may be scaled, as a whole, as one loss tells.
+        """Find vectors that may be shifted as a whole, and sites that may be scaled as a whole, from one loss.
 
         Single precision can't tell such a scale from one that an epsilon breaks.
         """
@@ -267,7 +266,7 @@ class _Law:
     def _point(self, own: Weights, spread: float) -> _Point:
         """Draw a point near a network's own weights; inputs are the example's if it doesn't take random ones."""
         weights = {site: near(value, site in self.buffers, spread, self.generator) for site, value in own.items()}
-        # Fitted statistics keep every layer's signal, and with it the rounding: too much for single precision.
+        # Fitted statistics keep every layer's signal, so that rounding accumulates: too much for single precision.
         fitted = self.epsilons if self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
         example = [[in_dtype(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
@@ -313,7 +312,7 @@ class _Law:
     # trials ---------------------------------------------------------------------------------------------------------
 
     def _confirmed(self, bases: Bases, factor: float) -> Bases:
-        """Keep the exponents that leave outputs as they are when units are multiplied by powers of a factor."""
+        """Keep the exponents under which outputs are invariant when units are multiplied by powers of a factor."""
         proposals = [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
         # One by one first, since changes may cancel; then all at once far off, where a clamp isn't odd any more.
         for k, point in enumerate([*self.points, *self.test_points]):

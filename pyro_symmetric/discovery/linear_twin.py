@@ -238,7 +238,7 @@ class _Run:
         return y if given.get("bias") is None else y + given["bias"].reshape(shape)
 
     def _linearised(self, target: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Call the function that stands for another in the twin of signs."""
+        """Call what replaces a function in the twin of signs."""
         if name in ("lstm", "gru", "rnn_tanh") and target in decomposition_table:
             with _WithoutTanh():
                 return decomposition_table[target](*args, **kwargs)

@@ -36,7 +36,7 @@ TOLERANCE, ROUNDINGS = (
     1e-6,
     30.0,
 )  # a relative change that passes, or as a multiple of rounding errors if that is larger
-HOPELESS = 0.5  # a relative change by rounding beyond which nothing can be told
+HOPELESS = 0.5  # a relative change by rounding that makes verification inconclusive
 BITS = 20  # a wrong move passes with probability ``2 ** -BITS`` at most
 
 UnitMove = tuple[Move, str]  # one move of some units
@@ -80,8 +80,8 @@ def verify(
     :param trials: the number of random elements; by default so many that a wrong move passes less than once in a
         million times.
     :raises ValueError: if the network doesn't take the inputs.
-    :raises InconclusiveError: if nothing can be told: the network doesn't run in float64, draws random numbers that
-        can't be drawn again, has rounding errors as large as its outputs, or is on the meta device.
+    :raises InconclusiveError: if the network doesn't run in float64, draws random numbers that can't be drawn again,
+        has rounding errors as large as its outputs, or is on the meta device.
     """
     arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
@@ -97,7 +97,7 @@ def verify(
 def repaired(
     symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Symmetry:
-    """Drop the moves that fail from a symmetry, with a warning that names them; warn if nothing can be told."""
+    """Drop the moves that fail from a symmetry, with a warning that names them, or warn if nothing is conclusive."""
     dropped: list[BrokenMove] = []
     try:
         outputs = _outputs_of(symmetry, net, inputs, kwargs)
@@ -249,9 +249,9 @@ def trial_elements(group: Group, moves: Collection[UnitMove], trials: int | None
 
     Permutations of the first are cycles through all units of a copy, so that no unit stays; the others are uniform.
     Elements that change nothing are a subgroup, so that each finds a wrong move with probability a half or more: of n
-    units that are exchanged, in all but two of (n over n / 2) cases. (No network minds whether a permutation is even.)
-    Random scales and shifts lie in no subgroup at all. Of a few flips of single units each element has one, which finds
-    a wrong one for certain.
+    units that are exchanged, in all but two of (n over n / 2) cases (even permutations alone are no network's
+    symmetry). Random scales and shifts lie in no subgroup at all. Of a few flips of single units each element has one,
+    which finds a wrong one for certain.
 
     :param trials: their number; by default so many that a wrong move passes less than once in a million times.
     """
