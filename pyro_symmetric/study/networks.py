@@ -212,8 +212,11 @@ def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, 
     net.load_state_dict({name: mode[name] for name in shapes}, strict=False)
     more: dict[str, Any] = {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
     if subset == "last_layer":
-        more["last_layer_name"] = last = _last_layer(net)
-        shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"{last}.")}
+        linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise ValueError("a last-layer Laplace approximation needs a network with an nn.Linear")
+        more["last_layer_name"] = linear[-1]
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"{linear[-1]}.")}
     prior: Any = model.prior
     precisions = [problem.x.new_tensor(prior.scale_of(name, shape) ** -2) for name, shape in shapes.items()]
     if structure != "kron":  # one precision per weight; "kron" takes one per parameter
@@ -236,10 +239,3 @@ def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, 
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
         drawn = unflatten(fitted.sample(draws).detach(), shapes)
     return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **drawn}
-
-
-def _last_layer(net: nn.Module) -> str:
-    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ValueError("a last-layer Laplace approximation needs a network with an nn.Linear")
-    return linear[-1]
