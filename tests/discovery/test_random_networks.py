@@ -147,7 +147,8 @@ def batch_norm(rng: random.Random, width: int) -> Built:
 SHUFFLES: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.flip(-1), lambda x: x.roll(1, -1), lambda x: x.cumsum(-1), lambda x: x.sort(-1).values,
     lambda x: torch.cat([x, -x], -1), lambda x: torch.cat([x, x.flip(-1)], -1), lambda x: x[..., 1:],
-    lambda x: x.topk(min(2, x.shape[-1]), -1).values, lambda x: torch.cat([x, torch.relu(x)], -1), lambda x: x[..., ::2],
+    lambda x: x.topk(min(2, x.shape[-1]), -1).values, lambda x: torch.cat([x, torch.relu(x)], -1),
+    lambda x: x[..., ::2],
     lambda x: torch.cat([x, x.sum(-1, keepdim=True)], -1), lambda x: x.repeat(1, 2),
     lambda x: torch.cat([x, x.new_zeros((*x.shape[:-1], 1))], -1), lambda x: F.pad(x, (1, 0)),
     lambda x: x.repeat_interleave(2, -1), lambda x: x.unsqueeze(-1).expand(*x.shape, 2).flatten(-2),
