@@ -79,7 +79,7 @@ def with_multipliers(
     :param net: the network that was traced.
     :param shapes: the shapes of all sites.
     :param slices: for matrices whose rows fall into slices that read different inputs, the slice of each row.
-    :param held: frozen sites.
+    :param held: sites that stay: frozen, or used by no pass.
     :param logits: whether outputs go through a softmax.
     """
     by_name = {one.name: one for one in units}
@@ -182,8 +182,9 @@ class _Law:
         """Find for each cell the exponents of its multipliers, and whether these are scales, signs or both."""
         most = MOST_LOSSES[self.small]
         soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
-        spare = 4 if self.small else 1  # of rows; for three units with one axis, an image's channels, one loss will do
-        needed = [math.ceil((2 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
+        # Rows to spare: units may be dead. For three units with one axis, an image's channels, two losses will do.
+        spare = 4 if self.small else 1
+        needed = [math.ceil((3 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
         losses = max(len(self.points), min(most, max(needed, default=1)))
         products = self._inner_products(cells, losses, "scale")
         scales = self._confirmed({cell: self._scales(cell, products) for cell in cells}, 4.0)
@@ -426,8 +427,9 @@ def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cel
     # Many rows, so that rounding averages out: it is what quiet axes know least about.
     law = law[torch.linspace(0, len(law) - 1, min(len(law), 4 * len(columns) + 1_000), device="cpu").long()]
     values, vectors = torch.linalg.svd(law, full_matrices=False)[1:]
-    basis = vectors[values <= null * math.sqrt(len(law))] / magnitude
-    reduced = echelon((basis / basis.norm(dim=1, keepdim=True)).numpy())[0]
+    # Pivots are found before the columns have their magnitudes back, which may lie six orders of magnitude apart.
+    reduced, pivots = echelon(vectors[values <= null * math.sqrt(len(law))].numpy())
+    reduced *= magnitude[pivots, None].numpy() / magnitude.numpy()
     integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector))]
     null_space = []
     for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):

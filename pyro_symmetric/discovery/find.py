@@ -94,7 +94,8 @@ def find_symmetry(
             flow.pin(leaf.value, why)
     cells = solve(flow)
     units = permuted_units(flow, cells)
-    group = _with_multipliers(flow, cells, list(units.values()), traces, set(frozen), logits)
+    held = {*frozen, *(flow.leaves.keys() - used)}
+    group = _with_multipliers(flow, cells, list(units.values()), traces, held, logits)
     symmetry = Symmetry(group, _explained(flow, cells, units), logits, any(trace.calls_again() for trace in traces))
     if flow.given_up:
         warnings.warn(
@@ -153,7 +154,7 @@ def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | N
 
 
 def _with_multipliers(
-    flow: Flow, cells: Cells, units: list[Units], traces: Sequence[Trace], frozen: set[str], logits: bool
+    flow: Flow, cells: Cells, units: list[Units], traces: Sequence[Trace], held: set[str], logits: bool
 ) -> Group:
     """Return the group of all units, with the scales, signs and shifts that gradients give."""
     net = traces[0].net
@@ -162,7 +163,7 @@ def _with_multipliers(
     shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
     if not any(value.is_meta for value in net.parameters()):
         slices = {site: leaf.slices for site, leaf in flow.leaves.items() if leaf.slices is not None}
-        units = with_multipliers(units, fixed_units(flow, cells), traces, net, shapes, slices, frozen, logits)
+        units = with_multipliers(units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits)
     return grouped(units, shapes)
 
 

@@ -536,3 +536,20 @@ def test_scales_are_found_where_no_gradients_are_recorded(mode: Any) -> None:
     net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 3)
     with mode():
         assert find_symmetry(net, x).scalings.factors == {"0": 8}
+
+
+@pytest.mark.parametrize("gains", [(1.0, 1.0), (1e-4, 1e-2, 1e-5, 1.0)])
+def test_scales_of_a_fixed_stream_need_neither_loud_gradients_nor_every_parameter(gains: tuple[float, ...]) -> None:
+    """A norm's gain and shift scale against the columns of the layer that reads it, in each of the blocks."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for gain, norm, layer in zip(gains, net.norms, net.layers, strict=True):
+            x = x + gain * F.gelu(layer(norm(x)))
+        return x
+
+    norms, layers = (
+        nn.ModuleList(make() for _ in gains) for make in (lambda: nn.LayerNorm(5), lambda: nn.Linear(5, 5))
+    )
+    symmetry = checked(Net(forward, norms=norms, layers=layers, unread=nn.Parameter(torch.ones(5))), torch.randn(5, 5))
+    assert sum(symmetry.scalings.factors.values()) == 5 * len(gains)
+    assert sum(symmetry.group[name].count for name in symmetry.group.names("flip")) == 5 * len(gains)

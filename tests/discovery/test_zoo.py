@@ -43,7 +43,7 @@ def test_a_network_of_the_zoo_has_the_symmetries_that_were_found_before(
     net, inputs = case.build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        group = find_symmetry(net.eval(), *inputs, verify=False).group
+        group = find_symmetry(net.eval(), *inputs).group  # without a sign of ShuffleNet that fails verification
     scales, signs = (sum(group[name].count for name in group.names(move)) for move in ("scale", "flip"))
     log_order, *multipliers = FROZEN[request.node.callspec.id]
     assert group.permutations.log_order() == pytest.approx(log_order, abs=0.01)
