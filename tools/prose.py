@@ -2,8 +2,8 @@
 
     python tools/prose.py
 
-Docstrings open with a noun or a verb, never with a question word. Prose is in British spelling; names in code keep
-theirs. Pages have no sentence of more than 40 words. ``RIDDLES`` lists phrases with what to write instead. The exit
+Docstrings open with a noun or a verb, never with a question word; those of the package's functions open with a verb of
+``VERBS``. Prose is in British spelling; names in code keep theirs. Pages have no sentence of more than 40 words. ``RIDDLES`` lists phrases with what to write instead. The exit
 status is 1 if anything is found.
 """
 
@@ -21,6 +21,22 @@ LONGEST = 40  # words of a sentence
 SOURCES = ("pyro_symmetric", "tests", "benchmarks", "tools")
 
 OPENING = re.compile(r"(What|Whether|How|Where)\b")
+VERBS = set(  # in the imperative; add one of the field's if it is missing
+    """
+    Act Adapt Add Adjust Advance Align Alternate Annotate Append Apply Assign Attach Average Bin Bind Bring
+    Broadcast Build Call Cast Change Check Choose Clear Collect Colour Combine Compare Complete Compute
+    Concatenate Convert Convolve Copy Count Create Cut Declare Derive Describe Diagnose Disable Do Double Draw
+    Drop End Estimate Evaluate Expand Explain Export Extend Fall Fill Find Fit Flatten Format Gather Give
+    Grade Group Hash Identify Import Index Individualise Insert Invert Iterate Join Keep Label Lay Leave Let
+    List Load Locate Lock Look Make Map Match Maximise Measure Merge Minimise Move Multiply Name Normalise
+    Note Number Open Order Overwrite Pad Pair Parse Permute Perturb Pin Place Plot Predict Print Project
+    Propose Put Raise Rank Read Rearrange Rebuild Record Reduce Refine Register Relabel Remove Rename Renumber
+    Repeat Replace Report Require Resample Reshape Restrict Return Round Run Sample Scale Scatter Score Seed
+    Select Serialise Set Show Shuffle Skip Solve Sort Split Stack Standardise Start State Suggest Sum Suppress
+    Tabulate Take Temper Test Thin Tie Trace Train Transform Translate Try Turn Unite Unwrap Update Verify
+    View Wait Warn Write Yield
+    """.split()  # noqa: SIM905
+)
 RIDDLES = {
     r"\bg(?:o|oes|oing|one) on (?:with|from)\b|\bwent on (?:with|from)\b": "write 'resume' or 'continue'",
     r"(?<=[.!?] )Where [^.?!]*, ": "write 'If' for a condition",
@@ -46,13 +62,16 @@ PUBLIC = set(re.findall(r'^    "(\w+)",$', (TREE / "pyro_symmetric" / "__init__.
 Finding = tuple[str, int, str]
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the text of every docstring of a module, without its examples."""
+def docstrings(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line and text of every docstring of a module, without its examples, and whether it is a function's."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield node.body[0].lineno, "\n".join(_without_literals(text.splitlines()))
+                attribute = isinstance(node, ast.Module | ast.ClassDef) or any(
+                    "property" in ast.unparse(decorator) for decorator in node.decorator_list
+                )
+                yield node.body[0].lineno, "\n".join(_without_literals(text.splitlines())), not attribute
 
 
 def _without_literals(lines: list[str]) -> Iterator[str]:
@@ -121,10 +140,16 @@ def findings() -> Iterator[Finding]:
     for folder in SOURCES:
         for path in sorted((TREE / folder).rglob("*.py")):
             name = path.relative_to(TREE).as_posix()
-            for line, text in docstrings(path):
+            for line, text, of_function in docstrings(path):
                 opening = OPENING.match(text)
                 if opening:
                     yield name, line, f"a docstring opens with '{opening[0]}': begin with a noun or a verb"
+                elif folder == "pyro_symmetric" and of_function and text.split()[0].strip(".,:") not in VERBS:
+                    yield (
+                        name,
+                        line,
+                        f"a function's docstring opens with '{text.split()[0]}': begin with a verb of VERBS, or add it",
+                    )
                 yield from check(name, line, text)
     for page in pages():
         yield from check(*page)
