@@ -2,9 +2,9 @@
 
     python tools/prose.py
 
-Docstrings open with a noun or a verb, never with a question word; those of the package's functions open with a verb of
-``VERBS``. Prose is in British spelling; names in code keep theirs. Pages have no sentence of more than 40 words. ``RIDDLES`` lists phrases with what to write instead. The exit
-status is 1 if anything is found.
+Docstrings open with a noun or a verb, never with a question word; those of the package's functions open with a verb
+of ``VERBS``. Prose is in British spelling; names in code keep theirs. Pages have no sentence of more than 40 words.
+``RIDDLES`` lists phrases with what to write instead. The exit status is 1 if anything is found.
 """
 
 from __future__ import annotations
