@@ -32,10 +32,8 @@ from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.units import MOVES, Element, Move
 
-TOLERANCE, ROUNDINGS = (
-    1e-6,
-    30.0,
-)  # a relative change that passes, or as a multiple of rounding errors if that is larger
+TOLERANCE = 1e-6  # a relative change that passes,
+ROUNDINGS = 30.0  # or as a multiple of rounding errors, if that is larger
 HOPELESS = 0.5  # a relative change by rounding that makes verification inconclusive
 BITS = 20  # a wrong move passes with probability ``2 ** -BITS`` at most
 
@@ -107,7 +105,9 @@ def repaired(
                 symmetry = symmetry.without([one.name], one.move)
     except InconclusiveError as error:
         warnings.warn(
-            f"{error}. The group is what the rules prove; no element of it was tried.", UnverifiedSymmetry, stacklevel=3
+            f"{error}. The group is what rules and gradients propose; no element of it was tried.",
+            UnverifiedSymmetry,
+            stacklevel=3,
         )
     if dropped:
         names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
