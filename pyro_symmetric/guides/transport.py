@@ -123,10 +123,9 @@ def interpolate(guide_0: Any, guide_1: Any, t: float) -> Any:
     :param t: from 0 to 1.
     """
     arguments.number("t", t, least=0, most=1)
-    return barycentre((guide_0, guide_1), (1.0 - t, t))
+    return _barycentre((guide_0, guide_1), (1.0 - t, t), ("guide_0", "guide_1"))
 
 
-@torch.no_grad()
 def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None = None) -> Any:
     r"""Return the Wasserstein barycentre of mean-field guides, as a guide.
 
@@ -145,17 +144,24 @@ def barycentre(guides: Sequence[Any], weights: Sequence[float] | Tensor | None =
     shares = as_tensor([1.0] * len(guides) if weights is None else weights, dtype=torch.float64)
     if shares.shape != (len(guides),) or not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < torch.inf:
         raise ValueError(f"weights are {weights}; there must be {len(guides)} numbers, none negative, one a guide")
+    return _barycentre(guides, (shares / shares.sum()).tolist(), [f"guides[{k}]" for k in range(len(guides))])
+
+
+@torch.no_grad()
+def _barycentre(guides: Sequence[Any], shares: Sequence[float], names: Sequence[str]) -> Any:
+    """Return the barycentre for shares that sum to one; messages call the guides by their names."""
     if len(kinds := {isinstance(guide, AutoGuide) for guide in guides}) > 1:
-        raise TypeError(f"guides mixes guides with others: {[type(guide).__name__ for guide in guides]}")
-    moments = [to_gaussian(guide, f"guides[{k}]") for k, guide in enumerate(guides)]
+        types = [type(guide).__name__ for guide in guides]
+        raise TypeError(f"{', '.join(names)} are {types}; pass only guides, or none")
+    moments = [to_gaussian(guide, name) for guide, name in zip(guides, names, strict=True)]
     for other in moments:
         require_ends(moments[0], other)
-    centre = barycentre_gaussians(moments, (shares / shares.sum()).tolist())
+    centre = barycentre_gaussians(moments, shares)
     if kinds == {False}:
         return centre
-    for k, guide in enumerate(guides):
+    for guide, name in zip(guides, names, strict=True):
         if not isinstance(plain_posterior(guide), Independent):
-            raise ValueError(f"guides[{k}] has correlations; barycentres and geodesics are those of mean-field guides")
+            raise ValueError(f"{name} has correlations; barycentres and geodesics are those of mean-field guides")
     layout = layout_of(guides[0])
     normal = Normal(layout.flatten(centre.loc), layout.flatten(centre.scale))
     return AutoGaussian(guides[0], normal.to_event(1))

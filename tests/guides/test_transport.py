@@ -64,3 +64,13 @@ def test_guides_with_correlations_are_refused() -> None:
     full = normal_guide(dist.MultivariateNormal(torch.zeros(DIM).double(), torch.eye(DIM).double()))
     with pytest.raises(ValueError, match=r"guides\[1\] has correlations"):
         barycentre([mean_field(), full])
+    with pytest.raises(ValueError, match="guide_1 has correlations"):
+        interpolate(mean_field(), full, 0.5)
+
+
+def test_errors_of_interpolate_name_its_own_arguments() -> None:
+    plain = {"w": torch.ones(3)}
+    with pytest.raises(TypeError, match="guide_1 is 3"):
+        interpolate(plain, 3, 0.5)
+    with pytest.raises(TypeError, match="guide_0, guide_1 are"):
+        interpolate(mean_field(), plain, 0.5)
