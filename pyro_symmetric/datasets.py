@@ -376,7 +376,8 @@ def read_folder(name: str, side: int) -> Raw:
     parts = [datasets.ImageFolder(folder, crop, allow_empty=True) for folder in (folders[:2] or [root])]
     parts = parts if parts[0].classes == parts[-1].classes else parts[:1]
     x = np.stack([np.asarray(image).transpose(2, 0, 1) for part in parts for image, _ in part])
-    y, rows = np.concatenate([part.targets for part in parts]), np.arange(len(x))
+    y = np.concatenate([np.array(part.targets, dtype=np.int64) for part in parts])  # no pictures: an empty list
+    rows = np.arange(len(x))
     official = (rows[: len(parts[0])], rows[len(parts[0]) :]) if len(parts) > 1 else None
     return Raw(x, y, tuple(parts[0].classes), official)
 

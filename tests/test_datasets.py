@@ -94,6 +94,17 @@ def test_folders_of_pictures_are_read_by_class_and_serve_as_other_inputs(tmp_pat
     assert other.ood_x.shape == (12, 3, 8, 8)
 
 
+def test_labels_are_whole_numbers_when_a_part_of_a_folder_has_no_pictures(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("blue", "red"):
+        for part in ("train", "test"):
+            (tmp_path / part / name).mkdir(parents=True)
+        for k in range(2):
+            image.new("RGB", (8, 8), (100 * k, 0, 0)).save(tmp_path / "train" / name / f"{k}.png")
+    data = datasets.load(f"images:{tmp_path}", image_size=8)
+    assert (data.train_y.tolist(), data.train_y.dtype, len(data.test_y)) == ([0, 0, 1, 1], torch.int64, 0)
+
+
 def test_classes_are_held_out_only_if_that_is_asked_for():
     assert datasets.load("digits").num_outputs == 10
     assert datasets.load("wine", hold_out="auto").ood_x is None  # of so few
