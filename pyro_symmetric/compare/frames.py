@@ -149,7 +149,10 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
         f"modulo {str(group).splitlines()[0]}: aligned, {int(displaced.sum()):,} of {displaced.numel():,} draws moved, "
         f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
     )
-    if unknown := [site for site in posterior.samples if site not in group.site_shapes]:
+    counts, moved = {one.count for one in group.units.values()}, {*group.site_shapes}
+    if not group.of_network:  # its example may hold sites that its axes don't name
+        moved -= {s for s, shape in group.site_shapes.items() if s not in group.sites and counts & {*shape}}
+    if unknown := [site for site in posterior.samples if site not in moved]:
         yield (
             f"left as drawn: the sites {unknown}, on which the symmetry doesn't act. If their entries belong to its "
             "units, declare them too, or they no longer match the aligned sites"

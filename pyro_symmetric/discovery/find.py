@@ -34,6 +34,7 @@ from pyro_symmetric.discovery.symmetry import AxisExplanation, Explanation, Name
 from pyro_symmetric.discovery.trace import Trace, UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.verify import repaired
 from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import require_finite
 
 
@@ -73,13 +74,17 @@ def find_symmetry(
     :param verify: whether to try random elements on a copy in float64. Moves that fail are dropped, with a warning; an
         inconclusive check warns (``UnverifiedSymmetry``).
     :param logits: whether outputs go through a softmax, so that one constant may be added to the last bias.
-    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
+    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``), or it is a ``BayesianModel``.
     :raises UntraceableError: if the forward pass branches on the data that flow through it.
     :raises ValueError: if the network doesn't run on the inputs, returns no tensor, or holds NaN or infinite weights;
         if a name matches no site.
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     _require_parameters(net)
+    if isinstance(net, BayesianModel):  # as a module it would be traced with its priors, and hold no symmetry
+        raise TypeError(
+            "net is a BayesianModel; pass its network: find_symmetry(model.net, x), whose sites are the model's"
+        )
     frozen = frozen_sites(net, only, freeze)
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:

@@ -297,5 +297,7 @@ def _remedy(
             continue
         other = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
         if not broken_moves(other, change)[0]:
+            if broken.move == "flip" and (site, dim) in own and "permute" in group[broken.name].moves:
+                return f"with even=[{site!r}] in the declaration, whose signs then stay"
             return f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
     return ""

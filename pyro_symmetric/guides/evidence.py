@@ -171,7 +171,8 @@ def evidence(
     if log_joint is None and group is not None and not isinstance(group, Group | Symmetry):
         group, kwargs = None, {**kwargs, "group": group}
     kind = AutoSymmetrized if group is None or log_joint is None else AutoGuide
-    arguments.instance("guide", guide, kind, "an AutoSymmetrized, or another AutoGuide with log_joint= and group=")
+    wrapped = "an AutoSymmetrized, such as AutoSymmetrized(model, group, base=guide).setup(*args) of another guide"
+    arguments.instance("guide", guide, kind, f"{wrapped}, or an AutoGuide with log_joint= and group=")
     group = group_of(group or guide.group).finite
     if log_joint is None:
         if guide._raw_model is None:

@@ -89,7 +89,7 @@ def predict(
         weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
-    arguments.weights("posterior", weights, "a Posterior, a guide of this library, or sample_posterior of another")
+    arguments.weights("posterior", weights, "a Posterior, or a guide with sample_posterior")
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
         isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())

@@ -139,6 +139,13 @@ def test_the_summary_modulo_a_symmetry_shows_aligned_draws_and_says_so(capsys):
     assert max(deviations) < 0.55
 
 
+def test_the_summary_names_sites_that_the_declaration_leaves_out(capsys):
+    example = {"mu": torch.Size([2]), "tau": torch.Size([2]), "noise": torch.Size([])}
+    draws = {site: torch.rand(2, 50, *shape) for site, shape in example.items()}
+    ps.summary(draws, ps.Group.declare({"mu": ("k",)}, example), progress=False)
+    assert "left as drawn: the sites ['tau']" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("moves", ["permute", "flip"])
 def test_units_that_are_alike_are_said_to_have_uncertain_labels(moves, capsys):
     group = ps.Group.declare({"u": ("k",)}, {"u": torch.Size((4,))}, moves=moves)

@@ -162,6 +162,17 @@ def test_signs_of_a_factor_model_hold_and_wrong_ones_are_named() -> None:
     assert partial.remedy == "with axis 0 of 'scores'"
 
 
+def test_signs_of_positive_sites_are_to_stay() -> None:
+    def model() -> None:
+        tau = pyro.sample("tau", dist.HalfNormal(1.0).expand((2,)).to_event(1))
+        pyro.sample("loadings", dist.Normal(torch.zeros(2, 3), tau[:, None]).to_event(2))
+
+    axes, shapes = {"loadings": ("f", None), "tau": ("f",)}, {"loadings": torch.Size([2, 3]), "tau": torch.Size([2])}
+    (broken,) = verify_model(Group.declare(axes, shapes, ("permute", "flip")), model).broken
+    assert broken.remedy == "with even=['tau'] in the declaration, whose signs then stay"
+    assert verify_model(Group.declare(axes, shapes, ("permute", "flip"), even=["tau"]), model)
+
+
 def test_signs_and_permutations_of_a_discovered_network_hold() -> None:
     net = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     x, y = torch.randn(500, 2), torch.randint(3, (500,))

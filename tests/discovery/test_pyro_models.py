@@ -23,6 +23,7 @@ from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
 from pyro_symmetric.guides import AutoSymmetrized, push_forward, sample_posterior
+from pyro_symmetric.models import BayesianModel
 
 Prior = Callable[[str, Tensor], dist.Distribution]
 
@@ -146,3 +147,5 @@ def test_random_networks_are_refused_with_a_word_on_the_plain_one() -> None:
         find_symmetry(Regression(net).net, x)
     with pytest.raises(ValueError, match="verify_model"):
         verify(symmetry, Regression(net), x)
+    with pytest.raises(TypeError, match="pass its network"):
+        find_symmetry(BayesianModel(net, likelihood="gaussian"), x)
