@@ -80,7 +80,7 @@ class Traced:
             f"draws are evaluated one after another, which takes longer: {self.one_by_one}. Usual causes: Python "
             "control flow or .item() on a sampled value, in-place changes, a distribution that PyTorch can't map",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,  # the caller of predict
         )
 
     def sum_out(self, given: Mapping[str, Tensor]) -> None:

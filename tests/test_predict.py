@@ -178,8 +178,9 @@ def test_a_model_that_cannot_be_mapped_is_run_draw_by_draw_with_a_warning(x):
         return x.sum(1) * (w if w > 0 else 0 * w)
 
     w = torch.tensor([-1.0, 2.0, 0.5])
-    with pytest.warns(RuntimeWarning, match="one after another"):
+    with pytest.warns(RuntimeWarning, match="one after another") as warned:
         found = predict({"w": w}, model, x)
+    assert warned[0].filename == __file__
     assert torch.allclose(found, w.clamp(min=0)[:, None] * x.sum(1), atol=1e-6)
 
 
