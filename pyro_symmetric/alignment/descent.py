@@ -85,7 +85,8 @@ class Descent:
     :param reference: site -> moments ``(channels, 1, *site_shape)``, or of one reference for each source.
     :param source: site -> features ``(channels, B, *site_shape)``.
     :param tolerance: a step is accepted if it lowers the cost by more than this fraction of the initial cost.
-    :ivar begin: the sources as given; ``initial``: their cost, float64 ``(B,)``.
+    :ivar begin: the state before any step.
+    :ivar initial: the cost there, float64 ``(B,)``.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class _Facts:
         """Return stable colours, numbered from 0: units of one colour have equally coloured members and parents."""
         initial = self.individual.copy()
         np.add.at(initial, self.unit, hash64(self.atom_colour))
-        # Hashed twice, unlike colours, which are small numbers, too.
+        # Numbers of relations are hashed twice: colours, which are small numbers as well, are hashed once.
         up, down = hash64(hash64(2 * self.relation)), hash64(hash64(2 * self.relation + 1))
         return colour_refine(initial, [(self.child, self.parent, up, down)], len(initial) + 1)
 
@@ -160,7 +160,7 @@ class _Facts:
         self.individual = np.r_[self.individual, np.zeros(max(0, new), dtype=np.uint64)]
 
     def _individualise_ambiguous_parents(self) -> None:
-        """Individualise both parents if a relation gives one unit two: it is no membership.
+        """Individualise the parents of each unit to which one relation gives two parents: this is no membership.
 
         The unit may still move, to one with the same two parents at the same positions. (A rotary embedding ties entry
         ``i`` of a head to entry ``i + d/2``, and a weight that all heads share is parent to both: heads may be
@@ -454,7 +454,7 @@ class _Builder:
         return units_of
 
     def _context(self, atoms: Array, units_of: dict[int, Array], without: set[int]) -> Array:
-        """Number positions such that equal ones differ at most in their units of the cells ``without``."""
+        """Number positions; two have the same number if they differ at most in their units of the cells ``without``."""
         classes = self.solution.unit[atoms]
         ranks = [np.where(units < 0, -1, self.rank[c][units]) for c, units in units_of.items() if c not in without]
         copies = rank_within(classes, self.solution.atom_colour[atoms])

@@ -292,7 +292,8 @@ class _Law:
     def _signs(self, cell: _Cell, scales: list[Exponents], products: Products, linear: Products) -> list[Exponents]:
         """Propose a basis of the parities of a cell's axes: 1 where a sign enters, else 0.
 
-        :param products: inner products of the twin of scales; ``linear``: of the linearised twin.
+        :param products: inner products in the twin of scales.
+        :param linear: inner products in the linearised twin.
         """
         magnitude, (law, linear_magnitude) = _matrix(cell, products)[1], _matrix(cell, linear)
         if not bool((magnitude > 0).all()):
@@ -424,10 +425,10 @@ def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cel
     if not columns or len(law) < len(columns) + 2:
         return []
     law, magnitude = (law / magnitude)[:, columns], magnitude[columns]
-    # Many rows, so that rounding averages out: it is what quiet axes know least about.
+    # Many rows average out rounding errors, which are relatively large where gradients are small.
     law = law[torch.linspace(0, len(law) - 1, min(len(law), 4 * len(columns) + 1_000), device="cpu").long()]
     values, vectors = torch.linalg.svd(law, full_matrices=False)[1:]
-    # Pivots are found before the columns have their magnitudes back, which may lie six orders of magnitude apart.
+    # Pivots are chosen among the normalised columns: magnitudes may differ by six orders, which would hide small ones.
     reduced, pivots = echelon(vectors[values <= null * math.sqrt(len(law))].numpy())
     reduced *= magnitude[pivots, None].numpy() / magnitude.numpy()
     integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector))]

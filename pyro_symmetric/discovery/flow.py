@@ -93,7 +93,7 @@ class Flow:
         self.unions: list[Fact] = []
         self.relations: list[Fact] = []
         self.refinements: list[Fact] = []
-        self.occurrences: dict[int, tuple[Array, int]] = {}
+        self.occurrences: dict[int, tuple[Array, int]] = {}  # id of an array of atoms -> the array, its fact number
         self.leaves: dict[str, Leaf] = {}  # by site
         self.given_up: dict[str, None] = {}  # operators that pinned units for lack of a rule, and why
 
@@ -225,7 +225,7 @@ class Flow:
         self.reduce(value, axes)
         return value
 
-    # axes, with the entries as they are -------------------------------------------------------------------------------
+    # rearranged axes and entries ------------------------------------------------------------------------------------
 
     def relaid(self, value: Value, axes: Sequence[int | None], shape: Iterable[int] | None = None) -> Value:
         """Rearrange the axes.

@@ -113,9 +113,9 @@ def repaired(
         names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
         sizes = ", ".join(f"{one.change:.3g}" for one in dropped)
         warnings.warn(
-            f"verification failed for the units {names}: these moves are left out of the group. A rule is wrong: one "
-            "that you registered, or one of pyro_symmetric; then please report the network. (They change outputs by "
-            f"{sizes} of the largest; {outputs.tolerance:.1g} would pass as rounding.)",
+            f"verification failed for the units {names}: these moves are left out of the group. Either a rule "
+            "that you registered is wrong, or pyro_symmetric is; then please report the network. (They change outputs "
+            f"by {sizes} of the largest; {outputs.tolerance:.1g} would pass as rounding.)",
             BrokenSymmetry,
             stacklevel=3,
         )
