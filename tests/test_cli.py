@@ -31,7 +31,7 @@ def test_the_table_the_order_and_the_explanation_are_printed(nets: str, capsys: 
     printed = capsys.readouterr().out
     assert "permutation" in printed
     # 5! 4! 2^4, the last of which are the signs of the tanh units
-    assert "log |G| = 10.7: permutations and signs give 46,080 equivalent copies" in printed
+    assert "log |G| = 10.7: permutations and signs give 46,080 copies of every mode" in printed
     assert "0.weight[1]" in printed
 
 

@@ -172,7 +172,7 @@ def evidence(
         group, kwargs = None, {**kwargs, "group": group}
     kind = AutoSymmetrized if group is None or log_joint is None else AutoGuide
     wrapped = "an AutoSymmetrized, such as AutoSymmetrized(model, group, base=guide).setup(*args) of another guide"
-    arguments.instance("guide", guide, kind, f"{wrapped}, or an AutoGuide with log_joint= and group=")
+    arguments.instance("guide", guide, kind, f"{wrapped}, or another AutoGuide with log_joint= and group=")
     group = group_of(group or guide.group).finite
     if log_joint is None:
         if guide._raw_model is None:
