@@ -182,8 +182,8 @@ class _Law:
         """Find for each cell the exponents of its multipliers, and whether these are scales, signs or both."""
         most = MOST_LOSSES[self.small]
         soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
-        # Rows to spare: units may be dead. For three units with one axis, an image's channels, two losses will do.
-        spare = 4 if self.small else 1
+        # Rows to spare, as units may be dead; but three units with one axis, an image's channels, take one loss.
+        spare = 4 if self.small else 0
         needed = [math.ceil((3 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
         losses = max(len(self.points), min(most, max(needed, default=1)))
         products = self._inner_products(cells, losses, "scale")
