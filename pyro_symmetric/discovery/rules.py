@@ -36,9 +36,20 @@ def like_another(flow: Flow, call: Call) -> Value:
 # factories ------------------------------------------------------------------------------------------------------------
 
 
-@register_rule("full", "full_like", "scalar_tensor", "zeros", "zeros_like", "ones", "ones_like", "new_full")
+@register_rule(
+    "full",
+    "full_like",
+    "scalar_tensor",
+    "zeros",
+    "zeros_like",
+    "ones",
+    "ones_like",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+)
 def full(flow: Flow, call: Call) -> Value:
-    fill_value = call.get("fill_value", call.get("s", int(call.name.startswith("ones"))))
+    fill_value = call.get("fill_value", call.get("s", int("ones" in call.name)))
     integer = isinstance(fill_value, int) and not isinstance(fill_value, bool)
     constant = torch.full(call.shape, fill_value, device="cpu") if integer else None
     value = flow.expand(fill_value, call.shape) if isinstance(fill_value, Value) else Value(call.shape)
@@ -111,9 +122,11 @@ def ranked(flow: Flow, call: Call) -> list[Value]:
     return [flow.value(call.shape, reduced.parts, {*reduced.fixed, call.axis})] * 2
 
 
-@register_rule("cumsum", "cummax", "cummin", "cumprod", "logcumsumexp", "_fft_r2c", "_fft_c2c", "_fft_c2r")
+@register_rule("cumsum", "cummax", "cummin", "cumprod", "logcumsumexp", "diff", "_fft_r2c", "_fft_c2c", "_fft_c2r")
 def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
+    for other in call.operands[1:]:  # what a difference puts before or behind
+        flow.pin(other)
     return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(call.shapes)
 
 

@@ -219,6 +219,8 @@ def _functionalise(graph: Graph) -> bool:
             pure = getattr(getattr(library, packet.removesuffix("_"), None), node.target._overloadname, None)
             if pure is None or pure is node.target or any(map(_is_view, (written, *written.users))):
                 return False
+            if [one.type for one in pure._schema.arguments] != [one.type for one in node.target._schema.arguments]:
+                return False  # another operator of that name: pow.Scalar is a number's power
             node.target = pure
             written.replace_all_uses_with(node, delete_user_cb=lambda user, at=node: user > at)
         if not isinstance(node.target, OpOverload) or (node.target._schema.returns and rule_for(node.target) is None):

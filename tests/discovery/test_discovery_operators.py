@@ -116,6 +116,11 @@ CASES = {
         {"n": parametrizations.spectral_norm(nn.Linear(6, 5))}),  # the whole weight
     "cumsum": Case(lambda s, h: F.relu(h).cumsum(-1), 1, 0, 0),
     "cumsum over the batch": Case(lambda s, h: F.relu(h).cumsum(0), ALL, 6, 0),
+    "differences": Case(lambda s, h: F.relu(h).diff(dim=-1), 1, 0, 0, 5),
+    "differences over the batch": Case(lambda s, h: F.relu(h).diff(dim=0), ALL, 6, 0),
+    "differences from units": Case(lambda s, h: F.relu(h).diff(dim=0, prepend=F.relu(h)[:1]), 1, 6, 0),  # pinned
+    "power in place": Case(lambda s, h: F.relu(h).clone().pow_(2.0), ALL, 6, 0),
+    "ones like units": Case(lambda s, h: F.relu(h) * h.new_ones(6), ALL, 6, 0),
     "sort": Case(lambda s, h: h.sort(-1).values, ALL, 0, 0),
     "fourier transform": Case(lambda s, h: torch.fft.fft(h).abs(), 1, 0, 0),
     "tril": Case(lambda s, h: torch.tril(F.relu(h)), 1, 6, 0),
