@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import forked
+from pyro_symmetric._process import forked, keep_freed_memory
 from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules of PyTorch's operators)
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
@@ -89,6 +89,7 @@ def find_symmetry(
     parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
     if verify and parameters:
         require_finite(parameters, "net")
+    keep_freed_memory()
     traces, flow = _traces(net, example_inputs, kwargs), Flow()
     for trace in traces:
         propagate(flow, trace)
@@ -145,7 +146,7 @@ def _require_parameters(net: nn.Module) -> None:
 
 def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
     """Trace a copy of the network in eval mode, and in train mode if eval mode leaves parameters unused."""
-    copy = copied(net).eval()  # tracing leaves marks on some modules
+    copy = copied(net, shared=True).eval()  # tracing leaves marks on some modules
     try:
         traces = [Trace(copy, inputs, kwargs)]
     except UntraceableError:

@@ -292,13 +292,20 @@ def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     return result
 
 
-def copied(net: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def copied(net: nn.Module, dtype: torch.dtype | None = None, shared: bool = False) -> nn.Module:
     """Copy a network deeply, also if it keeps computed tensors, as old weight norm does; see :func:`refreshed`.
 
     :param dtype: that of the copy's real numbers; complex numbers get the same precision. Unchanged by default.
+    :param shared: whether the copy has modules of its own, but the network's parameters and buffers.
     """
+    tensors, memo = (*net.parameters(), *net.buffers()) if shared or dtype else (), dict[int, Any]()
+    for value in (value for value in tensors if not is_lazy(value)):
+        memo[id(value)] = value
+        if not shared:  # cast at once: a copy in between would double the memory
+            cast = value.detach().to(in_precision(value.dtype, dtype), copy=True)
+            memo[id(value)] = nn.Parameter(cast, value.requires_grad) if isinstance(value, nn.Parameter) else cast
     with _Detached():
-        result = refreshed(copy.deepcopy(net))
+        result = refreshed(copy.deepcopy(net, memo))
     return result if dtype is None else result._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
 
 
@@ -333,14 +340,19 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype.to_complex() if own.is_complex else dtype
 
 
-def near(value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generator | None = None) -> Tensor:
+def near(
+    value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generator | None = None, least: float = 0.0
+) -> Tensor:
     """Perturb a network's tensor at random, relative to the deviation of its entries.
 
     The deviation of a new layer's weights replaces that of a constant tensor. Buffers without a negative entry are
     variances, and stay positive.
+
+    :param least: the least deviation that counts.
     """
     noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
     if buffer and value.is_floating_point() and bool((value >= 0).all()) and bool(value.any()):
-        return value * (far * noise).exp()
+        return noise.mul_(far).exp_().mul_(value)
     spread = float(value.std(correction=0)) if value.numel() else 0.0
-    return value + far * (spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5) * noise
+    spread = spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5
+    return noise.mul_(far * max(spread, least)).add_(value)

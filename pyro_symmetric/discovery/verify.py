@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -257,26 +257,32 @@ def trial_elements(group: Group, moves: Collection[UnitMove], trials: int | None
     """
     single = [name for move, name in moves if move == "flip" and group[name].count == 1]
     several = [one for one in moves if one[0] in ("permute", "flip") and group[one[1]].count > 1]
-    bits = [_bits(group, *one) for one in several]
-    enough = max(math.ceil(BITS / min(bits, default=BITS)), min(BITS, len(single)))
+    bits = {one: _bits(group, *one) for one in several}
+    enough = max(math.ceil(BITS / min(bits.values(), default=BITS)), min(BITS, len(single)))
     for i in range(enough if trials is None else trials):
+        # Large sets need one element only; without their moves, the next changes fewer sites of a large network.
+        tried = [
+            one for one in moves if trials is not None or i * bits.get(one, 0.0 if one[1] in single else BITS) < BITS
+        ]
         element = group.sample(dtype=torch.float64)
         permutations, signs = element.permutations, element.signs
         if i == 0:
             permutations = {n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1)) for n, p in permutations.items()}
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), moves)
+        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), tried)
 
 
 def _bits(group: Group, move: Move, name: str) -> float:
     """Return ``b`` such that a wrong move passes one random element with probability ``2 ** -b`` at most.
 
-    Flips of units that are exchanged are wrong together.
+    Flips of units that are exchanged are wrong together. Permutations that a cycle doesn't refute are a transitive
+    group: of more than eight units, the largest keeps two halves together (fewer have larger ones).
     """
     around = (name, *group.ancestors(name)) if move == "flip" else (name,)
     alike = math.prod(group[own].size for own in around if "permute" in group[own].moves)
-    return max(1.0, (alike - 1) / 2)
+    n = min(alike, 2 * BITS)
+    return math.log2(math.comb(n, n // 2) / 2) if n > 8 else max(1.0, (n - 1) / 2)
 
 
 def only(element: Element, moves: Collection[UnitMove]) -> Element:
@@ -346,13 +352,15 @@ class _Outputs:
         self.net = copied(net, torch.float64)
         self.weights = symmetry.weights_of(self.net)  # the copy's own tensors, which are written to
         self.origin = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        for site, value in self.origin.items():
+        given = dict(self.origin)
+        for site, value in given.items():
             if _real(value) and value.numel() and float(value.std(correction=0)) < CONSTANT:
                 self.origin[site] = near(value, site in symmetry.buffers)
         self.call = TensorsOnly(self.net, args, kwargs)
         self.inputs = [x.detach().to(in_precision(x.dtype, torch.float64)) for x in self.call.tensors]
         self.inputs = [torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs]
-        self._load(self._own)
+        self.changed = set[str]()  # the sites whose weights in the copy may differ from the origin's
+        self._load(self._own, [site for site, value in self.origin.items() if value is not given[site]])
         self.before: dict[bool, list[Tensor] | None] = {train: self._run(train) for train in (False, True)}
         for output in (outputs := self.before[False] or []):
             if _real(output) and output.numel() and (output.isnan().any() or not output.isfinite().any()):
@@ -374,7 +382,7 @@ class _Outputs:
         eval_only &= set(group.names("scale"))
         both = [one for one in moves_in(group) if one[0] != "scale" or one[1] not in eval_only]
         first = only(element, both) if eval_only else element
-        self._load(lambda site: first.on_site(site, self._own(site)))
+        self._load(lambda site: first.on_site(site, self._own(site)), _moved_sites(element))
         size = self._difference(True)
         if eval_only:
             scalings = group.scalings.without(set(group.scalings.units) - eval_only)
@@ -414,22 +422,23 @@ class _Outputs:
         return max(TOLERANCE, ROUNDINGS * size)
 
     def _own(self, site: str) -> Tensor:
-        value = self.origin[site]
-        return value.to(self.weights[site].device, in_precision(value.dtype, torch.float64))
+        """Put a site's own weights into the copy, and return them: each further array of a large site takes time."""
+        return self.weights[site].copy_(self.origin[site])
 
     def _changes(self, weights: Callable[[str], Tensor]) -> float:
         """Return the largest relative change of an output, in either mode, at other weights, given by site."""
-        self._load(weights)
+        self._load(weights, self.weights)
         return max(self._difference(train) for train in (False, True))
 
     def _difference(self, train: bool) -> float:
         return 0.0 if self.before[train] is None else difference(self.before[train], self._run(train))
 
-    def _load(self, weights: Callable[[str], Tensor]) -> None:
-        """Put weights, site by site, into the copy, so that there is no second one, and nothing to restore."""
+    def _load(self, weights: Callable[[str], Tensor], sites: Iterable[str]) -> None:
+        """Put weights, site by site, into the copy: those of some sites, and of all that were changed before."""
+        changed, self.changed = self.changed, {*sites}
         with torch.no_grad():
-            for site, value in self.weights.items():
-                value.copy_(weights(site))
+            for site in changed | self.changed:
+                self.weights[site].copy_(weights(site))
 
     def _run(self, train: bool) -> list[Tensor] | None:
         """Run the copy, and restore its buffers; None if it has no train mode (at a batch of one, say).
@@ -461,6 +470,14 @@ class _Outputs:
                     if name in buffers and value.shape == buffers[name].shape:
                         value.copy_(buffers[name])
         return [out.log_softmax(-1) if out.dim() else out for out in outputs] if self.logits else outputs
+
+
+def _moved_sites(element: Element) -> set[str]:
+    """Return the sites that an element changes, unless they happen to be alike along an axis."""
+    group, still = element.group, element.group.identity().numbers
+    moved = [value != still[move] for move, value in element.numbers.items()]
+    names = (name for name, slot in group.slots.items() if any(bool(units[slot].any()) for units in moved))
+    return {axis.site for name in names for axis in group[name].axes}
 
 
 def _real(value: Tensor) -> bool:

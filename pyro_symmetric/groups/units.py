@@ -380,7 +380,7 @@ class Element:
         if "flip" in self.numbers or "scale" in self.numbers:
             epsilon = self.group.epsilon(site)
             value = value + epsilon if epsilon else value
-            for dim in members:
+            for dim in (dim for dim, pairs in members.items() if any(axis.exponent for _, axis in pairs)):
                 value = value * along_axis(self._axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
             value = value - epsilon if epsilon else value
         permuted = (dim for dim, pairs in members.items() if any("permute" in self.group[n].moves for n, _ in pairs))

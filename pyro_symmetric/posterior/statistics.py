@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from scipy import fft, special
 from torch import Tensor
 
+from pyro_symmetric._process import keep_freed_memory
+
 Array = NDArray[np.float64]
 
 TAILS = (0.05, 0.95)
@@ -27,7 +29,6 @@ WATCHED_ENTRIES = 16  # per site: enough to see whether a chain moves
 _BLOCK_ENTRIES = 2**26  # copied at once; draws may be mapped from a file, of which each copy reads every page
 _PART_ENTRIES = 2**17  # per thread: ten megabytes with temporaries
 _CHAINS_AT_ONCE = 256  # power spectra summed in single precision
-_KEPT_BYTES = 2**25 - 2**16  # just under the largest threshold that glibc adapts to
 _ROUNDING = 1e-11  # of variances of normal scores, whose total variance is 1
 
 
@@ -69,9 +70,7 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     result = np.full((3, event.numel()), np.nan)
     if draws.numel() and draws.shape[1] >= 4:
         columns, series_size = draws.detach()[..., None].flatten(2), draws.shape[:2].numel()
-        np.empty(
-            _KEPT_BYTES, dtype=np.uint8
-        )  # freed at once: glibc then reuses blocks up to this size without page faults
+        keep_freed_memory()
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
                 by_chain = [chain[:, block].T for chain in columns]  # several times faster than one transposition
