@@ -41,9 +41,9 @@ INSIDE = {
     ],
     "discovery": [
         ["registry", "symmetry"],
-        ["trace"],
+        ["integer_algebra", "trace"],
         ["flow", "linear_twin", "verify"],
-        ["cells", "rules"],
+        ["cells", "repeats", "rules"],
         ["completeness", "conservation_law", "model_check"],
         ["find"],
     ],

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.cells import module_name, unused
+from pyro_symmetric.discovery.integer_algebra import Exponents, echelon, independent, small_integers
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, in_dtype, random_like
 from pyro_symmetric.discovery.registry import Array
+from pyro_symmetric.discovery.repeats import Repeats, UnequalBlocks, copies, without_repeats
 from pyro_symmetric.discovery.symmetry import near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.verify import difference, guilty
@@ -47,15 +49,16 @@ FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points
 SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # distances of these points from the network's weights, in their deviations
 TEST_SPREADS = 12 * (1.2,)  # distances of further points, at which proposals are tried only
+MORE_POINTS = 3  # of a large network, if units that are dead at the first one would be needed
 MOST_LOSSES = (6, 48)  # of a large and of a small network; cells that need more get no multipliers
 # Relative tolerances, by precision: singular values of the null space, and magnitudes of axes without gradient.
 NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
+FACTOR = {torch.float64: 4.0, torch.float32: 64.0}  # scales of trials; a larger one shows the epsilon of a norm, too
+AUDIBLE = 0.3  # the least deviation of biases and gains in single precision, which hides what small ones contribute
 EXACT = 1e-12  # relative tolerance for the scale of a whole site; the epsilon of a norm exceeds it
-LARGEST_EXPONENT = 12
 
 Place = tuple[str, int, int]  # site, dim and span of an axis
 Products = dict[Place, Tensor]  # ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
-Exponents = tuple[int, ...]  # one for each axis of a cell; of signs, their parities
 Moves = dict[Exponents, frozenset[Move]]  # whether these are the exponents of scales, of signs, or of both
 
 
@@ -164,37 +167,21 @@ class _Law:
     def __init__(self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]):
         self.passes, self.shapes = passes, shapes
         tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-        weights = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
-        size = sum(value.numel() for value in weights.values())
+        self.weights = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
+        size = sum(value.numel() for value in self.weights.values())
         self.small = size < SMALL
         self.dtype = torch.float64 if size < FLOAT64 else torch.float32
         self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
         self.buffers = set(dict(net.named_buffers()))
         self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
         self.generator = torch.Generator("cpu").manual_seed(0)
+        self.repeats = Repeats(None, {}, {})
+        self.points, self.test_points = list[_Point](), list[_Point]()
         self.first_gradient: Weights = {}
-        # A unit that is silent at one point (a ReLU that no input switches on) isn't at another, farther off.
-        weights = {site: in_dtype(value, self.dtype) for site, value in weights.items()}
-        self.points = [self._point(weights, spread) for spread in (SPREADS if self.small else SPREADS[:1])]
-        self.test_points = [self._point(weights, spread) for spread in (TEST_SPREADS if self.small else ())]
 
     def multipliers(self, cells: Sequence[_Cell]) -> dict[_Cell, Moves]:
         """Find for each cell the exponents of its multipliers, and whether these are scales, signs or both."""
-        most = MOST_LOSSES[self.small]
-        soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
-        # Rows to spare, as units may be dead; but three units with one axis, an image's channels, take one loss.
-        spare = 4 if self.small else 0
-        needed = [math.ceil((3 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
-        losses = max(len(self.points), min(most, max(needed, default=1)))
-        products = self._inner_products(cells, losses, "scale")
-        scales = self._confirmed({cell: self._scales(cell, products) for cell in cells}, 4.0)
-        scales = _independent_of_others(scales, self.shapes, False)
-        try:
-            linear = self._inner_products(cells, losses, "flip")
-            signs = {cell: self._signs(cell, scales[cell], products, linear) for cell in cells}
-        except NotDifferentiable:
-            signs = {cell: [] for cell in cells}
-        signs = _independent_of_others(self._confirmed(signs, -1.0), self.shapes, True)
+        scales, signs = self._solved_by_blocks(cells) or self._solved(cells)
         solved: dict[_Cell, Moves] = {cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells}
         for cell, moves in solved.items():
             for parity in signs[cell]:
@@ -202,47 +189,104 @@ class _Law:
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
         return solved
 
-    def whole_sites(self) -> Iterator[tuple[str, Move]]:
-        """Find vectors that may be shifted as a whole, and sites that may be scaled as a whole, from one loss.
+    def _solved_by_blocks(self, cells: Sequence[_Cell]) -> tuple[Bases, Bases] | None:
+        """Solve the laws of two of each run of equal blocks, and copy them to the others; None if that can't be."""
+        passes, weights = self.passes, self.weights
+        if self.small or len(passes) > 1:
+            return None
+        self.repeats = repeats = without_repeats(passes[0].trace, [cell.axes for cell in cells])
+        if repeats.block:
+            self.passes = [Pass(passes[0].trace, passes[0].logits, repeats.graph)]
+            self.weights = {site: value for site, value in weights.items() if repeats.of(site)[1] < 2}
+            kept = _in_two_blocks(cells, repeats)
+            # Units inside the second block tell which multipliers of outer ones, heads say, are products of theirs.
+            second = [cell for cell in cells if all(repeats.of(axis.site)[1] == 1 for axis in cell.axes)]
+            with contextlib.suppress(UnequalBlocks):
+                scales, signs = self._solved([*dict.fromkeys(kept.values()), *second])
+                whole = self._whole_sites()
+                pairs = ((site, first) for site, first in repeats.stand_in.items() if site in self.weights)
+                if any(whole.get(site) != whole.get(first) for site, first in pairs):
+                    raise UnequalBlocks
+                return (
+                    {cell: copies(scales[own], own.axes, cell.axes, repeats, False) for cell, own in kept.items()},
+                    {cell: copies(signs[own], own.axes, cell.axes, repeats, True) for cell, own in kept.items()},
+                )
+        self.passes, self.weights, self.repeats, self.first_gradient = passes, weights, Repeats(None, {}, {}), {}
+        return None
 
-        Single precision can't tell such a scale from one that an epsilon breaks.
+    def _solved(self, cells: Sequence[_Cell]) -> tuple[Bases, Bases]:
+        """Find for each cell a basis of the exponents of scales, and one of the parities of signs."""
+        # A unit that is silent at one point (a ReLU that no input switches on) isn't at another, farther off.
+        weights = {site: in_dtype(value, self.dtype) for site, value in self.weights.items()}
+        self.points = [self._point(weights, spread) for spread in (SPREADS if self.small else SPREADS[:1])]
+        self.test_points = [self._point(weights, spread) for spread in (TEST_SPREADS if self.small else ())]
+        most = MOST_LOSSES[self.small]
+        soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
+        # At most so many: rows to spare, as units may be dead; but an image's three channels, with one axis, take one.
+        spare = 4 if self.small else 0
+        needed = [math.ceil((3 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
+        losses = max(len(self.points), min(most, max(needed, default=1)))
+        products = self._inner_products(cells, losses, "scale")
+        while len(self.points) < MORE_POINTS and any(_is_dead(cell, products) for cell in cells):
+            self.points.append(self._point(weights, SPREADS[2 * len(self.points)]))
+            losses = max(losses, len(self.points))
+            products = self._inner_products(cells, losses, "scale")
+        dead = [axis.site for cell in cells if _is_dead(cell, products) for axis in cell.axes]
+        if any(site in self.repeats.block for site in dead):
+            raise UnequalBlocks
+        scales = self._confirmed({cell: self._scales(cell, products) for cell in cells}, FACTOR[self.dtype])
+        scales = _independent_of_others(scales, self.shapes, False)
+        try:
+            linear = self._inner_products(cells, losses, "flip")
+            signs = {cell: self._signs(cell, scales[cell], products, linear) for cell in cells}
+        except NotDifferentiable:
+            return scales, {cell: [] for cell in cells}
+        return scales, _independent_of_others(self._confirmed(signs, -1.0), self.shapes, True)
+
+    def whole_sites(self) -> Iterator[tuple[str, Move]]:
+        """Iterate over vectors that may be shifted as a whole, and sites that may be scaled as a whole."""
+        found = self._whole_sites()
+        for site in self.shapes:
+            for move in found.get(self.repeats.stand_in.get(site, site), ()):
+                yield site, move
+
+    def _whole_sites(self) -> dict[str, list[Move]]:
+        """Find the moves of whole sites from one loss, with at most two blocks of each run.
+
+        Single precision can't tell a scale of a whole site from one that an epsilon breaks.
         """
         norms = {site: float(gradient.norm()) for site, gradient in self.first_gradient.items()}
+        found = dict[str, list[Move]]()
         for site, norm in norms.items():
             if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
                 continue
             gradient = self.first_gradient[site].real
             if len(self.shapes[site]) == 1 < self.shapes[site][0] and abs(float(gradient.sum())) <= self.null * norm:
-                yield site, "shift"
+                found.setdefault(site, []).append("shift")
             products = (self.points[0].weights[site] * self.first_gradient[site].conj()).real
             if self.dtype == torch.float64 and abs(float(products.sum())) <= EXACT * float(products.abs().sum()):
-                yield site, "scale"
+                found.setdefault(site, []).append("scale")
+        return found
 
     # inner products -------------------------------------------------------------------------------------------------
 
     def _inner_products(self, cells: Sequence[_Cell], losses: int, twin: Move) -> Products:
         r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all positions ``i`` of all axes."""
-        axes = {_place(axis): axis for cell in cells for axis in cell.axes}
-        kept = {axis.site: set[int]() for axis in axes.values()}  # the dimensions that aren't summed over
-        for axis in axes.values():
-            kept[axis.site].update(range(axis.dim, axis.dim + axis.span))
-        products: dict[Place, list[Tensor]] = {place: [] for place in axes}
-        for weights, gradient in self._gradients(losses, twin):
+        places = {_place(axis): axis for cell in cells for axis in cell.axes}
+        axes = {site: [axis for axis in places.values() if axis.site == site] for site, _, _ in places}
+        lengths = {place: axis.length(self.shapes) for place, axis in places.items()}
+        products = {place: torch.zeros(2, losses, n, dtype=torch.float64, device="cpu") for place, n in lengths.items()}
+        for loss, (weights, gradient) in enumerate(self._gradients(losses, twin)):
             self.first_gradient = self.first_gradient or gradient
-            sums = dict[str, list[Tensor]]()
-            for site in kept.keys() & gradient.keys():
+            for site in axes.keys() & gradient.keys():
                 weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
                 terms = (weight * gradient[site].conj()).real
-                rest = [dim for dim in range(terms.dim()) if dim not in kept[site]]
-                sums[site] = [x.sum(rest, keepdim=True) if rest else x for x in (terms, terms.abs())]
-            for place, axis in axes.items():
-                product = torch.zeros(2, axis.length(self.shapes), device="cpu")
-                if axis.site in sums:
-                    spanned = [_spanned(x, axis).unsqueeze(-1) for x in sums[axis.site]]
-                    rest = [dim for dim in range(spanned[0].dim()) if dim != axis.dim]
-                    product = torch.stack([x.sum(rest) for x in spanned])
-                products[place].append(product.double().cpu())
-        return {place: torch.stack(product, 1) for place, product in products.items()}
+                for row in range(2):
+                    for axis, total in zip(axes[site], _sums(terms.abs_() if row else terms, axes[site]), strict=True):
+                        products[_place(axis)][row, loss] = total
+            if len(self.points) == 1 and all(_has_rows(cell, products) for cell in cells):
+                break  # losses of large networks are dear
+        return products
 
     def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Iterate over weights and the gradients of random losses of a twin there."""
@@ -266,7 +310,11 @@ class _Law:
 
     def _point(self, own: Weights, spread: float) -> _Point:
         """Draw a point near a network's own weights; inputs are the example's if it doesn't take random ones."""
-        weights = {site: near(value, site in self.buffers, spread, self.generator) for site, value in own.items()}
+        quiet = {site for site, value in own.items() if value.dim() < 2} if self.dtype == torch.float32 else ()
+        weights = {
+            site: near(value, site in self.buffers, spread, self.generator, AUDIBLE if site in quiet else 0.0)
+            for site, value in own.items()
+        }
         # Fitted statistics keep every layer's signal, so that rounding accumulates: too much for single precision.
         fitted = self.epsilons if self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
@@ -283,7 +331,7 @@ class _Law:
     def _scales(self, cell: _Cell, products: Products) -> list[Exponents]:
         """Solve a cell's law for a basis of the exponents of scales."""
         law, magnitude = _matrix(cell, products)
-        if not bool((magnitude > 0).all()):  # nothing is known of an axis on which no loss depends, an expert's, say
+        if not bool((magnitude > 0).all()):  # nothing is known of an expert that no input reaches, say
             return []
         movable = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.axes]
         live = (magnitude > self.silent) & torch.tensor(movable, device="cpu")
@@ -333,8 +381,8 @@ class _Law:
         for one in proposals:
             chosen = torch.rand(one[0].units.count, generator=self.generator, device="cpu") < 0.5
             powers[one] = torch.where(chosen, 1.0, 0.0 if factor < 0 else -1.0).double()
-        if len(proposals) == 1:
-            powers[proposals[0]][0] = 1.0
+            if len(proposals) == 1 or (factor < 0 and one[0].units.count == 1):  # else nothing may move
+                powers[one][0] = 1.0
 
         def change(some: Sequence[Proposal]) -> bool:
             """Return whether these proposals together change outputs."""
@@ -392,8 +440,27 @@ def _cut(axis: Axis, slices: Array | None, shapes: Mapping[str, torch.Size]) -> 
     return [replace(axis, dim=0, span=2, index=piece * columns + axis.index) for piece in pieces]
 
 
+def _in_two_blocks(cells: Sequence[_Cell], repeats: Repeats) -> dict[_Cell, _Cell]:
+    """Map each cell to its part in two blocks of each run; one inside a block, to that in its place in the first."""
+    kept = dict[frozenset[Any], _Cell]()
+    for cell in cells:
+        axes = tuple(axis for axis in cell.axes if repeats.of(axis.site)[1] < 2)
+        if any(repeats.of(axis.site)[1] == 0 for axis in axes):
+            kept[frozenset(repeats.images(axes))] = replace(cell, axes=axes)
+    return {cell: kept[frozenset(repeats.images(cell.axes))] for cell in cells}
+
+
 def _place(axis: Axis) -> Place:
     return axis.site, axis.dim, axis.span
+
+
+def _sums(value: Tensor, axes: Sequence[Axis]) -> list[Tensor]:
+    """Sum a site's entries over all dimensions but that of an axis, for each of its axes."""
+    kept = {dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}
+    rest = [dim for dim in range(value.dim()) if dim not in kept]
+    value = value.sum(rest, keepdim=True) if rest else value
+    spanned = [_spanned(value, axis).unsqueeze(-1) for axis in axes]
+    return [x.sum([d for d in range(x.dim()) if d != axis.dim]) for x, axis in zip(spanned, axes, strict=True)]
 
 
 def _spanned(value: Tensor, axis: Axis) -> Tensor:
@@ -419,6 +486,24 @@ def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
     return law / largest, (magnitude / largest).amax(0)
 
 
+def _rows_and_axes(cell: _Cell, products: Products) -> tuple[int, int, int]:
+    """Return the rows of a cell's law, those that it would have if no unit were dead, and its axes with a gradient."""
+    law, magnitude = _matrix(cell, products)
+    return len(law), products[_place(cell.axes[0])].shape[1] * cell.units.count, int((magnitude > 0).sum())
+
+
+def _is_dead(cell: _Cell, products: Products) -> bool:
+    """Return whether units are dead that would tell a cell's null space, or an axis has no gradient."""
+    rows, most, axes = _rows_and_axes(cell, products)
+    return axes < len(cell.axes) or rows < axes + 2 <= most
+
+
+def _has_rows(cell: _Cell, products: Products) -> bool:
+    """Return whether live units give a cell's law as many rows as it needs, or never will."""
+    rows, most, axes = _rows_and_axes(cell, products)
+    return axes + 2 > most or rows >= min(3 * axes, axes + 4, most)
+
+
 def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Exponents]:
     """Return a basis of small integers of the null space of a law's live columns."""
     columns = live.nonzero().flatten().tolist()
@@ -431,7 +516,8 @@ def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cel
     # Pivots are chosen among the normalised columns: magnitudes may differ by six orders, which would hide small ones.
     reduced, pivots = echelon(vectors[values <= null * math.sqrt(len(law))].numpy())
     reduced *= magnitude[pivots, None].numpy() / magnitude.numpy()
-    integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector))]
+    tolerance = max(1e-3, 100 * null)  # single precision gives exponents of axes with small gradients to two digits
+    integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector, tolerance))]
     null_space = []
     for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):
         exponents = np.zeros(len(live), dtype=int)
@@ -451,39 +537,6 @@ def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
         if (vectors[i] * vectors[j]).any():  # else neither sum is sparser than its terms
             vectors[i] = min(vectors[i], vectors[i] + vectors[j], vectors[i] - vectors[j], key=cost)
     return vectors
-
-
-def small_integers(vector: Array) -> list[int]:
-    """Return the smallest integer multiple of a vector; nothing if its entries are large."""
-    for denominator in range(1, LARGEST_EXPONENT + 1):
-        numbers = (vector * denominator).round().astype(int)
-        if np.abs(vector - numbers / denominator).max() <= 1e-3:
-            return [] if np.abs(numbers).max() > LARGEST_EXPONENT else numbers.tolist()
-    return []
-
-
-def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
-    """Return the reduced row echelon form without zero rows, and the columns of its pivots."""
-    rows, pivots = rows.astype(float), list[int]()
-    rows = rows % 2 if modulo_two else rows
-    for column in range(rows.shape[1] if rows.size else 0):
-        rank = len(pivots)
-        best = rank + int(np.abs(rows[rank:, column]).argmax())
-        if abs(rows[best, column]) < 1e-3:
-            continue
-        rows[[rank, best]] = rows[[best, rank]]
-        rows[rank] /= rows[rank, column]
-        rows -= np.where(np.arange(len(rows)) == rank, 0.0, rows[:, column])[:, None] * rows[rank]
-        rows = rows % 2 if modulo_two else rows
-        pivots.append(column)
-        if len(pivots) == len(rows):
-            break
-    return rows[: len(pivots)], pivots
-
-
-def independent(vectors: Sequence[Sequence[int]] | Array, modulo_two: bool) -> list[int]:
-    """Return the numbers of the vectors that earlier ones don't span."""
-    return echelon(np.array(vectors).T, modulo_two)[1] if len(vectors) else []
 
 
 def _independent_of_others(bases: Bases, shapes: Mapping[str, torch.Size], modulo_two: bool) -> Bases:

@@ -72,22 +72,23 @@ def gradients(
 class Pass:
     """A traced forward pass as a function of weights.
 
+    :param graph: a shorter graph to run; the trace's by default.
     :ivar epsilons: site of a running variance -> the constant that batch normalisation adds to it.
     :ivar random: whether it draws random numbers; these are the same whenever it runs.
     """
 
-    def __init__(self, trace: Trace, logits: bool):
+    def __init__(self, trace: Trace, logits: bool, graph: fx.Graph | None = None):
         self.trace, self.logits, self.sites = trace, logits, site_names(trace.net)
         kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
         self.returned = [i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT]
         names = {spec.arg.name: spec.target for spec in trace.specs if getattr(spec.arg, "name", None) and spec.target}
         self.epsilons: dict[str, float] = {}
         self.random = False
-        self.graph = trace.program.graph_module
-        last = {read: node for node in self.graph.graph.nodes for read in node.all_input_nodes}
+        self.graph = graph or trace.program.graph
+        last = {read: node for node in self.graph.nodes for read in node.all_input_nodes}
         self.last = {node: [read for read in node.all_input_nodes if last[read] is node] for node in last.values()}
         self.equivariant: dict[tuple[fx.Node, Move], bool] = {}
-        for node in self.graph.graph.nodes:
+        for node in self.graph.nodes:
             given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
             trains = given.get("train", given.get("training", True)) and given.get("dropout_p", 1.0)
             self.random |= bool(trains) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -136,14 +137,14 @@ class _Run:
     def results(self, args: Sequence[Any]) -> Any:
         """Evaluate the graph, and free each value after its last use."""
         placeholders, values = iter(args), dict[fx.Node, Any]()
-        for node in self.forward.graph.graph.nodes:
+        for node in self.forward.graph.nodes:
             given: Any = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
                 break
             if node.op == "placeholder":
                 values[node] = next(placeholders)
             elif node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(self.forward.graph)
+                values[node] = operator.attrgetter(str(node.target))(self.forward.trace.program.graph_module)
             else:
                 own, named = self._in_precision(*given)
                 result = in_dtype(self._call(node.target, own, named), self.dtype)
