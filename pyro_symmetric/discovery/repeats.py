@@ -29,6 +29,7 @@ from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
 
 Calls = Sequence[fx.Node]  # operators in the order of the graph
+TRIED = 20  # stretches of operators: a chain of a thousand layers has half a million
 
 
 class Repeats(NamedTuple):
@@ -150,7 +151,7 @@ def _longest_run(
         for start, end in _stretches(codes[period:] == codes[:-period])
         if end - start >= 2 * period  # three blocks, of which one is saved
     ]
-    for _, period, start, end in sorted(candidates):
+    for _, period, start, end in sorted(candidates)[:TRIED]:
         blocks = _blocks(calls, period, start, end, site_of)
         sites = [block.sites for block in blocks]
         free = not any(site in taken for own in sites for site in own)
@@ -167,7 +168,9 @@ def _signature(node: fx.Node, constants: Mapping[str, bytes]) -> str:
 
 
 def _digest(value: Tensor) -> bytes:
-    """Return a hash of a constant's entries."""
+    """Return a hash of a constant's entries; of a sparse one, which equals no other, its identity."""
+    if value.layout != torch.strided:
+        return str(id(value)).encode()
     return hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()
 
 

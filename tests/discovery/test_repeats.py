@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyro_symmetric.discovery import conservation_law
-from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.find import UnknownOperator, find_symmetry
 from pyro_symmetric.discovery.repeats import Repeats
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import verify
@@ -177,3 +177,22 @@ def test_blocks_that_differ_in_more_than_weights_keep_laws_of_their_own(
 ) -> None:
     torch.manual_seed(0)
     require_same_moves(UNEQUAL[case]().eval(), torch.randn(7, 4), monkeypatch)
+
+
+def test_sparse_constants_are_equal_to_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("graph", torch.eye(5).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.relu(torch.sparse.mm(self.graph, layer(x)))
+            return x
+
+    monkeypatch.setattr(conservation_law, "SMALL", 0)
+    torch.manual_seed(0)
+    net, x = Spread().eval(), torch.randn(5, 8)
+    with pytest.warns(UnknownOperator):
+        assert verify(find_symmetry(net, x, verify=False), net, x)
