@@ -162,9 +162,8 @@ def _longest_run(
 
 def _signature(node: fx.Node, constants: Mapping[str, bytes]) -> str:
     """Return what equal calls share: operator, numbers, constants, shapes and dtypes, but not what else they read."""
-    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
     given = fx.map_arg((node.args, node.kwargs), lambda read: constants.get(read.name, "read"))
-    return f"{node.target} {given} {[(tuple(value.shape), value.dtype) for value in values]}"
+    return f"{node.target} {given} {_form(node)}"
 
 
 def _digest(value: Tensor) -> bytes:
@@ -192,7 +191,7 @@ def _blocks(calls: Calls, period: int, start: int, end: int, site_of: Mapping[st
         for a, b in zip(_reads(one), _reads(other), strict=True):
             apart = a in number and b in number and number[b] - number[a] == period
             own = a.name in site_of and b.name in site_of
-            if a is not b and not ((apart or own) and _shapes(a) == _shapes(b)):
+            if a is not b and not ((apart or own) and _form(a) == _form(b)):
                 return False
         return True
 
@@ -256,9 +255,10 @@ def _reads(node: fx.Node) -> list[fx.Node]:
     return reads
 
 
-def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """Return the shapes of a node's results."""
-    return [tuple(value.shape) for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shapes and dtypes of a node's results."""
+    results = (value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor))
+    return [(tuple(value.shape), value.dtype) for value in results]
 
 
 def _along(axis: Axis) -> tuple[Any, ...]:

@@ -305,8 +305,7 @@ def copied(net: nn.Module, dtype: torch.dtype | None = None, shared: bool = Fals
             cast = value.detach().to(in_precision(value.dtype, dtype), copy=True)
             memo[id(value)] = nn.Parameter(cast, value.requires_grad) if isinstance(value, nn.Parameter) else cast
     with _Detached():
-        result = refreshed(copy.deepcopy(net, memo))
-    return result if dtype is None else result._apply(lambda value: value.to(in_precision(value.dtype, dtype)))
+        return refreshed(copy.deepcopy(net, memo))
 
 
 class _Detached(TorchFunctionMode):

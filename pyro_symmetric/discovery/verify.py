@@ -352,15 +352,14 @@ class _Outputs:
         self.net = copied(net, torch.float64)
         self.weights = symmetry.weights_of(self.net)  # the copy's own tensors, which are written to
         self.origin = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        given = dict(self.origin)
-        for site, value in given.items():
-            if _real(value) and value.numel() and float(value.std(correction=0)) < CONSTANT:
-                self.origin[site] = near(value, site in symmetry.buffers)
+        full = {site: value for site, value in self.origin.items() if _real(value) and value.numel()}
+        constant = {site: value for site, value in full.items() if float(value.std(correction=0)) < CONSTANT}
+        self.origin |= {site: near(value, site in symmetry.buffers) for site, value in constant.items()}
         self.call = TensorsOnly(self.net, args, kwargs)
         self.inputs = [x.detach().to(in_precision(x.dtype, torch.float64)) for x in self.call.tensors]
         self.inputs = [torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs]
         self.changed = set[str]()  # the sites whose weights in the copy may differ from the origin's
-        self._load(self._own, [site for site, value in self.origin.items() if value is not given[site]])
+        self._load(self._own, constant)
         self.before: dict[bool, list[Tensor] | None] = {train: self._run(train) for train in (False, True)}
         for output in (outputs := self.before[False] or []):
             if _real(output) and output.numel() and (output.isnan().any() or not output.isfinite().any()):
