@@ -1,4 +1,6 @@
-"""One model, many samplers: this library's, NumPyro's and Pyro's, with draws and processor time of each."""
+"""One model, many samplers: this library's, NumPyro's and Pyro's, with draws and
+processor time of each.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ from pyro_symmetric.posterior.statistics import chain_statistics
 class Problem:
     """A model of either library.
 
-    :param write: ``(distributions, sample, plate, library, data)``, where ``library`` is ``torch`` or ``jax.numpy``.
-    :param data: arrays; floating-point ones are computed with in the problem's precision.
+    :param write: ``(distributions, sample, plate, library, data)``, where ``library``
+        is ``torch`` or ``jax.numpy``.
+    :param data: arrays; floating-point ones are computed with in the problem's
+        precision.
     """
 
     write: Callable[..., None]
@@ -31,10 +35,15 @@ class Problem:
     dtype: torch.dtype = torch.float32
 
     def in_pyro(self) -> Callable[[], None]:
-        """The model; PyTorch's default dtype becomes the problem's, in which Pyro evaluates priors of plain numbers."""
+        """The model; PyTorch's default dtype becomes the problem's, in which Pyro
+        evaluates priors of plain numbers.
+        """
         torch.set_default_dtype(self.dtype)
         tensors = (torch.as_tensor(array) for array in self.data)
-        data = tuple(value.to(self.dtype) if value.is_floating_point() else value for value in tensors)
+        data = tuple(
+            value.to(self.dtype) if value.is_floating_point() else value
+            for value in tensors
+        )
 
         def model() -> None:
             self.write(dist, pyro.sample, pyro.plate, torch, data)
@@ -58,18 +67,28 @@ class Problem:
 
 @dataclass(frozen=True)
 class Run:
-    """Draws ``(C, S, K)`` of all coordinates, and seconds of processor time; ``everything`` has compiling, too."""
+    """Draws ``(C, S, K)`` of all coordinates, and seconds of processor time;
+    ``everything`` has compiling, too.
+    """
 
-    COLUMNS: ClassVar = ("worst effective", "R-hat", "draws a second", "with warm-up", "all")
+    COLUMNS: ClassVar = (
+        "worst effective",
+        "R-hat",
+        "draws a second",
+        "with warm-up",
+        "all",
+    )
 
     draws: Tensor
     sampling: float
     warmup: float
     everything: float
 
-    def row(self, function: Callable[[Tensor], Tensor] = Tensor.double) -> dict[str, float]:
-        """Effective draws of the worst coordinate, or of the worst value of a function of draws, and how many a
-        second."""
+    def row(
+        self, function: Callable[[Tensor], Tensor] = Tensor.double
+    ) -> dict[str, float]:
+        """Effective draws of the worst coordinate, or of the worst value of a function
+        of draws, and how many a second."""
         found = chain_statistics(function(self.draws))
         worst = found.ess_bulk.min().item()
         return {
@@ -89,7 +108,9 @@ def processor_seconds() -> float:
 
 def coordinates(samples: dict[str, Tensor]) -> Tensor:
     """Sites ``(C, S, ...)`` side by side, ``(C, S, K)``."""
-    return torch.cat([value.reshape(*value.shape[:2], -1) for value in samples.values()], -1)
+    return torch.cat(
+        [value.reshape(*value.shape[:2], -1) for value in samples.values()], -1
+    )
 
 
 def ours(
@@ -101,7 +122,8 @@ def ours(
     engine: str = "auto",
     args: tuple[Tensor, ...] = (),
 ) -> Run:
-    """One of this library's samplers, twice: what the first run takes has compiling, unless programs were kept.
+    """One of this library's samplers, twice: what the first run takes has compiling,
+    unless programs were kept.
 
     :param warmup: ``None``: as the library decides.
     :param kind: model -> kernel. By default the library chooses the sampler.
@@ -111,10 +133,19 @@ def ours(
     asked = {"num_warmup": warmup, "num_chains": chains}
 
     def timed() -> tuple[ps.Posterior, float]:
-        given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        given: dict[str, Any] = {
+            name: value for name, value in asked.items() if value is not None
+        }
         begun = processor_seconds()
         found = ps.sample(
-            kind(model), *args, num_samples=draws, engine=engine, dtype=problem.dtype, seed=0, progress=False, **given
+            kind(model),
+            *args,
+            num_samples=draws,
+            engine=engine,
+            dtype=problem.dtype,
+            seed=0,
+            progress=False,
+            **given,
         )
         return found, processor_seconds() - begun
 
@@ -122,14 +153,27 @@ def ours(
     posterior, whole = timed()
     seconds = posterior.metadata["seconds"]
     share = seconds["sampling"] / (seconds["sampling"] + seconds["warmup"])
-    return Run(coordinates(dict(posterior.samples)), whole * share, whole * (1 - share), everything)
+    return Run(
+        coordinates(dict(posterior.samples)),
+        whole * share,
+        whole * (1 - share),
+        everything,
+    )
 
 
-def numpyro_run(problem: Problem, warmup: int, draws: int, chains: int, dense: bool, method: str = "vectorized") -> Run:
-    """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another (``"sequential"``).
+def numpyro_run(
+    problem: Problem,
+    warmup: int,
+    draws: int,
+    chains: int,
+    dense: bool,
+    method: str = "vectorized",
+) -> Run:
+    """NumPyro's NUTS: all chains at once (``"vectorized"``), or one after another
+    (``"sequential"``).
 
-    NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are compiled here, once, so that
-    the second run is all sampling.
+    NumPyro's ``MCMC`` compiles its loop anew in every call, seconds each. Its calls are
+    compiled here, once, so that the second run is all sampling.
     """
     import jax
     from numpyro.infer import MCMC, NUTS
@@ -161,13 +205,19 @@ def numpyro_run(problem: Problem, warmup: int, draws: int, chains: int, dense: b
         begun = processor_seconds()
         states = jax.block_until_ready([warmed_up(first) for first, _ in keys])
         middle = processor_seconds()
-        parts = jax.block_until_ready([drawn(state, key) for state, (_, key) in zip(states, keys, strict=True)])
+        parts = jax.block_until_ready(
+            [drawn(state, key) for state, (_, key) in zip(states, keys, strict=True)]
+        )
         seconds = processor_seconds() - middle, middle - begun
         return jax.tree.map(lambda *parts: np.concatenate(parts), *parts), *seconds
 
     _, *compiling = timed()
     found, *seconds = timed()
-    return Run(coordinates({name: torch.as_tensor(value) for name, value in found.items()}), *seconds, sum(compiling))
+    return Run(
+        coordinates({name: torch.as_tensor(value) for name, value in found.items()}),
+        *seconds,
+        sum(compiling),
+    )
 
 
 def pyro_run(problem: Problem, warmup: int, draws: int) -> Run:
@@ -177,7 +227,9 @@ def pyro_run(problem: Problem, warmup: int, draws: int) -> Run:
     model = problem.in_pyro()
     pyro.set_rng_seed(0)
     draws, warmup = max(10, draws // 10), max(10, warmup // 10)
-    mcmc = MCMC(NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True)
+    mcmc = MCMC(
+        NUTS(model), num_samples=draws, warmup_steps=warmup, disable_progbar=True
+    )
     begun = processor_seconds()
     mcmc.run()
     whole = processor_seconds() - begun

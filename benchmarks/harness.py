@@ -1,4 +1,6 @@
-"""Shared by the experiments: their options, a results file that a broken run is taken up from, tables with spread."""
+"""Shared by the experiments: their options, a results file that a broken run is taken
+up from, tables with spread.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,33 @@ Row = dict[str, Any]
 def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
     """The options of every experiment; its own come on top."""
     result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    result.add_argument("--seeds", type=int, default=seeds, help=f"seeds 0 .. SEEDS-1 (default {seeds})")
-    result.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write results as they come, and resume from there")
+    result.add_argument(
+        "--seeds", type=int, default=seeds, help=f"seeds 0 .. SEEDS-1 (default {seeds})"
+    )
+    result.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small run that shows that everything works",
+    )
+    result.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write results as they come, and resume from there",
+    )
     result.add_argument("--out", type=Path, metavar="DIR", help="folder for plots")
     result.add_argument("--threads", type=int, default=1)
     result.add_argument("--no-progress", dest="progress", action="store_false")
     return result
 
 
-def parse(arguments: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(
+    arguments: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
     options = arguments.parse_args(argv)
     if options.seeds < 1:
         arguments.error(f"--seeds is {options.seeds}; at least one is needed")
@@ -50,22 +67,30 @@ class Results:
     """Rows, each with a key of its own, kept in a JSON file after every one of them.
 
     :param path: the file, or ``None`` to keep them in memory only.
-    :param settings: what the numbers depend on; a file that was made with other settings is refused.
+    :param settings: what the numbers depend on; a file that was made with other
+        settings is refused.
     :param progress: whether :meth:`fill` shows a bar.
     """
 
-    def __init__(self, path: Path | None, settings: Mapping[str, Any], progress: bool = False):
+    def __init__(
+        self, path: Path | None, settings: Mapping[str, Any], progress: bool = False
+    ):
         self.path, self.progress = path, progress
         self.rows: list[Row] = []
         self.head = {
             "settings": json.loads(json.dumps(dict(settings), default=str)),
-            "versions": {"torch": torch.__version__, "pyro": pyro.__version__, "python": platform.python_version()},
+            "versions": {
+                "torch": torch.__version__,
+                "pyro": pyro.__version__,
+                "python": platform.python_version(),
+            },
         }
         if path is not None and path.exists():
             found = json.loads(path.read_text())
             if found["settings"] != self.head["settings"]:
                 raise SystemExit(
-                    f"{path} holds results of other settings:\n  there {found['settings']}\n  now   "
+                    f"{path} holds results of other settings:\n  there "
+                    f"{found['settings']}\n  now   "
                     f"{self.head['settings']}\nname another file, or remove it"
                 )
             self.rows = found["rows"]
@@ -73,12 +98,22 @@ class Results:
 
     @classmethod
     def of(cls, options: argparse.Namespace, *names: str) -> Results:
-        """Results in the file that the options name; their numbers depend on the options of these names."""
-        return cls(options.json, {name: getattr(options, name) for name in names}, options.progress)
+        """Results in the file that the options name; their numbers depend on the
+        options of these names.
+        """
+        return cls(
+            options.json,
+            {name: getattr(options, name) for name in names},
+            options.progress,
+        )
 
     def find(self, **key: Any) -> list[Row]:
         """The rows with these entries."""
-        return [row for row in self.rows if all(row.get(name) == value for name, value in key.items())]
+        return [
+            row
+            for row in self.rows
+            if all(row.get(name) == value for name, value in key.items())
+        ]
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
@@ -89,11 +124,15 @@ class Results:
             os.replace(part, self.path)
 
     def fill(self, run: Callable[..., Row], **grid: Iterable[Any]) -> None:
-        """Add the rows that are missing, one for each combination of these entries; those of the last change fastest.
+        """Add the rows that are missing, one for each combination of these entries;
+        those of the last change fastest.
 
         :param run: takes the entries by name -> all else that the row holds.
         """
-        keys = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+        keys = [
+            dict(zip(grid, values, strict=True))
+            for values in itertools.product(*grid.values())
+        ]
         for key in tqdm(keys, disable=not self.progress):
             if not self.find(**key):
                 self.add({**key, **run(**key)})
@@ -105,10 +144,11 @@ class Results:
         columns: Mapping[str, tuple[str | Callable[[Row], float | None], int]],
         **key: Any,
     ) -> None:
-        """Print mean and deviation over seeds, a line for each combination of the entries ``by``.
+        """Print mean and deviation over seeds, a line for each combination of the
+        entries ``by``.
 
-        :param columns: heading -> an entry, or a function of a row, and digits. Seeds of which it is ``None`` are left
-            out.
+        :param columns: heading -> an entry, or a function of a row, and digits. Seeds
+            of which it is ``None`` are left out.
         """
         groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.find(**key):
@@ -118,7 +158,9 @@ class Results:
             lines.append([" ".join(map(str, group))])
             for what, digits in columns.values():
                 values = (what(row) if callable(what) else row[what] for row in rows)
-                lines[-1].append(spread((value for value in values if value is not None), digits))
+                lines[-1].append(
+                    spread((value for value in values if value is not None), digits)
+                )
         print_table(f"{title}; mean ± sd over seeds", [", ".join(by), *columns], lines)
 
 
@@ -131,24 +173,30 @@ def spread(values: Iterable[float], digits: int = 3) -> str:
     return f"{mean} ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else mean
 
 
-def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(
+    title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
     """Columns as wide as they need be, texts to the left, numbers to the right."""
     lines = [list(header), *[list(map(str, row)) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     print(f"\n{title}")
     for line in lines:
         cells = (
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  " + "  ".join(cells))
 
 
-# MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller data set, under its own name.
+# MNIST's 10,000 test images, split anew, may lie in a folder of their own: a smaller
+# data set, under its own name.
 FOLDERS = {"mnist": "mnist10k"}
 
 
 def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
-    """A data set as the options have it (``data_dir train test download device``), images pooled by ``pool``."""
+    """A data set as the options have it (``data_dir train test download device``),
+    images pooled by ``pool``.
+    """
     folder = FOLDERS.get(name, "")
     root = options.data_dir / folder
     part = bool(folder) and root.is_dir()
@@ -163,12 +211,19 @@ def load_images(name: str, options: argparse.Namespace) -> ps.datasets.Dataset:
         device=options.device,
     )
     pool = options.pool if len(data.input_shape) == 3 else 1
-    train_x, test_x = (torch.nn.functional.avg_pool2d(x, pool) if pool > 1 else x for x in (data.train_x, data.test_x))
-    return dataclasses.replace(data, name=folder if part else data.name, train_x=train_x, test_x=test_x)
+    train_x, test_x = (
+        torch.nn.functional.avg_pool2d(x, pool) if pool > 1 else x
+        for x in (data.train_x, data.test_x)
+    )
+    return dataclasses.replace(
+        data, name=folder if part else data.name, train_x=train_x, test_x=test_x
+    )
 
 
 def mini_batches(num_rows: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Indices of the rows of every step; all rows come once before one comes again, a rest is left out."""
+    """Indices of the rows of every step; all rows come once before one comes again, a
+    rest is left out.
+    """
     order = torch.Generator().manual_seed(seed)
     rows = torch.empty(0, dtype=torch.long)
     size = min(size, num_rows)
@@ -185,8 +240,12 @@ def without_symmetries(
     """Weights as trained, and after each removal."""
     return {
         "as trained": weights,
-        "without scalings": ps.canonicalize(weights, symmetry, permutations=None, scalings=scalings),
-        "without scalings and permutations": ps.canonicalize(weights, symmetry, scalings=scalings),
+        "without scalings": ps.canonicalize(
+            weights, symmetry, permutations=None, scalings=scalings
+        ),
+        "without scalings and permutations": ps.canonicalize(
+            weights, symmetry, scalings=scalings
+        ),
     }
 
 

@@ -1,4 +1,6 @@
-"""Small networks of papers and of PyTorch's own layers, by name: what benchmarks and tests share."""
+"""Small networks of papers and of PyTorch's own layers, by name: what benchmarks and
+tests share.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pyro_symmetric.networks import optunet, resnet20
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
-    """Linear layers of these sizes, inputs and outputs included, with ReLU in between."""
+    """Linear layers of these sizes, inputs and outputs included, with ReLU in
+    between.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -25,10 +29,19 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.bottom = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.down = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+        )
+        self.bottom = nn.Sequential(
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+        )
         self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
-        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+        self.out = nn.Sequential(
+            nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         skip = self.down(x)
@@ -40,7 +53,11 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.again, self.last = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.first, self.again, self.last = (
+            nn.Linear(3, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x).relu()
@@ -63,7 +80,9 @@ class Recurrent(nn.Module):
 
 def transformer() -> nn.Module:
     """A transformer encoder of two layers between two linear ones."""
-    layer = nn.TransformerEncoderLayer(d_model=16, nhead=4, dim_feedforward=32, batch_first=True)
+    layer = nn.TransformerEncoderLayer(
+        d_model=16, nhead=4, dim_feedforward=32, batch_first=True
+    )
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(5, 16), encoder, nn.Linear(16, 2))
 

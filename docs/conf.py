@@ -1,4 +1,6 @@
-"""How Sphinx builds the site: ``make docs`` from the folder above. Nothing is fetched, and no notebook is run."""
+"""How Sphinx builds the site: ``make docs`` from the folder above. Nothing is fetched,
+and no notebook is run.
+"""
 
 import argparse
 import base64
@@ -69,7 +71,9 @@ Those that write files write them to the working directory."""
 
 
 def write_pages(_app: object) -> None:
-    """Pages that are made of what stands elsewhere: docstrings, the command line's help, results, tutorials."""
+    """Pages that are made of what stands elsewhere: docstrings, the command line's
+    help, results, tutorials.
+    """
     write_api(HERE / "reference" / "api")
     (HERE / "reference" / "command-line.md").write_text(command_line())
     (HERE / "reference" / "results.md").write_text(
@@ -107,7 +111,9 @@ ROOMS = ("groups", "discovery", "canonical", "alignment", "compare", "guides", "
 
 
 def groups() -> list[tuple[str, list[str]]]:
-    """The public names under the headings of the package's own docstring, which ``help`` shows, then those of rooms."""
+    """The public names under the headings of the package's own docstring, which
+    ``help`` shows, then those of rooms.
+    """
     found = re.findall(
         r"^(\S[^\n]*)\n((?:    [^\n]*\n)+)", ps.__doc__ or "", flags=re.MULTILINE
     )
@@ -185,7 +191,8 @@ def results(folder: Path) -> str:
     parts = [
         "# Results",
         "",
-        "What the benchmarks printed when they were last recorded, by `python -m benchmarks.record`. Those that have",
+        "What the benchmarks printed when they were last recorded, by `python -m "
+        "benchmarks.record`. Those that have",
         "gone since are at the commit that is named.",
     ]
     for path in sorted(folder.glob("*.json")):
@@ -193,8 +200,10 @@ def results(folder: Path) -> str:
         machine = found["machine"]
         parts += [
             f"\n## {path.stem}\n",
-            f"`{found['command']}`, {found['seconds']:.0f} s on {machine['cores']} cores ({machine['processor']}), "
-            f"{found['date']}, commit {found['commit']}, torch {found['versions']['torch']}.\n",
+            f"`{found['command']}`, {found['seconds']:.0f} s on {machine['cores']} "
+            f"cores ({machine['processor']}), "
+            f"{found['date']}, commit {found['commit']}, torch "
+            f"{found['versions']['torch']}.\n",
             "````text",
             *found["output"],
             "````",

@@ -1,6 +1,8 @@
-"""Cross references that Sphinx can't resolve by itself: our names under their modules, and other projects' names.
+"""Cross references that Sphinx can't resolve by itself: our names under their modules,
+and other projects' names.
 
-Inventories of other projects would have to be fetched, but the site builds offline. So their addresses are formed here.
+Inventories of other projects would have to be fetched, but the site builds offline. So
+their addresses are formed here.
 """
 
 import importlib
@@ -49,7 +51,9 @@ PAGES = {  # beginnings of names -> the page that has them, under an anchor of t
 
 
 def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """A link, or plain text for what exists but has no page of its own; ``None``, a warning, for what doesn't exist."""
+    """A link, or plain text for what exists but has no page of its own; ``None``, a
+    warning, for what doesn't exist.
+    """
     from docutils import nodes
 
     target = SHORT.get(node["reftarget"], node["reftarget"])
@@ -73,7 +77,9 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def _places(node: Any) -> list[str]:
-    """Where a name may stand, from the outside in: at the top, and in all that holds the docstring."""
+    """Where a name may stand, from the outside in: at the top, and in all that holds
+    the docstring.
+    """
     _, _, holder = (node.source or "").partition("docstring of ")
     parts = holder.split(".") if holder else [node.get("py:module") or "pyro_symmetric"]
     return ["", *[".".join(parts[:count]) + "." for count in range(1, len(parts) + 1)]]

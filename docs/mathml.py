@@ -1,4 +1,6 @@
-"""Formulas as MathML, which browsers show by themselves: no script and no font is loaded."""
+"""Formulas as MathML, which browsers show by themselves: no script and no font is
+loaded.
+"""
 
 import re
 from typing import Any
@@ -12,7 +14,9 @@ NAMES = re.compile(
 
 
 def mathml(formula: str, display: str = "inline") -> str:
-    """MathML Core: a small space after the names of functions, and double-struck letters as characters."""
+    """MathML Core: a small space after the names of functions, and double-struck
+    letters as characters.
+    """
     text = NAMES.sub(r'\1<mspace width="0.17em" />', convert(formula, display=display))
     return re.sub(
         r'<mi mathvariant="double-struck">(\w)</mi>',

@@ -1,7 +1,8 @@
 """Posteriors with symmetries for Pyro.
 
-Find the weight-space symmetries of a network, symmetrise a guide over them, align posteriors across them, sample
-reference posteriors with many chains at once, and measure the quality of an approximation.
+Find the weight-space symmetries of a network, symmetrise a guide over them, align
+posteriors across them, sample reference posteriors with many chains at once, and
+measure the quality of an approximation.
 
 The public names by purpose; ``help(pyro_symmetric.find_symmetry)`` explains one:
 
@@ -11,9 +12,9 @@ Symmetries of networks and models
 Models
     BayesianModel GaussianPrior CategoricalLikelihood GaussianLikelihood
 
-Guides
-    AutoSymmetrized symmetrize Symmetrized SinkhornImportance InfoNCE ExactOrbit
-    AutoUnitBlocks AutoGaussian push_forward interpolate barycentre save_guide load_guide evidence
+Guides AutoSymmetrized symmetrize Symmetrized SinkhornImportance InfoNCE ExactOrbit
+    AutoUnitBlocks AutoGaussian push_forward interpolate barycentre save_guide
+    load_guide evidence
 
 Samplers and posteriors
     sample NUTS HMC AdaptiveHMC MCLMC SGHMC SGLD pSGLD MCMC log_joint
@@ -28,9 +29,10 @@ Distances, tests and scores
 Ensembles, networks, data, errors
     ensemble networks datasets Error
 
-Subpackages hold the rest: ``groups`` (units, elements, actions), ``discovery`` (rules of operators, completeness,
-priors), ``canonical``, ``alignment`` (costs, results), ``compare`` (diversity, dynamics, results), ``guides``, ``mcmc``
-(user-defined kernels), ``models`` (user-defined likelihoods), ``checkpoints``, ``store``.
+Subpackages hold the rest: ``groups`` (units, elements, actions), ``discovery`` (rules
+of operators, completeness, priors), ``canonical``, ``alignment`` (costs, results),
+``compare`` (diversity, dynamics, results), ``guides``, ``mcmc`` (user-defined kernels),
+``models`` (user-defined likelihoods), ``checkpoints``, ``store``.
 """
 
 from pyro_symmetric import datasets, networks
@@ -49,7 +51,12 @@ from pyro_symmetric.compare import (
     total_variation,
 )
 from pyro_symmetric.discovery import Symmetry, find_symmetry, verify, verify_model
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, Symmetrized
+from pyro_symmetric.distributions import (
+    ExactOrbit,
+    InfoNCE,
+    SinkhornImportance,
+    Symmetrized,
+)
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.errors import Error
 from pyro_symmetric.groups import Group
@@ -66,8 +73,23 @@ from pyro_symmetric.guides import (
     symmetrize,
 )
 from pyro_symmetric.infer import MCMC
-from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, SGLD, AdaptiveHMC, log_joint, pSGLD, sample
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.mcmc import (
+    HMC,
+    MCLMC,
+    NUTS,
+    SGHMC,
+    SGLD,
+    AdaptiveHMC,
+    log_joint,
+    pSGLD,
+    sample,
+)
+from pyro_symmetric.models import (
+    BayesianModel,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    GaussianPrior,
+)
 from pyro_symmetric.posterior import Posterior
 from pyro_symmetric.posterior import checkpoints as checkpoints
 from pyro_symmetric.posterior.predict import predict

@@ -1,9 +1,12 @@
-"""Context managers that change global state of the process, behind one lock, so that threads restore it in order.
+"""Context managers that change global state of the process, behind one lock, so that
+threads restore it in order.
 
-Without the lock, a thread that saved the state while another thread had it changed could restore the change for good.
+Without the lock, a thread that saved the state while another thread had it changed
+could restore the change for good.
 
-PyTorch's global generators are part of this state: Pyro models, guides and users' code draw from nothing else. The rest
-of the library draws from a :class:`torch.Generator` of its own.
+PyTorch's global generators are part of this state: Pyro models, guides and users' code
+draw from nothing else. The rest of the library draws from a :class:`torch.Generator` of
+its own.
 """
 
 from __future__ import annotations
@@ -23,26 +26,35 @@ import pyro
 import torch
 from torch.utils import _pytree as pytree
 
-# Held while global state is changed, and while a Pyro model runs: Pyro's stack of handlers is global, too.
+# Held while global state is changed, and while a Pyro model runs: Pyro's stack of
+# handlers is global, too.
 LOCK: Any = threading.RLock()
 
-# The settings before :func:`without_fast_attention`, once for each caller inside it. Its lock is always the last to be
-# taken: networks enter there while they hold the locks of their models.
+# The settings before :func:`without_fast_attention`, once for each caller inside it.
+# Its lock is always the last to be taken: networks enter there while they hold the
+# locks of their models.
 _FAST: list[tuple[bool, bool]] = []
 _FAST_LOCK = threading.Lock()
 
-# Fork only while nothing is changed: the threads that would restore the state don't exist in the child.
+# Fork only while nothing is changed: the threads that would restore the state don't
+# exist in the child.
 if hasattr(os, "register_at_fork"):
     for lock in (_FAST_LOCK, LOCK):  # before a fork, hooks run in reverse order
-        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+        os.register_at_fork(
+            before=lock.acquire,
+            after_in_parent=lock.release,
+            after_in_child=lock.release,
+        )
 
 
 @contextlib.contextmanager
 def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Run a Pyro model exclusively and without validation, which :func:`torch.func.vmap` can't trace.
+    """Run a Pyro model exclusively and without validation, which
+    :func:`torch.func.vmap` can't trace.
 
-    :param dtype: default dtype of the tensors that the model makes. A distribution such as ``Gamma(2.0, 1.0)`` would
-        otherwise compute in float32 whatever the precision of its value. ``None``: PyTorch's default.
+    :param dtype: default dtype of the tensors that the model makes. A distribution such
+        as ``Gamma(2.0, 1.0)`` would otherwise compute in float32 whatever the precision
+        of its value. ``None``: PyTorch's default.
     """
     with LOCK, pyro.validation_enabled(False), without_fast_attention():
         before = torch.get_default_dtype()
@@ -55,31 +67,43 @@ def running_pyro(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked(
-    source: int | torch.Generator | None = None, *devices: torch.device | str | None, host: bool = False
+    source: int | torch.Generator | None = None,
+    *devices: torch.device | str | None,
+    host: bool = False,
 ) -> Iterator[None]:
-    """Seed PyTorch's global generators, exclude other threads, and restore the generators at the end.
+    """Seed PyTorch's global generators, exclude other threads, and restore the
+    generators at the end.
 
-    :param source: a seed, or a generator from which the seed is drawn; ``None`` keeps the generators' current states.
-    :param devices: devices whose generators are seeded in addition to the CPU's. CUDA is never initialised for others:
-        a process that is forked afterwards couldn't use it.
+    :param source: a seed, or a generator from which the seed is drawn; ``None`` keeps
+        the generators' current states.
+    :param devices: devices whose generators are seeded in addition to the CPU's. CUDA
+        is never initialised for others: a process that is forked afterwards couldn't
+        use it.
     :param host: whether NumPy's and Python's generators are seeded and restored, too.
     """
     if isinstance(source, torch.Generator):
         source = int(torch.randint(2**62, (), generator=source, device=source.device))
     with LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(
-            torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
+            torch.random.fork_rng(
+                range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+            )
         )
         for device in {torch.device(device or "cpu") for device in devices}:
             if device.type not in ("cpu", "meta"):
                 module = torch.get_device_module(device)
-                index = module.current_device() if device.index is None else device.index
-                stack.enter_context(torch.random.fork_rng([index], device_type=device.type))
+                index = (
+                    module.current_device() if device.index is None else device.index
+                )
+                stack.enter_context(
+                    torch.random.fork_rng([index], device_type=device.type)
+                )
                 if source is not None:
                     with module.device(index):
                         module.manual_seed(source)
         if source is not None:
-            torch.default_generator.manual_seed(source)  # torch.manual_seed would seed all GPUs
+            # torch.manual_seed would seed all GPUs
+            torch.default_generator.manual_seed(source)
         if host:
             stack.callback(random.setstate, random.getstate())
             stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code uses it)
@@ -89,13 +113,17 @@ def forked(
 
 
 def drawn_seed() -> int:
-    """Draw a seed from PyTorch's global generator while no other thread has it forked."""
+    """Draw a seed from PyTorch's global generator while no other thread has it
+    forked.
+    """
     with LOCK:
         return int(torch.randint(2**62, (), device="cpu"))
 
 
 class OwnLock:
-    """A reentrant lock for one object, which may be copied and pickled: each copy gets a lock of its own."""
+    """A reentrant lock for one object, which may be copied and pickled: each copy gets
+    a lock of its own.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -120,15 +148,20 @@ def without_warnings(category: type[Warning] = Warning) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fast_attention() -> Iterator[None]:
-    """Disable fused attention: flash attention can't be vmapped on a CPU, and the fast path of attention layers has no
-    derivative and hides from tracing. PyTorch takes the fast path if no weight requires a gradient, and overlooks those
-    that vmap batches.
+    """Disable fused attention: flash attention can't be vmapped on a CPU, and the fast
+    path of attention layers has no derivative and hides from tracing. PyTorch takes the
+    fast path if no weight requires a gradient, and overlooks those that vmap batches.
 
-    Threads may overlap: the last to leave restores the settings that the first one found.
+    Threads may overlap: the last to leave restores the settings that the first one
+    found.
     """
     mha, cuda = torch.backends.mha, torch.backends.cuda
     with _FAST_LOCK:
-        _FAST.append(_FAST[0] if _FAST else (mha.get_fastpath_enabled(), cuda.flash_sdp_enabled()))
+        _FAST.append(
+            _FAST[0]
+            if _FAST
+            else (mha.get_fastpath_enabled(), cuda.flash_sdp_enabled())
+        )
         mha.set_fastpath_enabled(False)
         cuda.enable_flash_sdp(False)
     try:
@@ -143,7 +176,9 @@ def without_fast_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_both_branches() -> Iterator[None]:
-    """Let ``torch.cond`` compute both of its branches and select by ``torch.where``, so that it can be traced."""
+    """Let ``torch.cond`` compute both of its branches and select by ``torch.where``, so
+    that it can be traced.
+    """
     with LOCK:
         cond = torch.cond
         torch.cond = _both_branches
@@ -157,7 +192,9 @@ def _both_branches(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -
     if not isinstance(pred, torch.Tensor):
         return (true_fn if pred else false_fn)(*operands)
     results = true_fn(*operands), false_fn(*operands)
-    return pytree.tree_map(lambda one, other: torch.where(pred.reshape(()), one, other), *results)
+    return pytree.tree_map(
+        lambda one, other: torch.where(pred.reshape(()), one, other), *results
+    )
 
 
 @contextlib.contextmanager
@@ -172,8 +209,10 @@ def without_messages(*loggers: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks of up to 32 MiB, instead of handing them back and taking page faults anew.
+    """Let glibc reuse freed blocks of up to 32 MiB, instead of handing them back and
+    taking page faults anew.
 
-    It adapts its thresholds to the largest block freed so far, and to no more than that.
+    It adapts its thresholds to the largest block freed so far, and to no more than
+    that.
     """
     np.empty(2**25 - 2**16, dtype=np.uint8)

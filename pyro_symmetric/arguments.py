@@ -1,7 +1,9 @@
-"""Validation of arguments at entry points, and descriptions of values for error messages.
+"""Validation of arguments at entry points, and descriptions of values for error
+messages.
 
-Each check returns the value, or raises ``TypeError`` for a wrong type and ``ValueError`` for a wrong value, in one
-sentence with the name, the value and the values allowed. What Python, PyTorch or Pyro refuse anyway isn't checked.
+Each check returns the value, or raises ``TypeError`` for a wrong type and
+``ValueError`` for a wrong value, in one sentence with the name, the value and the
+values allowed. What Python, PyTorch or Pyro refuse anyway isn't checked.
 """
 
 from __future__ import annotations
@@ -18,15 +20,25 @@ import torch
 from torch import Tensor
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None, *, none: str = "") -> Any:
-    """Require a whole number and return it as an ``int``; refuse booleans and floats such as 1.0.
+def whole(
+    name: str,
+    value: Any,
+    least: int | None = None,
+    most: int | None = None,
+    *,
+    none: str = "",
+) -> Any:
+    """Require a whole number and return it as an ``int``; refuse booleans and floats
+    such as 1.0.
 
     :param none: the meaning of ``None``; empty if it isn't allowed.
     """
     if value is None and none:
         return None
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {described(value)}; it must be a whole number{_or_none(none)}")
+        raise TypeError(
+            f"{name} is {described(value)}; it must be a whole number{_or_none(none)}"
+        )
     return int(number(name, value, least=least, most=most, none=none))
 
 
@@ -40,16 +52,27 @@ def number(
     below: float | None = None,
     none: str = "",
 ) -> Any:
-    """Require a real number within bounds, not NaN; ``below=math.inf`` requires a finite one."""
+    """Require a real number within bounds, not NaN; ``below=math.inf`` requires a
+    finite one.
+    """
     if value is None and none:
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {described(value)}; it must be a number{_or_none(none)}")
+        raise TypeError(
+            f"{name} is {described(value)}; it must be a number{_or_none(none)}"
+        )
     bounds = {"at least": (operator.ge, least), "more than": (operator.gt, above)}
     bounds |= {"at most": (operator.le, most), "less than": (operator.lt, below)}
-    holds = {f"{words} {bound}": test(value, bound) for words, (test, bound) in bounds.items() if bound is not None}
+    holds = {
+        f"{words} {bound}": test(value, bound)
+        for words, (test, bound) in bounds.items()
+        if bound is not None
+    }
     if math.isnan(value) or not all(holds.values()):
-        raise ValueError(f"{name} is {value}; it must be {' and '.join(holds) or 'a number, not NaN'}{_or_none(none)}")
+        raise ValueError(
+            f"{name} is {value}; it must be "
+            f"{' and '.join(holds) or 'a number, not NaN'}{_or_none(none)}"
+        )
     return value
 
 
@@ -64,9 +87,13 @@ def one_of(name: str, value: Any, choices: Iterable[Any], besides: str = "") -> 
     """
     choices = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        hint = did_you_mean(value, (choice for choice in choices if isinstance(choice, str)))
+        hint = did_you_mean(
+            value, (choice for choice in choices if isinstance(choice, str))
+        )
         others = f" or {besides}" if besides else ""
-        raise ValueError(f"{name} is {described(value)}; it must be one of {choices}{others}{hint}")
+        raise ValueError(
+            f"{name} is {described(value)}; it must be one of {choices}{others}{hint}"
+        )
     return value
 
 
@@ -88,70 +115,107 @@ def weights(name: str, value: Any, besides: str = "") -> Mapping[str, Tensor]:
 
     :param besides: a description of other types that the caller allows.
     """
-    instance(name, value, Mapping, f"weights (site -> tensor){f' or {besides}' if besides else ''}")
+    instance(
+        name,
+        value,
+        Mapping,
+        f"weights (site -> tensor){f' or {besides}' if besides else ''}",
+    )
     if not value:
-        raise ValueError(f"{name} is empty; it must hold the weights of at least one site")
+        raise ValueError(
+            f"{name} is empty; it must hold the weights of at least one site"
+        )
     for site, entry in value.items():
         instance(f"a key of {name}", site, str, "the name of a site")
         tensor(f"{name}[{site!r}]", entry)
     return value
 
 
-def listed(name: str, value: Any, kinds: type | tuple[type, ...], what: str) -> list[Any]:
-    """Require an iterable of instances of some classes, and return it as a list; refuse a single string or tensor.
+def listed(
+    name: str, value: Any, kinds: type | tuple[type, ...], what: str
+) -> list[Any]:
+    """Require an iterable of instances of some classes, and return it as a list; refuse
+    a single string or tensor.
 
     :param what: a description of these instances.
     """
     if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {described(value)}; it must be a list of {what}")
-    return [instance(f"an entry of {name}", item, kinds, f"one of {what}") for item in value]
+    return [
+        instance(f"an entry of {name}", item, kinds, f"one of {what}") for item in value
+    ]
 
 
 def shape(name: str, value: Any) -> torch.Size:
     """Require a shape: whole numbers of at least 0."""
     instance(name, value, Sequence, "a tuple of whole numbers, as in (100,)")
-    return torch.Size([whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)])
+    return torch.Size(
+        [whole(f"{name}[{i}]", length, 0) for i, length in enumerate(value)]
+    )
 
 
 def dtype(name: str, value: Any) -> Any:
     """Require a floating-point dtype, or ``None``."""
     if value is not None and not value.is_floating_point:
-        raise ValueError(f"{name} is {value}; it must be a floating-point dtype such as torch.float64")
+        raise ValueError(
+            f"{name} is {value}; it must be a floating-point dtype such as "
+            "torch.float64"
+        )
     return value
 
 
 def described_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Describe the arguments of a call."""
-    parts = [described(value) for value in args] + [f"{name}={described(value)}" for name, value in kwargs.items()]
+    parts = [described(value) for value in args] + [
+        f"{name}={described(value)}" for name, value in kwargs.items()
+    ]
     return ", ".join(parts) or "no arguments"
 
 
 def described(value: Any) -> str:
-    """Describe a value: a short one by its ``repr``, a tensor by its shape and dtype, others by their type."""
+    """Describe a value: a short one by its ``repr``, a tensor by its shape and dtype,
+    others by their type.
+    """
     if isinstance(value, Tensor):
         device = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"a tensor {tuple(value.shape)} of {value.dtype}{device}"
-    if value is None or (isinstance(value, str | Real | torch.dtype | torch.device) and len(repr(value)) < 80):
+    if value is None or (
+        isinstance(value, str | Real | torch.dtype | torch.device)
+        and len(repr(value)) < 80
+    ):
         return repr(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)
-    return f"a {kind.__qualname__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+    return (
+        f"a {kind.__qualname__}"
+        if kind.__module__ == "builtins"
+        else f"a {kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def did_you_mean(found: Any, names: Iterable[str]) -> str:
-    """Suggest the known name most similar to an unknown one, as the end of a message; empty if none is similar.
+    """Suggest the known name most similar to an unknown one, as the end of a message;
+    empty if none is similar.
 
     >>> did_you_mean("estimater", ["base", "estimator"])
     "; did you mean 'estimator'?"
     """
-    close = difflib.get_close_matches(found, list(names), 1, 0.7) if isinstance(found, str) else ()
+    close = (
+        difflib.get_close_matches(found, list(names), 1, 0.7)
+        if isinstance(found, str)
+        else ()
+    )
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor: a tensor on its own device, numbers and arrays on the CPU whatever the default device."""
-    return torch.as_tensor(value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu")
+    """Return a tensor: a tensor on its own device, numbers and arrays on the CPU
+    whatever the default device.
+    """
+    return torch.as_tensor(
+        value, dtype=dtype, device=value.device if isinstance(value, Tensor) else "cpu"
+    )
 
 
 def _or_none(none: str) -> str:

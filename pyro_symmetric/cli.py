@@ -1,4 +1,6 @@
-"""The command line: ``compare`` and ``symmetries``. An error prints one sentence and exits with a non-zero code."""
+"""The command line: ``compare`` and ``symmetries``. An error prints one sentence and
+exits with a non-zero code.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def names(text: str) -> tuple[str, ...]:
 
 
 # argparse reports a ValueError of these parsers with the option's name and value.
-PARSERS = {"str": str, "int": int, "float": float, "tuple[int, ...]": widths, "tuple[str, ...]": names}
+PARSERS = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "tuple[int, ...]": widths,
+    "tuple[str, ...]": names,
+}
 EXAMPLES = """\
 examples:
   pyro-symmetric compare                                   scikit-learn's digits, all methods, in runs/digits
@@ -48,10 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():  # print warnings without file and source line
-            warnings.showwarning = lambda message, *_, **__: print(f"pyro-symmetric: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_, **__: print(
+                f"pyro-symmetric: {message}", file=sys.stderr
+            )
             return options.run(options)
     except KeyboardInterrupt:
-        print("\nStopped. Methods that had finished are kept; the same command resumes there.", file=sys.stderr)
+        print(
+            "\nStopped. Methods that had finished are kept; the same command resumes "
+            "there.",
+            file=sys.stderr,
+        )
         return 130
     except (ValueError, OSError, ImportError) as error:
         if options.debug:
@@ -63,9 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="pyro-symmetric", description="Posteriors of neural networks, and their symmetries."
+        prog="pyro-symmetric",
+        description="Posteriors of neural networks, and their symmetries.",
     )
-    parser.add_argument("--version", action="version", version=f"pyro-symmetric {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"pyro-symmetric {__version__}"
+    )
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     add_compare(commands)
@@ -74,26 +91,41 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``compare``, with an option for each field of :class:`StudySettings`."""
+    """Add the command ``compare``, with an option for each field of
+    :class:`StudySettings`.
+    """
     parser = commands.add_parser(
         "compare",
-        help="fit one Bayesian network several ways and report how close each comes to a reference posterior",
-        description="Fit one Bayesian neural network several ways, draw a reference posterior, and write a report of "
-        "how close each way comes. Run again with the same --out, it resumes where it stopped.",
+        help="fit one Bayesian network several ways and report how close each comes to "
+        "a reference posterior",
+        description="Fit one Bayesian neural network several ways, draw a reference "
+        "posterior, and write a report of "
+        "how close each way comes. Run again with the same --out, it resumes where it "
+        "stopped.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for field in fields(StudySettings):
         option: dict[str, Any] = {"default": field.default, **field.metadata}
         if field.type == "bool":
-            option["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            option["action"] = (
+                argparse.BooleanOptionalAction if field.default else "store_true"
+            )
             del option["metavar"]
         else:
             option["type"] = PARSERS[field.type.split(" |")[0]]
         parser.add_argument(f"--{field.name.replace('_', '-')}", **option)
-    parser.add_argument("--out", metavar="FOLDER", help="output folder (default: runs/<data>, or runs/<data>-quick)")
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bars")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="output folder (default: runs/<data>, or runs/<data>-quick)",
+    )
+    parser.add_argument(
+        "--no-progress", dest="progress", action="store_false", help="no progress bars"
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
     parser.set_defaults(run=compare)
 
 
@@ -102,9 +134,13 @@ def compare(options: argparse.Namespace) -> int:
     if options.methods == ("help",):
         print(list_methods(options.quick))
         return 0
-    out = options.out or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
+    out = (
+        options.out
+        or f"runs/{options.data.split(':')[-1].replace('/', '-')}{'-quick' if options.quick else ''}"
+    )
     study = run_study(settings_of(options), out, progress=options.progress)
-    from pyro_symmetric.study.report import summary_table  # imports matplotlib, which the study has required
+    # imports matplotlib, which the study has required
+    from pyro_symmetric.study.report import summary_table
 
     tables = summary_table(study.results["methods"], study.problem.is_classification)
     print(f"\n{tables}\n\nReport: {study.report}")
@@ -113,32 +149,47 @@ def compare(options: argparse.Namespace) -> int:
 
 def settings_of(options: argparse.Namespace) -> StudySettings:
     """Return the study's settings from the options of ``compare``."""
-    return StudySettings(**{field.name: getattr(options, field.name) for field in fields(StudySettings)})
+    return StudySettings(
+        **{field.name: getattr(options, field.name) for field in fields(StudySettings)}
+    )
 
 
-def add_symmetries(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_symmetries(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+) -> None:
     """Add the command ``symmetries``."""
     parser = commands.add_parser(
         "symmetries",
         help="print the weight-space symmetries of a network",
-        description="Find the permutations, scalings and signs of a network's weights that preserve its function, "
-        "verify them on a copy, and explain for each axis of each parameter which of them moves it, or why none does.",
+        description="Find the permutations, scalings and signs of a network's weights "
+        "that preserve its function, "
+        "verify them on a copy, and explain for each axis of each parameter which of "
+        "them moves it, or why none does.",
         epilog="examples:\n  pyro-symmetric symmetries resnet50\n"
         "  pyro-symmetric symmetries my_package.nets:build --input 2,3,32,32 --json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "net",
-        help="name of a torchvision model; package.module:callable, called as callable(input_shape, num_outputs) or "
+        help="name of a torchvision model; package.module:callable, called as "
+        "callable(input_shape, num_outputs) or "
         "without arguments; or package.module:network",
     )
     shape_help = "shape of the network's input, batch first (default: 2,3,224,224)"
     parser.add_argument("--input", type=widths, metavar="N,N,...", help=shape_help)
     outputs_help = "num_outputs of a callable that takes it (default: 10)"
-    parser.add_argument("--outputs", type=int, default=10, metavar="N", help=outputs_help)
-    parser.add_argument("--explain", action="store_true", help="explain what moves each axis, or why nothing does")
+    parser.add_argument(
+        "--outputs", type=int, default=10, metavar="N", help=outputs_help
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="explain what moves each axis, or why nothing does",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
     parser.set_defaults(run=symmetries)
 
 
@@ -146,26 +197,40 @@ def symmetries(options: argparse.Namespace) -> int:
     """Print the symmetries of a network."""
     rows, *shape = options.input or (2, 3, 224, 224)
     net = load_net(options.net, tuple(shape), options.outputs)
-    x = torch.randn(max(2, rows), *shape, device="cpu")  # a batch axis of length 1 looks like a broadcast axis
+    # a batch axis of length 1 looks like a broadcast axis
+    x = torch.randn(max(2, rows), *shape, device="cpu")
     try:
         symmetry = find_symmetry(net, x)
     except ValueError as error:
         if options.input is not None:
             raise
-        raise ValueError(f"{error}\n\nIf the network takes another input, give its shape: --input 2,10") from error
+        raise ValueError(
+            f"{error}\n\nIf the network takes another input, give its shape: --input "
+            "2,10"
+        ) from error
     log_order = symmetry.log_order()
     if options.json:
         print(json.dumps({"log_order": log_order, **symmetry.to_dict()}))
         return 0
-    count = f"{round(math.exp(log_order)):,}" if log_order < math.log(1e6) else f"exp({log_order:.1f})"
-    print(f"{symmetry}\n\nlog |G| = {log_order:.1f}: permutations and signs give {count} copies of every mode.")
+    count = (
+        f"{round(math.exp(log_order)):,}"
+        if log_order < math.log(1e6)
+        else f"exp({log_order:.1f})"
+    )
+    print(
+        f"{symmetry}\n\nlog |G| = {log_order:.1f}: permutations and signs give {count} "
+        "copies of every mode."
+    )
     if options.explain:
         print(f"\n{symmetry.explanation}")
     return 0
 
 
-def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch.nn.Module:
-    """Build a torchvision model with random weights, or a user's network as ``compare --net`` does.
+def load_net(
+    name: str, input_shape: tuple[int, ...], num_outputs: int
+) -> torch.nn.Module:
+    """Build a torchvision model with random weights, or a user's network as ``compare
+    --net`` does.
 
     :raises ValueError: if there is no network of that name.
     """
@@ -174,7 +239,8 @@ def load_net(name: str, input_shape: tuple[int, ...], num_outputs: int) -> torch
     models = import_torchvision().models
     if name not in models.list_models():
         raise ValueError(
-            f"torchvision has no model {name!r}; write its name as resnet50, or package.module:callable"
+            f"torchvision has no model {name!r}; write its name as resnet50, or "
+            "package.module:callable"
             f"{did_you_mean(name, models.list_models())}"
         )
     return models.get_model(name, weights=None).eval()

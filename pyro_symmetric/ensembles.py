@@ -1,9 +1,12 @@
-"""Deep ensembles: thousands of independent small networks, trained at once on one device.
+"""Deep ensembles: thousands of independent small networks, trained at once on one
+device.
 
-A network with a few hundred parameters is too small to keep a processor busy: operator overhead dominates the time of a
-training step. Here all members take their steps together by :func:`torch.func.vmap`, each from its own initial values
-and in its own order of mini-batches; an element-wise optimiser updates each member independently of the others.
-Laurent, Aldea & Franchi 2024, arXiv 2310.08287, use such ensembles as samples of the posterior.
+A network with a few hundred parameters is too small to keep a processor busy: operator
+overhead dominates the time of a training step. Here all members take their steps
+together by :func:`torch.func.vmap`, each from its own initial values and in its own
+order of mini-batches; an element-wise optimiser updates each member independently of
+the others. Laurent, Aldea & Franchi 2024, arXiv 2310.08287, use such ensembles as
+samples of the posterior.
 """
 
 from __future__ import annotations
@@ -27,7 +30,12 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.arguments import described
 from pyro_symmetric.mcmc.density.eager import require_data
-from pyro_symmetric.models import BayesianModel, call_with_weights, hold_frozen, over_weights
+from pyro_symmetric.models import (
+    BayesianModel,
+    call_with_weights,
+    hold_frozen,
+    over_weights,
+)
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
@@ -37,7 +45,8 @@ MemberLoss = Callable[[Weights, Weights, Tensor, Tensor], Tensor]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 Watch = Callable[[int, Weights], None]
 
-ENTRIES = 2**22  # approximate number of inputs in one step, of all members that are trained together
+# approximate number of inputs in one step, of all members that are trained together
+ENTRIES = 2**22
 STEPS, EPOCHS = 2_000, 20  # default lower bounds
 
 
@@ -58,66 +67,123 @@ def ensemble(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> Posterior:
-    """Train many independent networks at once and return them as a posterior whose draws are the members.
+    """Train many independent networks at once and return them as a posterior whose
+    draws are the members.
 
     >>> x = torch.randn(100, 2)
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    >>> posterior = ps.ensemble(net, (x, (x[:, 0] > 0).long()), num_members=500, epochs=5, progress=False)
+    >>> posterior = ps.ensemble(
+    ...     net, (x, (x[:, 0] > 0).long()), num_members=500, epochs=5, progress=False
+    ... )
     >>> posterior.get_samples()["0.weight"].shape
     torch.Size([500, 2, 2])
 
-    Members whose loss or weights aren't finite at the end are left out, with a warning. Running statistics are sites.
+    Members whose loss or weights aren't finite at the end are left out, with a warning.
+    Running statistics are sites.
 
-    :param net: the network, whose frozen parameters keep their values; or a ``BayesianModel``, for which each member
-        converges to a mode of the posterior (the loss is minus the log-joint density per row, whatever ``loss`` is).
-    :param data: inputs ``(N, ...)`` and targets ``(N, ...)``; standardise them, as for any network.
-    :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``, or a function from one
-        network's outputs ``(B, ...)`` and targets to their mean loss.
-    :param epochs: passes over the data, in each member's own order. Default: 2,000 steps, and at least 20 passes.
+    :param net: the network, whose frozen parameters keep their values; or a
+        ``BayesianModel``, for which each member converges to a mode of the posterior
+        (the loss is minus the log-joint density per row, whatever ``loss`` is).
+    :param data: inputs ``(N, ...)`` and targets ``(N, ...)``; standardise them, as for
+        any network.
+    :param loss: ``"cross_entropy"``, ``"binary_cross_entropy"`` (of logits), ``"mse"``,
+        or a function from one network's outputs ``(B, ...)`` and targets to their mean
+        loss.
+    :param epochs: passes over the data, in each member's own order. Default: 2,000
+        steps, and at least 20 passes.
     :param batch_size: rows of a mini-batch; ``None`` for all data at every step.
-    :param optimizer: stacked parameters -> an element-wise PyTorch optimiser. Default: Adam with learning rate 0.01.
+    :param optimizer: stacked parameters -> an element-wise PyTorch optimiser. Default:
+        Adam with learning rate 0.01.
     :param cosine: whether the learning rate decays to zero along a cosine.
     :param initial: number of members -> their initial parameters, e.g.
-        :func:`~pyro_symmetric.ensembles.initialised_by`. Default: the modules' own initialisation.
-    :param members_at_once: number of members that are trained together, with a seed of their own.
-    :param watch: called after each step with the step's number and the weights of the members trained together.
+        :func:`~pyro_symmetric.ensembles.initialised_by`. Default: the modules' own
+            initialisation.
+    :param members_at_once: number of members that are trained together, with a seed of
+        their own.
+    :param watch: called after each step with the step's number and the weights of the
+        members trained together.
     :param seed: seed of all random numbers; by default drawn from PyTorch's generator.
-    :return: one chain of members, on the CPU, with each member's loss on all data; ``metadata["losses"]`` by epoch.
+    :return: one chain of members, on the CPU, with each member's loss on all data;
+        ``metadata["losses"]`` by epoch.
     """
-    for name, value, none in (("epochs", epochs, "2,000 steps"), ("batch_size", batch_size, "all data")):
+    for name, value, none in (
+        ("epochs", epochs, "2,000 steps"),
+        ("batch_size", batch_size, "all data"),
+    ):
         arguments.whole(name, value, 1, none=none)
     arguments.whole("num_members", num_members, 1)
-    arguments.whole("members_at_once", members_at_once, 1, none="a number that fits the network and the data")
+    arguments.whole(
+        "members_at_once",
+        members_at_once,
+        1,
+        none="a number that fits the network and the data",
+    )
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
     objective = _objective(net, loss, data, device)
-    x, make_optimizer = objective.x, optimizer or functools.partial(torch.optim.Adam, lr=0.01)
+    x, make_optimizer = (
+        objective.x,
+        optimizer or functools.partial(torch.optim.Adam, lr=0.01),
+    )
     batch_size = min(batch_size or len(x), len(x))
     epochs = epochs or max(EPOCHS, -(-STEPS // (len(x) // batch_size)))
     seed = drawn_seed() if seed is None else seed
-    num_weights = sum(value.numel() for value in (*objective.net.parameters(), *objective.net.buffers()))
-    default_size = max(1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), num_weights, len(x))))
+    num_weights = sum(
+        value.numel()
+        for value in (*objective.net.parameters(), *objective.net.buffers())
+    )
+    default_size = max(
+        1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), num_weights, len(x)))
+    )
     size = min(num_members, members_at_once or default_size)
     start_time, parts = time.perf_counter(), []
-    with tqdm(total=num_members, desc="ensemble", unit="network", disable=not progress) as bar:
+    with tqdm(
+        total=num_members, desc="ensemble", unit="network", disable=not progress
+    ) as bar:
         for index, start in enumerate(range(0, num_members, size)):
             count = min(size, num_members - start)
             generator = torch.Generator(x.device).manual_seed((seed + index) % 2**63)
-            with forked(generator, x.device):  # initial values, dropout and users' functions draw from it
+            # initial values, dropout and users' functions draw from it
+            with forked(generator, x.device):
                 z = _initial_values(objective, initial, count)
-                parts.append(_train(objective, z, epochs, batch_size, make_optimizer, cosine, generator, watch, bar))
-    samples = {site: torch.cat([weights[site] for weights, _, _ in parts]) for site in parts[0][0]}
+                parts.append(
+                    _train(
+                        objective,
+                        z,
+                        epochs,
+                        batch_size,
+                        make_optimizer,
+                        cosine,
+                        generator,
+                        watch,
+                        bar,
+                    )
+                )
+    samples = {
+        site: torch.cat([weights[site] for weights, _, _ in parts])
+        for site in parts[0][0]
+    }
     losses = torch.cat([losses for _, losses, _ in parts])
     finite = _finite_members(samples, losses)
     metadata = {
         "kernel": "ensemble",
-        "settings": {"num_members": num_members, "members_at_once": size, "epochs": epochs, "batch_size": batch_size},
+        "settings": {
+            "num_members": num_members,
+            "members_at_once": size,
+            "epochs": epochs,
+            "batch_size": batch_size,
+        },
         "seed": seed,
         "diverged": int((~finite).sum()),
-        "losses": torch.stack([len(final) * curve for _, final, curve in parts]).sum(0).div(num_members).tolist(),
+        "losses": torch.stack([len(final) * curve for _, final, curve in parts])
+        .sum(0)
+        .div(num_members)
+        .tolist(),
         "seconds": time.perf_counter() - start_time,
     }
     members = {site: value[finite][None] for site, value in samples.items()}
-    return Posterior(members, {"loss": losses[finite][None]}, metadata, kind="independent")
+    return Posterior(
+        members, {"loss": losses[finite][None]}, metadata, kind="independent"
+    )
 
 
 @dataclass(frozen=True)
@@ -126,10 +192,12 @@ class Objective:
 
     :param net: the network.
     :param training: whether the network is in train mode during training.
-    :param loss: the loss of one network, as a function of its parameters, buffers, inputs and targets.
+    :param loss: the loss of one network, as a function of its parameters, buffers,
+        inputs and targets.
     :param x: all inputs, on the device of training; ``y`` likewise.
     :param shapes: site -> its shape in one member.
-    :param transforms: site -> the bijection from the unconstrained values, which the optimiser moves.
+    :param transforms: site -> the bijection from the unconstrained values, which the
+        optimiser moves.
     :param fresh: number of members -> their initial values.
     """
 
@@ -144,17 +212,36 @@ class Objective:
 
     def constrain(self, unconstrained: Weights) -> Weights:
         """Map unconstrained values to weights."""
-        return {site: self.transforms[site](value) for site, value in unconstrained.items()}
+        return {
+            site: self.transforms[site](value) for site, value in unconstrained.items()
+        }
 
-    def losses(self, unconstrained: Weights, buffers: Weights, rows: Tensor | slice) -> Tensor:
-        """Return the losses ``(M,)`` of all members, on rows of their own ``(M, B)`` or on common rows."""
+    def losses(
+        self, unconstrained: Weights, buffers: Weights, rows: Tensor | slice
+    ) -> Tensor:
+        """Return the losses ``(M,)`` of all members, on rows of their own ``(M, B)`` or
+        on common rows.
+        """
 
-        def evaluate(unconstrained: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+        def evaluate(
+            unconstrained: Weights, buffers: Weights, x: Tensor, y: Tensor
+        ) -> Tensor:
             return self.loss(self.constrain(unconstrained), buffers, x, y)
 
         axis = None if isinstance(rows, slice) else 0
-        options: dict[str, Any] = {"in_dims": (0, 0, axis, axis), "randomness": "different"}
-        return over_weights(self.net, evaluate, unconstrained, buffers, self.x[rows], self.y[rows], **options)
+        options: dict[str, Any] = {
+            "in_dims": (0, 0, axis, axis),
+            "randomness": "different",
+        }
+        return over_weights(
+            self.net,
+            evaluate,
+            unconstrained,
+            buffers,
+            self.x[rows],
+            self.y[rows],
+            **options,
+        )
 
 
 def _train(
@@ -168,23 +255,37 @@ def _train(
     watch: Watch | None,
     bar: tqdm,
 ) -> tuple[Weights, Tensor, Tensor]:
-    """Train ``M`` members; return final weights ``(M, *shape)``, losses ``(M,)`` and mean losses ``(epochs,)``."""
+    """Train ``M`` members; return final weights ``(M, *shape)``, losses ``(M,)`` and
+    mean losses ``(epochs,)``.
+    """
     rows, count = len(objective.x), len(next(iter(unconstrained.values())))
     objective.net.train(objective.training)
-    buffers = {name: b.detach().expand(count, *b.shape).clone() for name, b in objective.net.named_buffers()}
+    buffers = {
+        name: b.detach().expand(count, *b.shape).clone()
+        for name, b in objective.net.named_buffers()
+    }
     optimizer = make_optimizer(list(unconstrained.values()))
-    arguments.instance("the result of optimizer", optimizer, Optimizer, "an optimiser of torch.optim")
+    arguments.instance(
+        "the result of optimizer", optimizer, Optimizer, "an optimiser of torch.optim"
+    )
     epoch_losses, members_before, steps = [], bar.n, rows // batch_size
     schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
     for epoch in range(epochs):
         if batch_size < rows:
-            order = torch.rand(count, rows, generator=generator, device=generator.device).argsort(-1)
+            order = torch.rand(
+                count, rows, generator=generator, device=generator.device
+            ).argsort(-1)
         total = torch.zeros(count, device=generator.device)
         for step in range(steps):
-            batch = slice(None) if batch_size == rows else order[:, step * batch_size : (step + 1) * batch_size]
+            batch = (
+                slice(None)
+                if batch_size == rows
+                else order[:, step * batch_size : (step + 1) * batch_size]
+            )
             losses = objective.losses(unconstrained, buffers, batch)
             optimizer.zero_grad()
-            losses.sum().backward()  # members share no parameter, so this is each member's own gradient
+            # members share no parameter, so this is each member's own gradient
+            losses.sum().backward()
             optimizer.step()
             total = torch.add(total, losses.detach(), alpha=1 / steps)
             if schedule is not None:
@@ -200,57 +301,102 @@ def _train(
         final = torch.zeros(count, device=objective.x.device)
         for start in range(0, rows, batch_size):
             part = slice(start, min(start + batch_size, rows))
-            final += objective.losses(unconstrained, buffers, part) * (part.stop - start) / rows
+            final += (
+                objective.losses(unconstrained, buffers, part)
+                * (part.stop - start)
+                / rows
+            )
         # Each member has running statistics of its own.
-        statistics = {name: value for name, value in buffers.items() if value.is_floating_point()}
+        statistics = {
+            name: value for name, value in buffers.items() if value.is_floating_point()
+        }
         members = {**objective.constrain(unconstrained), **statistics}
-    return {site: value.detach().cpu() for site, value in members.items()}, final.cpu(), torch.stack(epoch_losses)
+    return (
+        {site: value.detach().cpu() for site, value in members.items()},
+        final.cpu(),
+        torch.stack(epoch_losses),
+    )
 
 
 def _finite_members(samples: Weights, losses: Tensor) -> Tensor:
-    """Return a mask ``(M,)`` of the members with finite loss and weights; warn of others, raise if there are none."""
+    """Return a mask ``(M,)`` of the members with finite loss and weights; warn of
+    others, raise if there are none.
+    """
     total, finite = len(losses), losses.isfinite()
     for draws in samples.values():
         finite &= draws.reshape(total, -1).isfinite().all(1)
     if not finite.any():
-        raise ValueError(f"all {total} members diverged; is the learning rate too high, are the data finite?")
+        raise ValueError(
+            f"all {total} members diverged; is the learning rate too high, are the "
+            "data finite?"
+        )
     if diverged := int((~finite).sum()):
-        message = f"{diverged} members diverged, to a loss or weights that aren't finite"
-        warnings.warn(f"{message}; {total - diverged} of {total} are left", RuntimeWarning, stacklevel=3)
+        message = (
+            f"{diverged} members diverged, to a loss or weights that aren't finite"
+        )
+        warnings.warn(
+            f"{message}; {total - diverged} of {total} are left",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return finite
 
 
-# objectives and losses ------------------------------------------------------------------------------------------------
+# objectives and losses ----------------------------------------------------------------
 
 
 def _objective(
-    net: nn.Module | BayesianModel, loss: str | Loss, data: tuple[Tensor, Tensor], device: torch.device | str | None
+    net: nn.Module | BayesianModel,
+    loss: str | Loss,
+    data: tuple[Tensor, Tensor],
+    device: torch.device | str | None,
 ) -> Objective:
     arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
-    if not (isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError(f"data must be a pair of tensors with all rows, inputs and targets; found {described(data)}")
+    if not (
+        isinstance(data, tuple | list)
+        and len(data) == 2
+        and all(isinstance(part, Tensor) for part in data)
+    ):
+        raise TypeError(
+            "data must be a pair of tensors with all rows, inputs and targets; found "
+            f"{described(data)}"
+        )
     if len(data[0]) != len(data[1]) or not len(data[0]):
         counts = f"{len(data[0])} inputs and {len(data[1])} targets"
-        raise ValueError(f"data holds {counts}; their numbers must be equal, at least one")
+        raise ValueError(
+            f"data holds {counts}; their numbers must be equal, at least one"
+        )
     net = copy.deepcopy(net) if device is None else copy.deepcopy(net).to(device)
-    if not isinstance(net, BayesianModel) and not any(parameter.requires_grad for parameter in net.parameters()):
-        raise ValueError("net has no parameter that requires a gradient; there is nothing to train")
+    if not isinstance(net, BayesianModel) and not any(
+        parameter.requires_grad for parameter in net.parameters()
+    ):
+        raise ValueError(
+            "net has no parameter that requires a gradient; there is nothing to train"
+        )
     x, y = (part.to(next(net.parameters()).device) for part in data)
     if isinstance(net, BayesianModel):
         return _negative_log_joint(net, x, y)
-    named_loss = LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")] if isinstance(loss, str) else loss
+    named_loss = (
+        LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")]
+        if isinstance(loss, str)
+        else loss
+    )
     return _loss_of_network(net, named_loss, x, y)
 
 
 def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
-    """Return the objective of a posterior mode: minus the log-joint density, per row of the data."""
+    """Return the objective of a posterior mode: minus the log-joint density, per row of
+    the data.
+    """
     require_data(model, x, y)
     model.num_data = num_data = len(x)
 
     def loss(weights: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
         return -model.log_joint({**weights, **buffers}, x, y, validate=False) / num_data
 
-    transforms = {site: biject_to(prior.support) for site, prior in model.priors().items()}
+    transforms = {
+        site: biject_to(prior.support) for site, prior in model.priors().items()
+    }
     fresh = functools.partial(fresh_members, model)
     return Objective(model.net, False, loss, x, y, model.site_shapes, transforms, fresh)
 
@@ -258,33 +404,51 @@ def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective
 def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Objective:
     """Return the objective of a network: the loss of its outputs."""
     hold_frozen(net)
-    shapes = {name: parameter.shape for name, parameter in net.requires_grad_(False).named_parameters()}
+    shapes = {
+        name: parameter.shape
+        for name, parameter in net.requires_grad_(False).named_parameters()
+    }
 
-    def member_loss(parameters: Weights, buffers: Weights, x: Tensor, y: Tensor) -> Tensor:
+    def member_loss(
+        parameters: Weights, buffers: Weights, x: Tensor, y: Tensor
+    ) -> Tensor:
         return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
 
     fresh = functools.partial(fresh_members, net)
-    return Objective(net, True, member_loss, x, y, shapes, dict.fromkeys(shapes, identity_transform), fresh)
+    return Objective(
+        net,
+        True,
+        member_loss,
+        x,
+        y,
+        shapes,
+        dict.fromkeys(shapes, identity_transform),
+        fresh,
+    )
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     if outputs.dim() > 1 and outputs.shape[1] == 1:
         raise ValueError(
-            "loss is 'cross_entropy', which is zero for a network of one output whatever its weights; use 'mse', or "
+            "loss is 'cross_entropy', which is zero for a network of one output "
+            "whatever its weights; use 'mse', or "
             "'binary_cross_entropy' for two classes"
         )
     return nn.functional.cross_entropy(outputs, targets)
 
 
 def _of_values(loss: Loss) -> Loss:
-    """Let a loss accept targets without the axis of a single output; refuse other shapes, which it would broadcast."""
+    """Let a loss accept targets without the axis of a single output; refuse other
+    shapes, which it would broadcast.
+    """
 
     def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape == (*targets.shape, 1):
             outputs = outputs.squeeze(-1)
         if outputs.shape != targets.shape:
             raise ValueError(
-                f"data: a target has shape {tuple(targets.shape[1:])}, but an output of the network "
+                f"data: a target has shape {tuple(targets.shape[1:])}, but an output "
+                "of the network "
                 f"{tuple(outputs.shape[1:])}; they must be the same"
             )
         return loss(outputs, targets.to(outputs.dtype))
@@ -299,39 +463,61 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-# initial values -------------------------------------------------------------------------------------------------------
+# initial values -----------------------------------------------------------------------
 
 
 def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
-    """Draw independent initial values of every parameter, ``(count,) + shape``, by the modules' ``reset_parameters``;
-    draw the sites of a ``BayesianModel``'s likelihood from their priors.
+    """Draw independent initial values of every parameter, ``(count,) + shape``, by the
+    modules' ``reset_parameters``; draw the sites of a ``BayesianModel``'s likelihood
+    from their priors.
 
-    Parameters that no module resets keep their values in all members, with a warning unless they are constant (ones,
-    zeros). Initialisation by the network itself, after its modules were built, isn't repeated. Use
+    Parameters that no module resets keep their values in all members, with a warning
+    unless they are constant (ones, zeros). Initialisation by the network itself, after
+    its modules were built, isn't repeated. Use
     :func:`initialised_by` in both cases.
     """
     if isinstance(net, BayesianModel):
         parameters = dict(net.net.named_parameters())
-        latents = {site: prior.sample((count,)) for site, prior in net.priors().items() if site not in parameters}
+        latents = {
+            site: prior.sample((count,))
+            for site, prior in net.priors().items()
+            if site not in parameters
+        }
         return {**fresh_members(net.net, count), **latents}
     net = copy.deepcopy(net)
-    members = {name: p.detach().expand(count, *p.shape).clone() for name, p in net.named_parameters()}
+    members = {
+        name: p.detach().expand(count, *p.shape).clone()
+        for name, p in net.named_parameters()
+    }
     not_reset = dict(members)
     for prefix, module in net.named_modules():
-        names = {f"{prefix}.{name}".lstrip("."): p for name, p in module.named_parameters(recurse=False)}
-        own = {name: p for name, p in names.items() if name in members}  # a tied parameter belongs to its first module
-        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        names = {
+            f"{prefix}.{name}".lstrip("."): p
+            for name, p in module.named_parameters(recurse=False)
+        }
+        # a tied parameter belongs to its first module
+        own = {name: p for name, p in names.items() if name in members}
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
         if not own or not callable(reset):
             continue
-        not_reset = {name: value for name, value in not_reset.items() if name not in own}
+        not_reset = {
+            name: value for name, value in not_reset.items() if name not in own
+        }
         for member in range(count):
             reset()
             for name, parameter in own.items():
                 members[name][member] = parameter.detach()
-    varying = [n for n, value in not_reset.items() if count > 1 and not bool((value[0] == value.flatten()[0]).all())]
+    varying = [
+        n
+        for n, value in not_reset.items()
+        if count > 1 and not bool((value[0] == value.flatten()[0]).all())
+    ]
     if varying:
         warnings.warn(
-            f"no module resets the parameters {varying}, so they start with the same values in all members; pass "
+            f"no module resets the parameters {varying}, so they start with the same "
+            "values in all members; pass "
             "initial=initialised_by(...) with a function that builds the network",
             UserWarning,
             stacklevel=2,
@@ -340,7 +526,8 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
 
 
 def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
-    """Return a function for ``ensemble(..., initial=)`` that builds a network for each member's initial values.
+    """Return a function for ``ensemble(..., initial=)`` that builds a network for each
+    member's initial values.
 
     >>> members = initialised_by(lambda: torchvision.models.resnet18(num_classes=10))(5)
 
@@ -349,17 +536,35 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
 
     def initial(count: int) -> Weights:
         members = [dict(make().named_parameters()) for _ in range(count)]
-        return {name: torch.stack([member[name].detach() for member in members]) for name in members[0]}
+        return {
+            name: torch.stack([member[name].detach() for member in members])
+            for name in members[0]
+        }
 
     return initial
 
 
-def _initial_values(objective: Objective, initial: Callable[[int], Weights] | None, count: int) -> Weights:
+def _initial_values(
+    objective: Objective, initial: Callable[[int], Weights] | None, count: int
+) -> Weights:
     """Return unconstrained initial values of ``count`` members."""
-    start = arguments.weights("the result of initial", (initial or objective.fresh)(count))
+    start = arguments.weights(
+        "the result of initial", (initial or objective.fresh)(count)
+    )
     for name, shape in objective.shapes.items():
         if name not in start or start[name].shape != (count, *shape):
-            problem = "is missing" if name not in start else f"has shape {tuple(start[name].shape)}"
-            raise ValueError(f"initial: {name!r} {problem}; its shape must be {(count, *shape)}")
-    unconstrained = {name: objective.transforms[name].inv(start[name]) for name in objective.shapes}
-    return {name: v.detach().to(objective.x.device).clone().requires_grad_() for name, v in unconstrained.items()}
+            problem = (
+                "is missing"
+                if name not in start
+                else f"has shape {tuple(start[name].shape)}"
+            )
+            raise ValueError(
+                f"initial: {name!r} {problem}; its shape must be {(count, *shape)}"
+            )
+    unconstrained = {
+        name: objective.transforms[name].inv(start[name]) for name in objective.shapes
+    }
+    return {
+        name: v.detach().to(objective.x.device).clone().requires_grad_()
+        for name, v in unconstrained.items()
+    }

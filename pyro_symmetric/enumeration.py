@@ -2,11 +2,13 @@ r"""Exact sums over the discrete latent sites of a Pyro model, and draws of thes
 
 .. math:: \log p(w, y) = \log \sum_{k} p(w, k, y)
 
-Parallel enumeration lays the values of each discrete site along a tensor dimension of its own, left of all plates, so
-one run of the model gives the factors of all assignments. Pyro's contraction sums their products (tensor variable
-elimination, Obermeyer et al. 2019, ICML): the cost of a chain of sites in ``pyro.markov`` is linear in its length. A
-site's ``poutine.scale``, such as that of a mini-batch's plate, multiplies the log of the sum, as in Pyro's
-``TraceEnum_ELBO``; in ``TraceEinsumEvaluator`` it is a power inside the sum.
+Parallel enumeration lays the values of each discrete site along a tensor dimension of
+its own, left of all plates, so one run of the model gives the factors of all
+assignments. Pyro's contraction sums their products (tensor variable elimination,
+Obermeyer et al. 2019, ICML): the cost of a chain of sites in ``pyro.markov`` is linear
+in its length. A site's ``poutine.scale``, such as that of a mini-batch's plate,
+multiplies the log of the sum, as in Pyro's ``TraceEnum_ELBO``; in
+``TraceEinsumEvaluator`` it is a power inside the sum.
 """
 
 from __future__ import annotations
@@ -34,19 +36,28 @@ MOST_ENTRIES = 2**27  # of the largest table of one chain
 
 
 class Enumeration(EnumMessenger):
-    """Parallel enumeration of discrete sites under :func:`torch.func.vmap`, where no ``tensor.data`` can be read.
+    """Parallel enumeration of discrete sites under :func:`torch.func.vmap`, where no
+    ``tensor.data`` can be read.
 
     :param sites: the sample sites of a trace.
     :param discrete: the sites to enumerate.
     :ivar batch_shapes: discrete site -> its batch shape.
-    :raises ValueError: naming a discrete site whose values can't be enumerated one by one.
+    :raises ValueError: naming a discrete site whose values can't be enumerated one by
+        one.
     """
 
     def __init__(self, sites: Sequence[Any], discrete: Sequence[Any]):
         for site in discrete:
             _require_enumerable(site)
-        self.batch_shapes: dict[str, torch.Size] = {site["name"]: site["fn"].batch_shape for site in discrete}
-        plate_dims = [frame.dim for site in sites for frame in site["cond_indep_stack"] if frame.vectorized]
+        self.batch_shapes: dict[str, torch.Size] = {
+            site["name"]: site["fn"].batch_shape for site in discrete
+        }
+        plate_dims = [
+            frame.dim
+            for site in sites
+            for frame in site["cond_indep_stack"]
+            if frame.vectorized
+        ]
         num_dims = [len(site["fn"].batch_shape) for site in sites]
         self._first_dim = -1 - max([*num_dims, *(-dim for dim in plate_dims)])
         super().__init__(first_available_dim=self._first_dim)
@@ -58,21 +69,28 @@ class Enumeration(EnumMessenger):
         shape = value.shape[: value.dim() - fn.event_dim]
         ids = msg["infer"].setdefault("_dim_to_id", {})
         ids.update(self._param_dims.get(msg["name"], {}))
-        self._value_dims[msg["name"]] = {dim: id_ for dim, id_ in ids.items() if len(shape) >= -dim and shape[dim] > 1}
+        self._value_dims[msg["name"]] = {
+            dim: id_
+            for dim, id_ in ids.items()
+            if len(shape) >= -dim and shape[dim] > 1
+        }
 
     def log_prob(self, trace: poutine.Trace) -> Tensor:
-        """Return the log-density of an enumerated trace with the discrete sites summed out.
+        """Return the log-density of an enumerated trace with the discrete sites summed
+        out.
 
-        :raises ValueError: if sites that depend on discrete sites have different scales.
+        :raises ValueError: if sites that depend on discrete sites have different
+            scales.
         """
         others, log_sum, scale, _ = self._contract(trace)
         return others + scale * log_sum
 
     def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
-        """Draw the discrete sites from their joint distribution given all other sites of an enumerated trace.
+        """Draw the discrete sites from their joint distribution given all other sites
+        of an enumerated trace.
 
-        :return: the draws, and the log-density with them, which isn't finite if no values are possible. Scales count
-            for the density, not for the draws.
+        :return: the draws, and the log-density with them, which isn't finite if no
+            values are possible. Scales count for the density, not for the draws.
         """
         others, log_sum, scale, elimination = self._contract(trace)
         indices, log_prob = elimination.draw()
@@ -80,61 +98,99 @@ class Enumeration(EnumMessenger):
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
             support = site["value"].reshape(-1, *site["fn"].event_shape)
-            index = indices.get(site["infer"]["_enumerate_symbol"], 0)  # a support of one value has no dimension
-            draws[name] = support[unpack(index, trace.symbol_to_dim)].expand(batch_shape + support.shape[1:])
+            # a support of one value has no dimension
+            index = indices.get(site["infer"]["_enumerate_symbol"], 0)
+            draws[name] = support[unpack(index, trace.symbol_to_dim)].expand(
+                batch_shape + support.shape[1:]
+            )
         return draws, others + scale * (log_sum + log_prob)
 
     def _contract(self, trace: poutine.Trace) -> tuple[Any, Any, Any, _Elimination]:
-        """Return the log-density of the sites that depend on no discrete site, the log of the sum over the discrete
-        sites of the others, its scale, and the elimination."""
+        """Return the log-density of the sites that depend on no discrete site, the log
+        of the sum over the discrete sites of the others, its scale, and the
+        elimination."""
         trace.symbolize_dims()
         nodes: dict[str, Any] = dict(trace.nodes)
         elimination = _Elimination(list(trace.symbol_to_dim))
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
-        others, factors, scales = torch.zeros((), device="cpu"), OrderedDict[Any, list[Any]](), []
+        others, factors, scales = (
+            torch.zeros((), device="cpu"),
+            OrderedDict[Any, list[Any]](),
+            [],
+        )
         for site in nodes.values():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
-            # Batch dimensions that are neither plates nor enumerated belong to one site: sum over them.
+            # Batch dimensions that are neither plates nor enumerated belong to one
+            # site: sum over them.
             dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
-            extra = [dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1]
-            factor = pack(log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols)
+            extra = [
+                dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1
+            ]
+            factor = pack(
+                log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols
+            )
             if enumerated.isdisjoint(factor._pyro_dims):
                 others = others + (log_prob * site["scale"]).sum()
             else:
-                plates = (frame.name for frame in site["cond_indep_stack"] if frame.vectorized)
-                factors.setdefault(frozenset(trace.plate_to_symbol[name] for name in plates), []).append(factor)
+                plates = (
+                    frame.name for frame in site["cond_indep_stack"] if frame.vectorized
+                )
+                factors.setdefault(
+                    frozenset(trace.plate_to_symbol[name] for name in plates), []
+                ).append(factor)
                 scales.append(site["scale"])
         if not factors:
             return others, 0.0, 1.0, elimination
-        return others, contract_to_tensor(factors, enumerated, ring=elimination), _get_common_scale(scales), elimination
+        return (
+            others,
+            contract_to_tensor(factors, enumerated, ring=elimination),
+            _get_common_scale(scales),
+            elimination,
+        )
 
 
 def masked_log_prob(site: Any) -> Any:
-    """Return the unscaled log-density of a site's value, 0 where ``poutine.mask`` masks it."""
-    return scale_and_mask(site["fn"].log_prob(site["value"], *site["args"]), 1.0, site["mask"])
+    """Return the unscaled log-density of a site's value, 0 where ``poutine.mask`` masks
+    it.
+    """
+    return scale_and_mask(
+        site["fn"].log_prob(site["value"], *site["args"]), 1.0, site["mask"]
+    )
 
 
 def _require_enumerable(site: Any) -> None:
-    """Raise ``ValueError`` if Pyro can't enumerate the values of a discrete site one by one."""
-    shape, plates = site["fn"].batch_shape, {frame.dim for frame in site["cond_indep_stack"]}
+    """Raise ``ValueError`` if Pyro can't enumerate the values of a discrete site one by
+    one.
+    """
+    shape, plates = (
+        site["fn"].batch_shape,
+        {frame.dim for frame in site["cond_indep_stack"]},
+    )
     if isinstance(site["fn"], dist.Empirical):
-        raise ValueError(f"the discrete site {site['name']!r} is Empirical, whose probabilities Pyro can't enumerate")
+        raise ValueError(
+            f"the discrete site {site['name']!r} is Empirical, whose probabilities "
+            "Pyro can't enumerate"
+        )
     if any(shape[dim] > 1 and dim not in plates for dim in range(-len(shape), 0)):
         raise ValueError(
-            f"the discrete site {site['name']!r} has batch shape {tuple(shape)}, with dimensions that lie in no "
-            "pyro.plate; put it into plates, so that its values are summed out one by one"
+            f"the discrete site {site['name']!r} has batch shape {tuple(shape)}, with "
+            "dimensions that lie in no "
+            "pyro.plate; put it into plates, so that its values are summed out one by "
+            "one"
         )
 
 
 class _Elimination(LogRing):
-    """Variable elimination in log space, for :func:`pyro.ops.contract.contract_to_tensor`, and joint draws.
+    """Variable elimination in log space, for
+    :func:`pyro.ops.contract.contract_to_tensor`, and joint draws.
 
-    The last site is summed first: the sites that depend on a site come after it, so the tables of a tree stay small.
-    The table of a dimension at its turn, as a function of that dimension, is the unnormalised log-probability given the
-    dimensions that are summed later. So one backward pass draws all dimensions jointly: forward filtering, backward
-    sampling (Carter & Kohn 1994, Biometrika 81), for any graph of sites.
+    The last site is summed first: the sites that depend on a site come after it, so the
+    tables of a tree stay small. The table of a dimension at its turn, as a function of
+    that dimension, is the unnormalised log-probability given the dimensions that are
+    summed later. So one backward pass draws all dimensions jointly: forward filtering,
+    backward sampling (Carter & Kohn 1994, Biometrika 81), for any graph of sites.
 
     :param order: all dimensions, in the order in which the model allocates them.
     """
@@ -142,7 +198,8 @@ class _Elimination(LogRing):
     def __init__(self, order: Sequence[str]) -> None:
         super().__init__()
         self._order = {dim: index for index, dim in enumerate(order)}
-        self._tables: list[tuple[str, Any]] = []  # each dimension that was summed, with its table
+        # each dimension that was summed, with its table
+        self._tables: list[tuple[str, Any]] = []
 
     def sumproduct(self, terms: Sequence[Any], dims: Any) -> Any:
         terms = list(terms)
@@ -150,21 +207,30 @@ class _Elimination(LogRing):
             if factors := [term for term in terms if dim in term._pyro_dims]:
                 table = _product(factors)
                 self._tables.append((dim, table))
-                summed = _without(table, dim, table.logsumexp(table._pyro_dims.index(dim)))
-                terms = [term for term in terms if dim not in term._pyro_dims] + [summed]
+                summed = _without(
+                    table, dim, table.logsumexp(table._pyro_dims.index(dim))
+                )
+                terms = [term for term in terms if dim not in term._pyro_dims] + [
+                    summed
+                ]
         return _product(terms)
 
     def draw(self) -> tuple[dict[str, Tensor], Any]:
-        """Draw an index along each dimension that was summed, a packed tensor over the plates' dimensions; return the
-        log-probability of the draws, too."""
+        """Draw an index along each dimension that was summed, a packed tensor over the
+        plates' dimensions; return the log-probability of the draws, too."""
         indices, log_prob = dict[str, Tensor](), 0.0
         for dim, table in reversed(self._tables):
             for other in [other for other in table._pyro_dims if other in indices]:
                 table = gather(table, indices[other], other)
             axis = table._pyro_dims.index(dim)
-            uniform = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)  # 0 would exclude a value
-            index = (table - torch.log(-torch.log(uniform))).argmax(axis)  # Gumbel-max trick
-            log_prob = log_prob + table.log_softmax(axis).gather(axis, index.unsqueeze(axis)).sum()
+            # 0 would exclude a value
+            uniform = torch.rand_like(table).clamp(min=torch.finfo(table.dtype).tiny)
+            # Gumbel-max trick
+            index = (table - torch.log(-torch.log(uniform))).argmax(axis)
+            log_prob = (
+                log_prob
+                + table.log_softmax(axis).gather(axis, index.unsqueeze(axis)).sum()
+            )
             indices[dim] = _without(table, dim, index)
         return indices, log_prob
 
@@ -175,15 +241,21 @@ def _without(table: Any, dim: str, result: Any) -> Any:
 
 
 def _product(factors: Sequence[Any]) -> Any:
-    """Return the product of factors, the sum of their logs, over the union of their dimensions."""
+    """Return the product of factors, the sum of their logs, over the union of their
+    dimensions.
+    """
     tables = broadcast_all(*factors)
-    return _without(tables[0], "", functools.reduce(torch.add, tables, torch.zeros_like(tables[0])))
+    return _without(
+        tables[0], "", functools.reduce(torch.add, tables, torch.zeros_like(tables[0]))
+    )
 
 
 class LimitedTables(TorchDispatchMode):
     """A mode that raises ``MemoryError`` before tables fill the memory."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.numel() > MOST_ENTRIES:
             raise MemoryError(f"a table of {result.numel()} numbers for each chain")

@@ -1,7 +1,8 @@
-"""Draws in memory, or in a folder from which a broken run resumes and which can be read at any time.
+"""Draws in memory, or in a folder from which a broken run resumes and which can be read
+at any time.
 
-The folder of a run or of a saved posterior is a Zarr group (version 3), which ArviZ opens by
-``xarray.open_datatree(folder, engine="zarr")``::
+The folder of a run or of a saved posterior is a Zarr group (version 3), which ArviZ
+opens by ``xarray.open_datatree(folder, engine="zarr")``::
 
     zarr.json                        the group; metadata as attributes
     posterior/<site>/c/0/0           all draws of a site, one chunk, draws first
@@ -9,13 +10,14 @@ The folder of a run or of a saved posterior is a Zarr group (version 3), which A
     checkpoint.safetensors           the number of valid draws, their checksums, the state to resume from
     .pyro_symmetric.lock             held by the process that writes
 
-Draws are appended as they come and mapped when they are read, so neither needs memory for all of them. A commit syncs
-the draws and then replaces the checkpoint as a whole: the draws that it counts are valid, and nothing else is. A
-``zarr.json`` is written for other readers and never read here.
+Draws are appended as they come and mapped when they are read, so neither needs memory
+for all of them. A commit syncs the draws and then replaces the checkpoint as a whole:
+the draws that it counts are valid, and nothing else is. A ``zarr.json`` is written for
+other readers and never read here.
 
-Checkpoints and guides are files of tensors with a JSON header, written whole or not at all, without pickle. They and
-the draws carry a CRC-32, which reading compares. It detects accidents (flipped bits, zeros after a power cut,
-truncation), not forgery.
+Checkpoints and guides are files of tensors with a JSON header, written whole or not at
+all, without pickle. They and the draws carry a CRC-32, which reading compares. It
+detects accidents (flipped bits, zeros after a power cut, truncation), not forgery.
 """
 
 from __future__ import annotations
@@ -42,20 +44,37 @@ from torch import Tensor
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
-Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]  # samples and statistics of all chains, (chains, ...)
-# A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and metadata, whatever JSON can hold.
+# samples and statistics of all chains, (chains, ...)
+Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+# A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and
+# metadata, whatever JSON can hold.
 Contents = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
 KIND, VERSION = "draw store", 3
 CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
 GROUPS = ("posterior", "sample_stats")
 COMMIT_SECONDS = 5.0  # between two commits, at least
 COMMIT_SHARE = 0.05  # of the time that commits may take
-BLOCK = 2**25  # bytes of draws that wait to be written, on their own device: each copy from a GPU stalls the host
+# bytes of draws that wait to be written, on their own device: each copy from a GPU
+# stalls the host
+BLOCK = 2**25
 DRAWS_AT_ONCE = 1000  # of a posterior that is saved
-CHECKSUM, BLANK = "crc32", "0" * 8  # the header's entry, and its value while the checksum is computed
-NUMBERS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+# the header's entry, and its value while the checksum is computed
+CHECKSUM, BLANK = "crc32", "0" * 8
+NUMBERS = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+)
 DTYPES = {name: getattr(torch, name) for name in NUMBERS}
-WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # in place, into a new or an old file but no link
+# in place, into a new or an old file but no link
+WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class StoreError(Error, ValueError):
@@ -63,28 +82,47 @@ class StoreError(Error, ValueError):
 
 
 def read_store(path: PathLike, *, verify: bool = True) -> Contents:
-    """Read the valid draws of a store, mapped from its files; see :meth:`.Posterior.load`."""
+    """Read the valid draws of a store, mapped from its files; see
+    :meth:`.Posterior.load`.
+    """
     folder = Path(path)
     if not (folder / CHECKPOINT).exists():
         raise FileNotFoundError(f"there is no draw store at {path}")
     checkpoint = Checkpoint.read(folder)
     if checkpoint.draws == 0 and checkpoint.state:
-        raise StoreError(f"the draw store {folder} holds no draws yet; the call that began it resumes its warm-up")
+        raise StoreError(
+            f"the draw store {folder} holds no draws yet; the call that began it "
+            "resumes its warm-up"
+        )
     return checkpoint.contents(folder, verify)
 
 
 def save_store(path: PathLike, contents: Contents) -> None:
-    """Write a posterior to a folder, which appears whole or not at all; see :meth:`.Posterior.save`."""
+    """Write a posterior to a folder, which appears whole or not at all; see
+    :meth:`.Posterior.save`.
+    """
     *parts, metadata = contents
     path, draws = Path(path), next(iter(parts[0].values())).shape[1]
-    if path.is_symlink() or (path.exists() and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)):
-        raise FileExistsError(f"{path} is something else than a saved posterior; it was left as it is")
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as temporary:
+    if path.is_symlink() or (
+        path.exists()
+        and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)
+    ):
+        raise FileExistsError(
+            f"{path} is something else than a saved posterior; it was left as it is"
+        )
+    with tempfile.TemporaryDirectory(
+        prefix=f".{path.name}.", dir=path.parent
+    ) as temporary:
         new = Path(temporary) / "new"
         with Recorder(new, draws) as recorder:
             for begin in range(0, max(draws, 1), DRAWS_AT_ONCE):
                 rows = slice(begin, begin + DRAWS_AT_ONCE)
-                recorder.write([{n: v[:, rows].transpose(0, 1) for n, v in part.items()} for part in parts])
+                recorder.write(
+                    [
+                        {n: v[:, rows].transpose(0, 1) for n, v in part.items()}
+                        for part in parts
+                    ]
+                )
             recorder.commit(draws, lambda: metadata, bytes)
         (new / LOCK).unlink()
         old = path.rename(Path(temporary) / "old") if path.exists() else None
@@ -97,11 +135,12 @@ def save_store(path: PathLike, contents: Contents) -> None:
         sync(path.parent)
 
 
-# writing draws --------------------------------------------------------------------------------------------------------
+# writing draws ------------------------------------------------------------------------
 
 
 class Recorder:
-    """A writer of draws, which it collects into blocks and puts into memory or into a folder that it has locked.
+    """A writer of draws, which it collects into blocks and puts into memory or into a
+    folder that it has locked.
 
     >>> with Recorder(path, num_samples=100) as recorder:
     ...     recorder.append(0, {"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
@@ -113,17 +152,24 @@ class Recorder:
     :ivar last: the checkpoint found on opening, if any.
     :ivar failed: whether writing has failed; then nothing more should be committed.
     :ivar next_commit: time at which the next commit is due, by ``time.perf_counter``.
-    :ivar diverged: number of draws written so far whose statistic ``diverging`` is true.
-    :raises OSError: if the folder can't be written, is being written by another process, or holds something else.
-    :raises StoreError: if it is damaged, or of a newer version. Nothing is changed then.
+    :ivar diverged: number of draws written so far whose statistic ``diverging`` is
+        true.
+    :raises OSError: if the folder can't be written, is being written by another
+        process, or holds something else.
+    :raises StoreError: if it is damaged, or of a newer version. Nothing is changed
+        then.
     """
 
     def __init__(self, folder: PathLike | None, num_samples: int):
-        self.folder, self.num_samples = None if folder is None else Path(folder), num_samples
+        self.folder, self.num_samples = (
+            None if folder is None else Path(folder),
+            num_samples,
+        )
         self.fingerprint = dict[str, Any]()
         self.last: Checkpoint | None = None
         self.failed, self.next_commit, self.diverged = False, math.inf, 0
-        # Number of written draws, their arrays, and the waiting draws: one value, which no interruption can split.
+        # Number of written draws, their arrays, and the waiting draws: one value, which
+        # no interruption can split.
         self._progress: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
         self._memory: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         self._files, self._open = list[int](), contextlib.ExitStack()
@@ -138,23 +184,39 @@ class Recorder:
     def __exit__(self, *exception: object) -> None:
         self._open.close()
 
-    def append(self, number: int, samples: Mapping[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
-        """Append a draw of all chains, ``(chains, *site_shape)`` and ``(chains,)``; the tensors mustn't change later.
+    def append(
+        self,
+        number: int,
+        samples: Mapping[str, Tensor],
+        statistics: Mapping[str, Tensor],
+    ) -> None:
+        """Append a draw of all chains, ``(chains, *site_shape)`` and ``(chains,)``; the
+        tensors mustn't change later.
 
-        It replaces every draw from this number on, as after an interruption; the draws before it are final.
+        It replaces every draw from this number on, as after an interruption; the draws
+        before it are final.
         """
         written, _, waiting = self._progress
         del waiting[number - written :]
-        if len(waiting) * sum([value.nbytes for value in (*samples.values(), *statistics.values())]) > BLOCK:
+        if (
+            len(waiting)
+            * sum([value.nbytes for value in (*samples.values(), *statistics.values())])
+            > BLOCK
+        ):
             self._flush(number)
         self._progress[2].append((samples, statistics))
 
     def commit(
-        self, draws: int, metadata: Callable[[], dict[str, Any]], state: Callable[[], bytes | memoryview]
+        self,
+        draws: int,
+        metadata: Callable[[], dict[str, Any]],
+        state: Callable[[], bytes | memoryview],
     ) -> None:
-        """Make the first draws of a folder valid, with the state from which a broken run resumes.
+        """Make the first draws of a folder valid, with the state from which a broken
+        run resumes.
 
-        :param metadata: of the posterior. It and ``state`` are called here, so that a commit's time includes them.
+        :param metadata: of the posterior. It and ``state`` are called here, so that a
+            commit's time includes them.
         :raises OSError: if they can't be written; draws committed before stay valid.
         """
         assert self.folder
@@ -164,7 +226,9 @@ class Recorder:
         with self._reporting(self.folder):
             for file in self._files:
                 os.fsync(file)
-            checkpoint = Checkpoint(draws, self._progress[1], self.fingerprint, metadata(), content)
+            checkpoint = Checkpoint(
+                draws, self._progress[1], self.fingerprint, metadata(), content
+            )
             if self._files:  # new draws
                 self._write_zarr_metadata(self.folder, checkpoint)
             checkpoint.write(self.folder)
@@ -175,33 +239,57 @@ class Recorder:
         """Return the first draws."""
         self._flush(count)
         if self.folder:
-            return Checkpoint(count, self._progress[1], {}, metadata).contents(self.folder)
-        samples, statistics = ({name: v[:, :count] for name, v in part.items()} for part in self._memory.values())
+            return Checkpoint(count, self._progress[1], {}, metadata).contents(
+                self.folder
+            )
+        samples, statistics = (
+            {name: v[:, :count] for name, v in part.items()}
+            for part in self._memory.values()
+        )
         return samples, statistics, metadata
 
     def write(self, parts: list[dict[str, Tensor]]) -> None:
-        """Append many draws at once, samples and statistics ``(draws, chains, ...)``."""
+        """Append many draws at once, samples and statistics ``(draws, chains,
+        ...)``.
+        """
         begin = self._progress[0]
-        self._progress = (begin + len(next(iter(parts[0].values()))), self._put(parts, begin), [])
+        self._progress = (
+            begin + len(next(iter(parts[0].values()))),
+            self._put(parts, begin),
+            [],
+        )
 
-    # small steps ------------------------------------------------------------------------------------------------------
+    # small steps ----------------------------------------------------------------------
 
     def _lock(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        """Lock the folder until the stack is closed or this process ends, and read its checkpoint."""
+        """Lock the folder until the stack is closed or this process ends, and read its
+        checkpoint.
+        """
         import fcntl  # POSIX only
 
         make_folder(folder)
-        others = [entry.name for entry in folder.iterdir() if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))]
+        others = [
+            entry.name
+            for entry in folder.iterdir()
+            if not entry.name.startswith((LOCK, f".{CHECKPOINT}."))
+        ]
         if others and CHECKPOINT not in others:
-            raise FileExistsError(f"{folder} is no draw store but holds {', '.join(sorted(others)[:5])}; name another")
+            raise FileExistsError(
+                f"{folder} is no draw store but holds {', '.join(sorted(others)[:5])}; "
+                "name another"
+            )
         lock = os.open(folder / LOCK, WRITE, 0o666)
         stack.callback(os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BlockingIOError(f"{folder} is being written by another run; nothing was done") from error
-        stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # closing isn't enough if a forked process shares it
-        for stale in folder.glob(f".{CHECKPOINT}.*.tmp"):  # of a process that was killed in a commit
+            raise BlockingIOError(
+                f"{folder} is being written by another run; nothing was done"
+            ) from error
+        # closing isn't enough if a forked process shares it
+        stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        # of a process that was killed in a commit
+        for stale in folder.glob(f".{CHECKPOINT}.*.tmp"):
             stale.unlink()
         if (folder / CHECKPOINT).exists():
             self.last = Checkpoint.read(folder)
@@ -210,64 +298,109 @@ class Recorder:
         self.next_commit = time.perf_counter() + COMMIT_SECONDS
 
     def _flush(self, until: int) -> None:
-        """Write the waiting draws before number ``until``; if this is interrupted they are written again."""
+        """Write the waiting draws before number ``until``; if this is interrupted they
+        are written again.
+        """
         written, _, waiting = self._progress
-        ready, rest = waiting[: max(0, until - written)], waiting[max(0, until - written) :]
+        ready, rest = (
+            waiting[: max(0, until - written)],
+            waiting[max(0, until - written) :],
+        )
         if ready:
-            parts = [{n: torch.stack([draw[k][n] for draw in ready]).cpu() for n in ready[0][k]} for k in (0, 1)]
+            parts = [
+                {
+                    n: torch.stack([draw[k][n] for draw in ready]).cpu()
+                    for n in ready[0][k]
+                }
+                for k in (0, 1)
+            ]
             arrays = self._put(parts, written)
-            self.diverged += int(parts[1]["diverging"].sum()) if "diverging" in parts[1] else 0
+            self.diverged += (
+                int(parts[1]["diverging"].sum()) if "diverging" in parts[1] else 0
+            )
             self._progress = (written + len(ready), arrays, rest)
 
     def _put(self, parts: list[dict[str, Tensor]], begin: int) -> tuple[Array, ...]:
-        """Put samples and statistics ``(draws, chains, ...)`` in memory or in files; return the files' arrays.
+        """Put samples and statistics ``(draws, chains, ...)`` in memory or in files;
+        return the files' arrays.
 
         :raises OSError: if there is no room; committed draws stay valid.
         """
-        values = [(group, *item) for group, part in zip(GROUPS, parts, strict=True) for item in part.items()]
+        values = [
+            (group, *item)
+            for group, part in zip(GROUPS, parts, strict=True)
+            for item in part.items()
+        ]
         if not self.folder:
             for group, name, value in values:
-                memory, shape = self._memory[group], (value.shape[1], self.num_samples, *value.shape[2:])
+                memory, shape = (
+                    self._memory[group],
+                    (value.shape[1], self.num_samples, *value.shape[2:]),
+                )
                 if name not in memory:
                     memory[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 memory[name][:, begin : begin + len(value)] = value.transpose(0, 1)
             return ()
-        arrays = tuple(Array.of(group, name, value.dtype, value.shape[1:]) for group, name, value in values)
+        arrays = tuple(
+            Array.of(group, name, value.dtype, value.shape[1:])
+            for group, name, value in values
+        )
         before, after = self._progress[1] or arrays, []
         if before != arrays:
             differing = sorted({array.name for array in {*before} ^ {*arrays}})
-            raise StoreError(f"the draw store {self.folder} holds other sites or statistics; what differs: {differing}")
+            raise StoreError(
+                f"the draw store {self.folder} holds other sites or statistics; what "
+                f"differs: {differing}"
+            )
         with self._reporting(self.folder):
-            self._files = self._files or [self._open_file(self.folder, array) for array in arrays]
-            for array, file, (_, _, value) in zip(before, self._files, values, strict=True):
+            self._files = self._files or [
+                self._open_file(self.folder, array) for array in arrays
+            ]
+            for array, file, (_, _, value) in zip(
+                before, self._files, values, strict=True
+            ):
                 data, offset = raw_bytes(value).numpy().data, begin * array.size
                 after.append(replace(array, crc=zlib.crc32(data, array.crc)))
-                while len(data):  # pwrite may write less, as it does first on a full disk
+                # pwrite may write less, as it does first on a full disk
+                while len(data):
                     count = os.pwrite(file, data, offset)
                     data, offset = data[count:], offset + count
         return tuple(after)
 
     def _open_file(self, folder: Path, array: Array) -> int:
-        """Open an array's file and allocate room for all draws, so that a full disk is noticed now."""
+        """Open an array's file and allocate room for all draws, so that a full disk is
+        noticed now.
+        """
         path, size = array.file(folder), self.num_samples * array.size
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, WRITE, 0o666)
         self._open.callback(os.close, file)
         if size > os.fstat(file).st_size:
-            getattr(os, "posix_fallocate", lambda file, _, size: os.truncate(file, size))(file, 0, size)
+            getattr(
+                os, "posix_fallocate", lambda file, _, size: os.truncate(file, size)
+            )(file, 0, size)
         return file
 
     def _write_zarr_metadata(self, folder: Path, checkpoint: Checkpoint) -> None:
         """Write a ``zarr.json`` for each group and array."""
         group = {"zarr_format": 3, "node_type": "group"}
-        nodes: dict[str, dict[str, Any]] = {name: {**group, "attributes": {}} for name in GROUPS}
+        nodes: dict[str, dict[str, Any]] = {
+            name: {**group, "attributes": {}} for name in GROUPS
+        }
         for array, file in zip(checkpoint.arrays, self._files, strict=True):
-            nodes[array.path] = array.zarr(checkpoint.draws, os.fstat(file).st_size // max(1, array.size) or 1)
-        attributes = {"inference_library": "pyro_symmetric", "metadata": json.dumps(checkpoint.metadata)}
+            nodes[array.path] = array.zarr(
+                checkpoint.draws, os.fstat(file).st_size // max(1, array.size) or 1
+            )
+        attributes = {
+            "inference_library": "pyro_symmetric",
+            "metadata": json.dumps(checkpoint.metadata),
+        }
         inline = {"kind": "inline", "must_understand": False, "metadata": nodes}
         root = {**group, "attributes": attributes, "consolidated_metadata": inline}
         for node_path, node in {**nodes, ".": root}.items():
-            path, temporary = (folder / node_path / name for name in ("zarr.json", ".zarr.json.tmp"))
+            path, temporary = (
+                folder / node_path / name for name in ("zarr.json", ".zarr.json.tmp")
+            )
             path.parent.mkdir(exist_ok=True)
             temporary.unlink(missing_ok=True)
             with open(temporary, "x") as text:
@@ -280,15 +413,20 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            self.failed, safe = True, Checkpoint.read(folder).draws if (folder / CHECKPOINT).exists() else 0
+            self.failed, safe = (
+                True,
+                Checkpoint.read(folder).draws if (folder / CHECKPOINT).exists() else 0,
+            )
             raise OSError(
                 error.errno,
-                f"the draw store {folder} couldn't be written: {error}. {safe} draws of each chain are safe there; "
-                "when the cause is mended (is the disk full?), the same call resumes from them",
+                f"the draw store {folder} couldn't be written: {error}. {safe} draws "
+                "of each chain are safe there; "
+                "when the cause is mended (is the disk full?), the same call resumes "
+                "from them",
             ) from error
 
 
-# the contents of a folder ---------------------------------------------------------------------------------------------
+# the contents of a folder -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -296,7 +434,8 @@ class Checkpoint:
     """The record of a commit.
 
     :param draws: number of valid draws of each chain.
-    :param arrays: in the order of the sites and statistics; empty before the first draw.
+    :param arrays: in the order of the sites and statistics; empty before the first
+        draw.
     :param fingerprint: of the run.
     :param metadata: of the posterior.
     :param state: of the run, to resume from; empty if it can't be resumed.
@@ -310,31 +449,54 @@ class Checkpoint:
 
     def write(self, folder: Path) -> None:
         """Replace the folder's checkpoint, whole or not at all."""
-        header = {name: getattr(self, name) for name in ("draws", "fingerprint", "metadata")}
+        header = {
+            name: getattr(self, name) for name in ("draws", "fingerprint", "metadata")
+        }
         header |= {"arrays": [asdict(array) for array in self.arrays]}
-        content = self.state if isinstance(self.state, memoryview) else bytearray(self.state)
-        state = {"state": torch.frombuffer(content, dtype=torch.uint8)} if len(content) else {}
+        content = (
+            self.state if isinstance(self.state, memoryview) else bytearray(self.state)
+        )
+        state = (
+            {"state": torch.frombuffer(content, dtype=torch.uint8)}
+            if len(content)
+            else {}
+        )
         save_tensors(folder / CHECKPOINT, KIND, VERSION, state, header)
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Read the folder's checkpoint; raise ``StoreError`` if it is damaged or of a newer version."""
+        """Read the folder's checkpoint; raise ``StoreError`` if it is damaged or of a
+        newer version.
+        """
         tensors, header = load_tensors(inside(folder, CHECKPOINT), KIND, VERSION)
         try:
-            arrays = tuple(Array(**{**fields, "shape": tuple(fields["shape"])}) for fields in header["arrays"])
-            fingerprint, metadata = (dict(header[name]) for name in ("fingerprint", "metadata"))
+            arrays = tuple(
+                Array(**{**fields, "shape": tuple(fields["shape"])})
+                for fields in header["arrays"]
+            )
+            fingerprint, metadata = (
+                dict(header[name]) for name in ("fingerprint", "metadata")
+            )
             state = tensors["state"].numpy().tobytes() if tensors else b""
             draws, paths = header["draws"], [array.path for array in arrays]
-            if len({*paths}) < len(paths) or type(draws) is not int or not draws >= 0 or (draws and not arrays):
+            if (
+                len({*paths}) < len(paths)
+                or type(draws) is not int
+                or not draws >= 0
+                or (draws and not arrays)
+            ):
                 raise ValueError(f"{draws!r} draws of {paths}")
         except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{folder / CHECKPOINT} has a damaged header: {error!r}") from error
+            raise StoreError(
+                f"{folder / CHECKPOINT} has a damaged header: {error!r}"
+            ) from error
         return cls(draws, arrays, fingerprint, metadata, state)
 
     def contents(self, folder: Path, verify: bool = False) -> Contents:
         """Map the valid draws.
 
-        :raises StoreError: naming the first array that is missing, cut short, or differs from its checksum.
+        :raises StoreError: naming the first array that is missing, cut short, or
+            differs from its checksum.
         """
         draws: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
         for array in self.arrays:
@@ -344,7 +506,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Array:
-    """An array ``(chains, draws, *site_shape)`` of a store; in its file the axis of draws comes first.
+    """An array ``(chains, draws, *site_shape)`` of a store; in its file the axis of
+    draws comes first.
 
     :param shape: of one draw of all chains, ``(chains, *site_shape)``.
     :param crc: CRC-32 of the valid draws.
@@ -357,8 +520,11 @@ class Array:
     crc: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        valid_shape = self.shape and all(type(length) is int and length >= 0 for length in self.shape)
-        valid_path = self.group in GROUPS and self.name not in ("", ".", "..")  # other folders
+        valid_shape = self.shape and all(
+            type(length) is int and length >= 0 for length in self.shape
+        )
+        # other folders
+        valid_path = self.group in GROUPS and self.name not in ("", ".", "..")
         if not valid_path or self.dtype not in DTYPES or not valid_shape:
             raise ValueError(f"a store can't keep {self}")
 
@@ -378,18 +544,23 @@ class Array:
         return "/".join([self.group, quote(self.name, safe=" ()[],=+@!$&'")])
 
     def file(self, folder: Path) -> Path:
-        """Return the path of the array's file; raise ``StoreError`` if it is outside the folder."""
+        """Return the path of the array's file; raise ``StoreError`` if it is outside
+        the folder.
+        """
         return inside(folder, "/".join([self.path, "c", *"0" * (len(self.shape) + 1)]))
 
     def map(self, folder: Path, draws: int, verify: bool = False) -> Tensor:
-        """Map the first draws ``(chains, draws, *site_shape)``; they are read on access, and changes stay in memory.
+        """Map the first draws ``(chains, draws, *site_shape)``; they are read on
+        access, and changes stay in memory.
 
         :param verify: compare the checksum, at some gigabytes a second.
-        :raises StoreError: if the file is missing, too short, or differs from its checksum.
+        :raises StoreError: if the file is missing, too short, or differs from its
+            checksum.
         """
         path, size = self.file(folder), draws * self.size
         damaged = f"the draw store {folder} is damaged: {path.relative_to(folder)}"
-        if not path.is_file() or path.stat().st_size < size:  # reading from a pipe would block
+        # reading from a pipe would block
+        if not path.is_file() or path.stat().st_size < size:
             raise StoreError(f"{damaged} is missing or cut short")
         content = torch.empty(0, dtype=torch.uint8, device="cpu")
         if size:
@@ -400,72 +571,134 @@ class Array:
         return content.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
 
     def zarr(self, draws: int, room: int) -> dict[str, Any]:
-        """Describe the array to Zarr: ``draws`` draws in one chunk with room for ``room``."""
+        """Describe the array to Zarr: ``draws`` draws in one chunk with room for
+        ``room``.
+        """
         chains, *site_shape = self.shape
         chunk = [chains, room, *(max(1, length) for length in site_shape)]
         return {
-            **{"zarr_format": 3, "node_type": "array", "attributes": {}, "data_type": self.dtype},
+            **{
+                "zarr_format": 3,
+                "node_type": "array",
+                "attributes": {},
+                "data_type": self.dtype,
+            },
             "shape": [chains, draws, *site_shape],
-            "dimension_names": ["chain", "draw", *(f"{self.name}_dim_{k}" for k in range(len(site_shape)))],
+            "dimension_names": [
+                "chain",
+                "draw",
+                *(f"{self.name}_dim_{k}" for k in range(len(site_shape))),
+            ],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": "/"},
+            },
             "codecs": [
-                {"name": "transpose", "configuration": {"order": [1, 0, *range(2, len(site_shape) + 2)]}},
+                {
+                    "name": "transpose",
+                    "configuration": {"order": [1, 0, *range(2, len(site_shape) + 2)]},
+                },
                 {"name": "bytes", "configuration": {"endian": "little"}},
             ],
             "fill_value": False if self.dtype == "bool" else 0,
         }
 
 
-# files ----------------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------
 
 
 def save_tensors(
-    path: PathLike, kind: str, version: int, tensors: Mapping[str, Tensor], header: Mapping[str, Any]
+    path: PathLike,
+    kind: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
 ) -> None:
-    """Write tensors and a header to a file, replacing an old one only by a complete one.
+    """Write tensors and a header to a file, replacing an old one only by a complete
+    one.
 
-    :param kind: of the contents, such as ``"guide"``; :func:`load_tensors` requires the same.
+    :param kind: of the contents, such as ``"guide"``; :func:`load_tensors` requires the
+        same.
     :param version: of that kind's layout.
     :param header: anything that JSON can represent.
     :raises OSError: if the file can't be written (a full disk, a read-only folder).
     """
-    copies = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}  # none share memory
-    about = {"format": f"pyro_symmetric.{kind}", "version": str(version), "json": json.dumps(header), CHECKSUM: BLANK}
+    # none share memory
+    copies = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in tensors.items()
+    }
+    about = {
+        "format": f"pyro_symmetric.{kind}",
+        "version": str(version),
+        "json": json.dumps(header),
+        CHECKSUM: BLANK,
+    }
     content = safetensors.torch.save(copies, about)
-    write_whole(path, _with_checksum(content, BLANK, f"{zlib.crc32(content):08x}"), kind)
+    write_whole(
+        path, _with_checksum(content, BLANK, f"{zlib.crc32(content):08x}"), kind
+    )
 
 
-def load_tensors(path: PathLike, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_tensors(
+    path: PathLike, kind: str, version: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the tensors, on the CPU, and the header that :func:`save_tensors` wrote.
 
     :param version: the newest version that the caller understands.
     :raises OSError: if there is no such file or it can't be read.
-    :raises StoreError: if it is truncated, differs from its checksum, is of another kind, or of a newer version.
+    :raises StoreError: if it is truncated, differs from its checksum, is of another
+        kind, or of a newer version.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no {kind} at {path}")
-    content = path.read_bytes()  # in one read, since another process may replace the file
+    # in one read, since another process may replace the file
+    content = path.read_bytes()
     try:
         tensors = safetensors.torch.load(content)
-        about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        about = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])[
+            "__metadata__"
+        ]
         if about["format"] != f"pyro_symmetric.{kind}":
-            raise StoreError(f"{path} is no {kind} of this library, but {about['format']!r}")
+            raise StoreError(
+                f"{path} is no {kind} of this library, but {about['format']!r}"
+            )
         if int(about["version"]) > version:
-            raise StoreError(f"{path} is of version {about['version']} of the {kind} format: a newer pyro_symmetric's")
-        if f"{zlib.crc32(_with_checksum(content, about[CHECKSUM], BLANK)):08x}" != about[CHECKSUM]:
-            raise StoreError(f"{path} is damaged: it differs from its checksum. Restore it from a copy, or remove it")
+            raise StoreError(
+                f"{path} is of version {about['version']} of the {kind} format: a "
+                "newer pyro_symmetric's"
+            )
+        if (
+            f"{zlib.crc32(_with_checksum(content, about[CHECKSUM], BLANK)):08x}"
+            != about[CHECKSUM]
+        ):
+            raise StoreError(
+                f"{path} is damaged: it differs from its checksum. Restore it from a "
+                "copy, or remove it"
+            )
         return tensors, dict(json.loads(about["json"]))
     except StoreError:
         raise
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{path} is no {kind} or is damaged (was it cut short?): {error!r}") from error
+    except (
+        SafetensorError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise StoreError(
+            f"{path} is no {kind} or is damaged (was it cut short?): {error!r}"
+        ) from error
 
 
 def _with_checksum(content: bytes, before: str, after: str) -> bytes:
     """Replace the checksum in the header, where it occurs first."""
-    return content.replace(f'"{CHECKSUM}":"{before}"'.encode(), f'"{CHECKSUM}":"{after}"'.encode(), 1)
+    return content.replace(
+        f'"{CHECKSUM}":"{before}"'.encode(), f'"{CHECKSUM}":"{after}"'.encode(), 1
+    )
 
 
 def inside(folder: PathLike, name: str) -> Path:
@@ -478,7 +711,10 @@ def inside(folder: PathLike, name: str) -> Path:
     with contextlib.suppress(OSError, RuntimeError):  # circular links
         if path.resolve().is_relative_to(folder.resolve()):
             return path
-    raise StoreError(f"{folder} refers to {name!r}, which isn't a file inside of it; nothing else is read or written")
+    raise StoreError(
+        f"{folder} refers to {name!r}, which isn't a file inside of it; nothing else "
+        "is read or written"
+    )
 
 
 def write_whole(path: PathLike, content: bytes, kind: str = "file") -> None:
@@ -496,7 +732,9 @@ def write_whole(path: PathLike, content: bytes, kind: str = "file") -> None:
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        raise OSError(error.errno, f"the {kind} couldn't be saved to {path}: {error}") from error
+        raise OSError(
+            error.errno, f"the {kind} couldn't be saved to {path}: {error}"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -504,7 +742,8 @@ def write_whole(path: PathLike, content: bytes, kind: str = "file") -> None:
 def raw_bytes(value: Tensor) -> Tensor:
     """View a tensor of any dtype as a flat tensor of bytes on the CPU."""
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single value may have another stride
+    # a single value may have another stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def sync(folder: PathLike) -> None:
@@ -518,7 +757,9 @@ def sync(folder: PathLike) -> None:
 
 
 def make_folder(path: PathLike) -> None:
-    """Make a folder and its missing parents, synced so that they survive a power cut."""
+    """Make a folder and its missing parents, synced so that they survive a power
+    cut.
+    """
     path = Path(path)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)

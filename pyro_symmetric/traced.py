@@ -1,9 +1,12 @@
-"""Any Pyro model with its arguments, conditioned on values of its sites, for many draws at once by vmap.
+"""Any Pyro model with its arguments, conditioned on values of its sites, for many draws
+at once by vmap.
 
-:class:`Traced` is shared by samplers and predictions; :class:`TracedTarget` is the density that samplers move on. A
-model that :func:`torch.func.vmap` refuses, such as one that branches on a sampled value, is run for one draw after
-another. Discrete latent sites are summed out by :mod:`~pyro_symmetric.enumeration`. Parts of Pyro and PyTorch that vmap
-refuses have equivalent stand-ins, which select or concatenate instead of writing into a tensor.
+:class:`Traced` is shared by samplers and predictions; :class:`TracedTarget` is the
+density that samplers move on. A model that :func:`torch.func.vmap` refuses, such as one
+that branches on a sampled value, is run for one draw after another. Discrete latent
+sites are summed out by :mod:`~pyro_symmetric.enumeration`. Parts of Pyro and PyTorch
+that vmap refuses have equivalent stand-ins, which select or concatenate instead of
+writing into a tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import Delta, hmm
-from pyro.distributions.torch_distribution import MaskedDistribution, TorchDistributionMixin
+from pyro.distributions.torch_distribution import (
+    MaskedDistribution,
+    TorchDistributionMixin,
+)
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.ops import gaussian, special, tensor_utils
@@ -37,48 +43,74 @@ from pyro_symmetric.enumeration import Enumeration, LimitedTables
 from pyro_symmetric.weights import Weights, transform_of
 
 LAYOUT_RUNS = 10  # runs of a model whose sites, shapes and supports must agree
-DISCRETE_DRAWS = 8  # draws of the discrete sites for which the enumerated model must agree with the model itself
+# draws of the discrete sites for which the enumerated model must agree with the model
+# itself
+DISCRETE_DRAWS = 8
 
 
 class Traced:
     """A Pyro model with its arguments.
 
     :ivar enumeration: the discrete sites that are summed out; ``None`` without.
-    :ivar one_by_one: why draws are evaluated one after another; empty if they are vmapped.
+    :ivar one_by_one: why draws are evaluated one after another; empty if they are
+        vmapped.
     """
 
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(
+        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
         self.model, self.args, self.kwargs = model, args, kwargs
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
-    def run(self, given: Mapping[str, Tensor], *, drawing: bool = False) -> poutine.Trace:
-        """Trace the model conditioned on values of sites, with its discrete sites enumerated.
+    def run(
+        self, given: Mapping[str, Tensor], *, drawing: bool = False
+    ) -> poutine.Trace:
+        """Trace the model conditioned on values of sites, with its discrete sites
+        enumerated.
 
-        :param drawing: whether to draw the discrete sites that aren't given, instead of enumerating them.
+        :param drawing: whether to draw the discrete sites that aren't given, instead of
+            enumerating them.
         """
         model = self.model
         if self.enumeration is not None and not drawing:
-            model = self.enumeration(poutine.infer_config(model, config_fn=_enumerate_in_parallel))
-        return poutine.trace(poutine.condition(model, data=dict(given))).get_trace(*self.args, **self.kwargs)
+            model = self.enumeration(
+                poutine.infer_config(model, config_fn=_enumerate_in_parallel)
+            )
+        return poutine.trace(poutine.condition(model, data=dict(given))).get_trace(
+            *self.args, **self.kwargs
+        )
 
-    def mapped(self, function: Callable[..., Any], *batches: Mapping[str, Tensor], randomness: str = "error") -> Any:
+    def mapped(
+        self,
+        function: Callable[..., Any],
+        *batches: Mapping[str, Tensor],
+        randomness: str = "error",
+    ) -> Any:
         """Map a function over draws and stack its results."""
         with _stand_ins(promoted(tree_leaves(batches))):
             if not self.one_by_one:
                 return torch.func.vmap(function, randomness=randomness)(*batches)
             count = len(tree_leaves(batches)[0])
-            results = [function(*({n: value[s] for n, value in b.items()} for b in batches)) for s in range(count)]
+            results = [
+                function(*({n: value[s] for n, value in b.items()} for b in batches))
+                for s in range(count)
+            ]
             return tree_map(lambda *leaves: torch.stack(leaves), *results)
 
     def give_up_map(self, reason: object) -> None:
         """Evaluate draws one after another from now on, with a warning."""
         message = (str(reason).strip() or repr(reason)).splitlines()[0]
-        message = message.partition(" We don't support that yet")[0][:300].rstrip(".")  # PyTorch's request for a report
-        self.one_by_one = f"the model can't be mapped over draws (torch.func.vmap): {message}"
+        # PyTorch's request for a report
+        message = message.partition(" We don't support that yet")[0][:300].rstrip(".")
+        self.one_by_one = (
+            f"the model can't be mapped over draws (torch.func.vmap): {message}"
+        )
         warnings.warn(
-            f"draws are evaluated one after another, which takes longer: {self.one_by_one}. Usual causes: Python "
-            "control flow or .item() on a sampled value, in-place changes, a distribution that PyTorch can't map",
+            "draws are evaluated one after another, which takes longer: "
+            f"{self.one_by_one}. Usual causes: Python "
+            "control flow or .item() on a sampled value, in-place changes, a "
+            "distribution that PyTorch can't map",
             RuntimeWarning,
             stacklevel=6,  # the caller of predict
         )
@@ -86,45 +118,69 @@ class Traced:
     def sum_out(self, given: Mapping[str, Tensor]) -> None:
         """Sum out the discrete sites from now on.
 
-        :param given: values of the continuous sites, at which the enumerated model is checked.
-        :raises ValueError: naming a discrete site with a batch dimension outside all plates, or discrete sites for
-            which the density of the enumerated model differs from that of the model itself.
+        :param given: values of the continuous sites, at which the enumerated model is
+            checked.
+        :raises ValueError: naming a discrete site with a batch dimension outside all
+            plates, or discrete sites for which the density of the enumerated model
+            differs from that of the model itself.
         """
         with _stand_ins(promoted(list(given.values()))):
             sites = _sampled(self.run(given))
-            self.enumeration = Enumeration(sites, [site for site in sites if is_enumerated(site)])
+            self.enumeration = Enumeration(
+                sites, [site for site in sites if is_enumerated(site)]
+            )
             names = ", ".join(map(repr, list(self.enumeration.batch_shapes)[:3]))
             refused = f"the discrete sites {names} can't be summed out: the model"
             try:
                 with LimitedTables():
                     trace = self.run(given)
                     self.log_prob(trace)
-            except Exception as error:  # caused by enumeration: the model runs if its discrete sites are drawn
+            # caused by enumeration: the model runs if its discrete sites are drawn
+            except Exception as error:
                 message = (str(error).strip() or repr(error)).splitlines()[0]
                 raise ValueError(
-                    f"{refused} fails on all of their values at once ({type(error).__name__}: {message}). Usual "
-                    "causes: Python control flow on a discrete value (write torch.where), indexing that doesn't "
-                    "broadcast (pyro.ops.indexing.Vindex), or a long loop outside pyro.plate and pyro.markov"
+                    f"{refused} fails on all of their values at once "
+                    f"({type(error).__name__}: {message}). Usual "
+                    "causes: Python control flow on a discrete value (write "
+                    "torch.where), indexing that doesn't "
+                    "broadcast (pyro.ops.indexing.Vindex), or a long loop outside "
+                    "pyro.plate and pyro.markov"
                 ) from error
             nodes = dict[str, Any](trace.nodes).items()
-            rows = {name: s["value"] for name, s in nodes if s["type"] == "sample" and site_is_subsample(s)}
+            rows = {
+                name: s["value"]
+                for name, s in nodes
+                if s["type"] == "sample" and site_is_subsample(s)
+            }
             for _ in range(DISCRETE_DRAWS):
                 draws, log_prob = self.enumeration.draw(trace)
-                expected = as_tensor(self.run({**given, **rows, **draws}, drawing=True).log_prob_sum())
+                expected = as_tensor(
+                    self.run({**given, **rows, **draws}, drawing=True).log_prob_sum()
+                )
                 if bool(expected.isfinite()) and not _is_close(log_prob, expected):
                     raise ValueError(
-                        f"{refused} has another density with all of their values at once than with one value of each. "
-                        "Usual cause: a site sums or averages over a discrete value's dimensions, as .sum() or .mean() "
-                        "without dim= does; put the sites that depend on a plate's discrete site into that plate"
+                        f"{refused} has another density with all of their values at "
+                        "once than with one value of each. "
+                        "Usual cause: a site sums or averages over a discrete value's "
+                        "dimensions, as .sum() or .mean() "
+                        "without dim= does; put the sites that depend on a plate's "
+                        "discrete site into that plate"
                     )
 
     def log_prob(self, trace: poutine.Trace) -> Tensor:
-        """Return the log-density of a :meth:`run`, with the discrete sites summed out."""
-        return as_tensor(trace.log_prob_sum()) if self.enumeration is None else self.enumeration.log_prob(trace)
+        """Return the log-density of a :meth:`run`, with the discrete sites summed
+        out.
+        """
+        return (
+            as_tensor(trace.log_prob_sum())
+            if self.enumeration is None
+            else self.enumeration.log_prob(trace)
+        )
 
 
 class TracedTarget(Traced):
-    """The density of any Pyro model with its data, with the interface of ``NetworkTarget``.
+    """The density of any Pyro model with its data, with the interface of
+    ``NetworkTarget``.
 
     Mini-batches are the subsamples of its plates with ``subsample_size``.
     """
@@ -138,21 +194,38 @@ class TracedTarget(Traced):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(model, args, kwargs)
-        self._prior, self._programs = PriorMessenger(device, dtype), dict[Any, Callable[[Weights], Weights]]()
+        self._prior, self._programs = (
+            PriorMessenger(device, dtype),
+            dict[Any, Callable[[Weights], Weights]](),
+        )
         with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run()
         latent = _latent(trace)
         # The sites that samplers move: discrete sites are summed out.
-        self.sites: Mapping[str, Any] = {site["name"]: site["fn"] for site in latent if not is_enumerated(site)}
+        self.sites: Mapping[str, Any] = {
+            site["name"]: site["fn"] for site in latent if not is_enumerated(site)
+        }
         if not self.sites:
             names = [site["name"] for site in latent]
-            reason = f"discrete latent sites only, {names}, which are summed out" if names else "no latent site"
-            hint = "; make a model of a network by BayesianModel(net)" if isinstance(model, nn.Module) else ""
-            raise ValueError(f"the model has {reason}, so there is nothing to sample{hint}")
+            reason = (
+                f"discrete latent sites only, {names}, which are summed out"
+                if names
+                else "no latent site"
+            )
+            hint = (
+                "; make a model of a network by BayesianModel(net)"
+                if isinstance(model, nn.Module)
+                else ""
+            )
+            raise ValueError(
+                f"the model has {reason}, so there is nothing to sample{hint}"
+            )
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
         check_observed(site for site in observed if not is_deterministic(site))
         self.row_counts = _subsampled_plates(trace)
-        given = {site["name"]: site["value"] for site in latent if site["name"] in self.sites}
+        given = {
+            site["name"]: site["value"] for site in latent if site["name"] in self.sites
+        }
         self._probes = {site: self._probe(site, value) for site, value in given.items()}
         for _ in range(LAYOUT_RUNS):
             self._require_same_layout(self._prior_run())
@@ -161,7 +234,9 @@ class TracedTarget(Traced):
         with _stand_ins():
             if self.enumeration is not None:
                 self._require_same_layout(self.run(given))
-            self.computed: Mapping[str, torch.Size] = {} if self.row_counts else self._deterministic_sites(trace, given)
+            self.computed: Mapping[str, torch.Size] = (
+                {} if self.row_counts else self._deterministic_sites(trace, given)
+            )
 
     def log_joint(self, weights: Weights, rows: Mapping[str, Tensor] | None) -> Tensor:
         return self.mapped(self._log_joint, weights, dict(rows or {}))
@@ -173,16 +248,21 @@ class TracedTarget(Traced):
         return self.log_prob(trace)
 
     def compute(self, weights: Weights) -> Weights:
-        """Compute the sites of :attr:`computed` for weights of batch shape ``(C,)``, by a graph that holds neither Pyro
-        nor the density; it is traced once for each ``C``."""
+        """Compute the sites of :attr:`computed` for weights of batch shape ``(C,)``, by
+        a graph that holds neither Pyro nor the density; it is traced once for each
+        ``C``."""
         if not self.computed or self.one_by_one:
             return self.mapped(self._compute, weights) if self.computed else {}
-        key = tuple((value.shape, value.dtype, value.device) for value in weights.values())
+        key = tuple(
+            (value.shape, value.dtype, value.device) for value in weights.values()
+        )
         if key not in self._programs:
             from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
             with LOCK, without_warnings():
-                graph = make_fx(lambda draws: self.mapped(self._compute, draws))(weights)
+                graph = make_fx(lambda draws: self.mapped(self._compute, draws))(
+                    weights
+                )
             graph.graph.eliminate_dead_code()
             graph.recompile()
             self._programs[key] = graph
@@ -194,9 +274,15 @@ class TracedTarget(Traced):
         return {site: nodes[site]["value"].to(like.dtype) for site in self.computed}
 
     def prior_weights(self, num_chains: int) -> Weights:
-        # Many distributions can't be sampled inside vmap. This loop takes milliseconds, once a sampling run.
-        runs: list[dict[str, Any]] = [self._prior_run().nodes for _ in range(num_chains)]
-        return {site: torch.stack([nodes[site]["value"] for nodes in runs]) for site in self.sites}
+        # Many distributions can't be sampled inside vmap. This loop takes milliseconds,
+        # once a sampling run.
+        runs: list[dict[str, Any]] = [
+            self._prior_run().nodes for _ in range(num_chains)
+        ]
+        return {
+            site: torch.stack([nodes[site]["value"] for nodes in runs])
+            for site in self.sites
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_programs": {}}
@@ -206,44 +292,85 @@ class TracedTarget(Traced):
 
     def _prior_run(self) -> poutine.Trace:
         with LOCK, torch.no_grad():
-            return poutine.trace(self._prior(self.model)).get_trace(*self.args, **self.kwargs)
+            return poutine.trace(self._prior(self.model)).get_trace(
+                *self.args, **self.kwargs
+            )
 
     def _probe(self, site: str, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return unconstrained values of a site, and their images in its support."""
         transform = transform_of(site, self.sites[site])
         shape = torch.Size(transform.inverse_shape(like.shape))
-        probe = torch.linspace(-1.5, 1.5, shape.numel(), device="cpu").reshape(shape).to(like)
+        probe = (
+            torch.linspace(-1.5, 1.5, shape.numel(), device="cpu")
+            .reshape(shape)
+            .to(like)
+        )
         return probe, transform(probe)
 
     def _require_same_layout(self, trace: poutine.Trace) -> None:
-        """Raise ``ValueError`` if a run has other sites, shapes or supports than the first."""
-        names, nodes = {site["name"] for site in _latent(trace) if not is_enumerated(site)}, dict[str, Any](trace.nodes)
-        if changed := sorted(set(self._probes) ^ (names | (set(self._probes) & set(nodes)))):
+        """Raise ``ValueError`` if a run has other sites, shapes or supports than the
+        first.
+        """
+        names, nodes = (
+            {site["name"] for site in _latent(trace) if not is_enumerated(site)},
+            dict[str, Any](trace.nodes),
+        )
+        if changed := sorted(
+            set(self._probes) ^ (names | (set(self._probes) & set(nodes)))
+        ):
             raise ValueError(
-                f"the sites {changed} exist in some runs of the model only; a sampler needs the same ones in all"
+                f"the sites {changed} exist in some runs of the model only; a sampler "
+                "needs the same ones in all"
             )
         for name, (probe, expected) in self._probes.items():
-            # In an enumerated trace the support is compared for each value of the discrete sites.
+            # In an enumerated trace the support is compared for each value of the
+            # discrete sites.
             same_shape = nodes[name]["value"].shape == expected.shape
-            if not (same_shape and bool((transform_of(name, nodes[name]["fn"])(probe) == expected).all())):
+            if not (
+                same_shape
+                and bool(
+                    (transform_of(name, nodes[name]["fn"])(probe) == expected).all()
+                )
+            ):
                 raise ValueError(
-                    f"the support or shape of site {name!r} depends on other sites; a sampler needs a fixed one. "
-                    "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) times the bound"
+                    f"the support or shape of site {name!r} depends on other sites; a "
+                    "sampler needs a fixed one. "
+                    "Sample it on a fixed support and transform it, e.g. Uniform(0, 1) "
+                    "times the bound"
                 )
 
-    def _deterministic_sites(self, trace: poutine.Trace, given: Weights) -> dict[str, torch.Size]:
-        """Return the shapes of the deterministic sites, without complex ones and, with a warning, without those that
-        depend on discrete sites, which have no single value once these are summed out."""
-        values: dict[str, Any] = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
-        shapes = {name: value.shape for name, value in values.items() if not value.is_complex()}
+    def _deterministic_sites(
+        self, trace: poutine.Trace, given: Weights
+    ) -> dict[str, torch.Size]:
+        """Return the shapes of the deterministic sites, without complex ones and, with
+        a warning, without those that depend on discrete sites, which have no single
+        value once these are summed out."""
+        values: dict[str, Any] = {
+            name: site["value"]
+            for name, site in trace.nodes.items()
+            if is_deterministic(site)
+        }
+        shapes = {
+            name: value.shape
+            for name, value in values.items()
+            if not value.is_complex()
+        }
         if self.enumeration is None or not shapes:
             return shapes
-        runs: list[Any] = [self.run(given, drawing=True).nodes for _ in range(DISCRETE_DRAWS)]
+        runs: list[Any] = [
+            self.run(given, drawing=True).nodes for _ in range(DISCRETE_DRAWS)
+        ]
         enumerated: Any = self.run(given).nodes
-        same = {site: all(_is_close(enumerated[site]["value"], run[site]["value"]) for run in runs) for site in shapes}
+        same = {
+            site: all(
+                _is_close(enumerated[site]["value"], run[site]["value"]) for run in runs
+            )
+            for site in shapes
+        }
         if unclear := [name for name in shapes if not same[name]]:
             warnings.warn(
-                f"the deterministic sites {unclear} depend on discrete sites, which are summed out, so the posterior "
+                f"the deterministic sites {unclear} depend on discrete sites, which "
+                "are summed out, so the posterior "
                 "doesn't hold them",
                 UserWarning,
                 stacklevel=4,
@@ -252,9 +379,10 @@ class TracedTarget(Traced):
 
 
 class PriorMessenger(Messenger):
-    """Samples latent sites from their priors on a device and in a dtype; ``Normal(0.0, 1.0)`` itself samples on the CPU
-    in float32. Sites that can't be sampled (an improper prior, or no sampler) are uniform in (-2, 2) in unconstrained
-    space, where chains start."""
+    """Samples latent sites from their priors on a device and in a dtype; ``Normal(0.0,
+    1.0)`` itself samples on the CPU in float32. Sites that can't be sampled (an
+    improper prior, or no sampler) are uniform in (-2, 2) in unconstrained space, where
+    chains start."""
 
     def __init__(self, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
@@ -267,18 +395,24 @@ class PriorMessenger(Messenger):
             msg["value"] = msg["fn"](*msg["args"], **msg["kwargs"])
         if msg["value"] is None:
             transform = transform_of(msg["name"], msg["fn"])
-            shape = transform.inverse_shape(torch.Size(msg["fn"].batch_shape) + torch.Size(msg["fn"].event_shape))
+            shape = transform.inverse_shape(
+                torch.Size(msg["fn"].batch_shape) + torch.Size(msg["fn"].event_shape)
+            )
             msg["value"] = transform(4 * torch.rand(shape, device="cpu") - 2)
         if isinstance(msg["value"], Tensor) and msg["value"].is_floating_point():
             msg["value"] = msg["value"].to(device=self.device, dtype=self.dtype)
         msg["done"] = True
 
 
-# sites and plates -----------------------------------------------------------------------------------------------------
+# sites and plates ---------------------------------------------------------------------
 
 
 def _sampled(trace: poutine.Trace) -> list[Any]:
-    return [s for s in trace.nodes.values() if s["type"] == "sample" and not site_is_subsample(s)]
+    return [
+        s
+        for s in trace.nodes.values()
+        if s["type"] == "sample" and not site_is_subsample(s)
+    ]
 
 
 def _latent(trace: poutine.Trace) -> list[Any]:
@@ -286,7 +420,8 @@ def _latent(trace: poutine.Trace) -> list[Any]:
 
 
 def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
-    """Return the plates that draw their own subsample: name -> (full size, subsample size).
+    """Return the plates that draw their own subsample: name -> (full size, subsample
+    size).
 
     Warn of plates with a given subsample (``subsample=``), which never changes.
 
@@ -300,65 +435,110 @@ def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
                 continue
             if getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is None:
                 warnings.warn(
-                    f"the plate {frame.name!r} holds {size} of {total} rows, always the same ones, and each counts "
-                    f"{total / size:.3g} times. The posterior is narrower than these rows justify; pass the whole "
-                    "data, and subsample_size= to the plate for a stochastic-gradient sampler",
+                    f"the plate {frame.name!r} holds {size} of {total} rows, always "
+                    "the same ones, and each counts "
+                    f"{total / size:.3g} times. The posterior is narrower than these "
+                    "rows justify; pass the whole "
+                    "data, and subsample_size= to the plate for a stochastic-gradient "
+                    "sampler",
                     stacklevel=2,
                 )
                 continue
             plates[frame.name] = int(total), int(size)
-            if site["type"] == "sample" and not site["is_observed"] and not is_enumerated(site):
+            if (
+                site["type"] == "sample"
+                and not site["is_observed"]
+                and not is_enumerated(site)
+            ):
                 raise ValueError(
-                    f"the latent site {site['name']!r} lies in the subsampled plate {frame.name!r}, so a mini-batch "
-                    "would move only some of its values; samplers need global latent sites"
+                    f"the latent site {site['name']!r} lies in the subsampled plate "
+                    f"{frame.name!r}, so a mini-batch "
+                    "would move only some of its values; samplers need global latent "
+                    "sites"
                 )
     return plates
 
 
 def is_enumerated(site: Any) -> bool:
-    """Return whether a sample site is latent with finitely many values, so that it can be summed out."""
+    """Return whether a sample site is latent with finitely many values, so that it can
+    be summed out.
+    """
     fn = site["fn"]
-    return not site["is_observed"] and isinstance(fn, TorchDistributionMixin) and bool(fn.has_enumerate_support)
+    return (
+        not site["is_observed"]
+        and isinstance(fn, TorchDistributionMixin)
+        and bool(fn.has_enumerate_support)
+    )
 
 
 def _enumerate_in_parallel(site: Any) -> Any:
-    """Annotate a discrete latent site for enumeration, whatever its own ``infer`` says."""
-    return {"enumerate": "parallel", "expand": False, "num_samples": None} if is_enumerated(site) else {}
+    """Annotate a discrete latent site for enumeration, whatever its own ``infer``
+    says.
+    """
+    return (
+        {"enumerate": "parallel", "expand": False, "num_samples": None}
+        if is_enumerated(site)
+        else {}
+    )
 
 
 def _is_close(value: Any, other: Any) -> bool:
     """Return whether two values agree but for rounding; NaN agrees with NaN."""
     value, other = as_tensor(value), as_tensor(other)
     same_shape = value.shape == other.shape
-    return same_shape and bool(torch.isclose(value.double(), other.double(), 1e-4, 1e-6, equal_nan=True).all())
+    return same_shape and bool(
+        torch.isclose(value.double(), other.double(), 1e-4, 1e-6, equal_nan=True).all()
+    )
 
 
 def is_deterministic(site: Any) -> bool:
-    """Return whether a site is deterministic: from ``pyro.deterministic``, or a site that ``poutine.reparam`` replaced.
+    """Return whether a site is deterministic: from ``pyro.deterministic``, or a site
+    that ``poutine.reparam`` replaced.
 
-    Pyro makes both observed sample sites: the distribution is a :class:`~pyro.distributions.Delta` at the value, whose
-    density is masked out, or is the Jacobian of a change of variables.
+    Pyro makes both observed sample sites: the distribution is a
+    :class:`~pyro.distributions.Delta` at the value, whose density is masked out, or is
+    the Jacobian of a change of variables.
     """
     if site["type"] != "sample" or not site["is_observed"]:
         return False
     fn = site["fn"]
-    masked_out = isinstance(fn, MaskedDistribution) and fn._mask is False and isinstance(fn.base_dist, Delta)
+    masked_out = (
+        isinstance(fn, MaskedDistribution)
+        and fn._mask is False
+        and isinstance(fn.base_dist, Delta)
+    )
     at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
     return bool(site["infer"].get("_deterministic")) or masked_out or at_its_value
 
 
 def check_observed(observed: Iterable[Any]) -> None:
-    """Raise ``ValueError`` that names observed sites with complex values, or with lists or NumPy arrays, which only a
-    user-defined distribution may score."""
+    """Raise ``ValueError`` that names observed sites with complex values, or with lists
+    or NumPy arrays, which only a user-defined distribution may score."""
     sites = {site["name"]: site for site in observed}
-    values = {name: site["value"] for name, site in sites.items() if isinstance(site["value"], Tensor | Number)}
-    packages = {name: type(site["fn"]).__module__.partition(".")[0] for name, site in sites.items()}
-    if others := [name for name in sites if name not in values and packages[name] in ("pyro", "torch")]:
+    values = {
+        name: site["value"]
+        for name, site in sites.items()
+        if isinstance(site["value"], Tensor | Number)
+    }
+    packages = {
+        name: type(site["fn"]).__module__.partition(".")[0]
+        for name, site in sites.items()
+    }
+    if others := [
+        name
+        for name in sites
+        if name not in values and packages[name] in ("pyro", "torch")
+    ]:
         types = ", ".join(described(sites[name]["value"]) for name in others)
-        raise ValueError(f"the observed sites {others} hold {types}; pass tensors (torch.as_tensor)")
-    if complex_sites := [name for name, value in values.items() if as_tensor(value).is_complex()]:
         raise ValueError(
-            f"the observed sites {complex_sites} hold complex numbers, whose imaginary parts would be lost; observe "
+            f"the observed sites {others} hold {types}; pass tensors (torch.as_tensor)"
+        )
+    if complex_sites := [
+        name for name, value in values.items() if as_tensor(value).is_complex()
+    ]:
+        raise ValueError(
+            f"the observed sites {complex_sites} hold complex numbers, whose imaginary "
+            "parts would be lost; observe "
             "both parts (torch.view_as_real)"
         )
 
@@ -366,18 +546,26 @@ def check_observed(observed: Iterable[Any]) -> None:
 def require_model(model: Any) -> None:
     """Raise ``TypeError`` unless an object can be a Pyro model."""
     if not callable(model) or isinstance(model, type | AutoGuide | MCMCKernel):
-        raise TypeError(f"model is {described(model)}; it must be a Pyro model: callable, no class, guide or kernel")
+        raise TypeError(
+            f"model is {described(model)}; it must be a Pyro model: callable, no "
+            "class, guide or kernel"
+        )
 
 
 @contextlib.contextmanager
-def explaining(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def explaining(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
     """Run a Pyro model; add a note with its name and arguments to its errors."""
     try:
         yield
     except Exception as error:
         kind = "module" if isinstance(model, nn.Module) else "model"
         name = getattr(model, "__name__", type(model).__name__)
-        error.add_note(f"This came from the {kind} {name}, called with {described_call(args, kwargs)}.")
+        error.add_note(
+            f"This came from the {kind} {name}, called with "
+            f"{described_call(args, kwargs)}."
+        )
         raise
 
 
@@ -388,13 +576,16 @@ def placed(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Move a model and the tensors in its arguments, at any depth, to a device, and those in floating point to a dtype;
-    ``None`` keeps either. The caller's own objects don't change: a module elsewhere, or in another dtype, is copied."""
+    """Move a model and the tensors in its arguments, at any depth, to a device, and
+    those in floating point to a dtype; ``None`` keeps either. The caller's own objects
+    don't change: a module elsewhere, or in another dtype, is copied."""
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+        return value.to(
+            device=device, dtype=dtype if value.is_floating_point() else None
+        )
 
     if isinstance(model, nn.Module):
         parts = [*model.parameters(), *model.buffers()]
@@ -404,17 +595,21 @@ def placed(
 
 
 def promoted(values: list[Tensor]) -> torch.dtype | None:
-    """Return the promoted dtype of the floating-point tensors of a list; ``None`` if it has none."""
+    """Return the promoted dtype of the floating-point tensors of a list; ``None`` if it
+    has none.
+    """
     dtypes = [value.dtype for value in values if value.is_floating_point()]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-# stand-ins ------------------------------------------------------------------------------------------------------------
+# stand-ins ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _stand_ins(dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap refuses."""
+    """Run models as in :func:`running_pyro`, with stand-ins for the parts that vmap
+    refuses.
+    """
     with running_pyro(dtype), contextlib.ExitStack() as stack:
         for owner, name, stand_in in _STAND_INS:
             stack.callback(setattr, owner, name, vars(owner)[name])
@@ -426,8 +621,9 @@ _validate_sample = Distribution._validate_sample
 
 
 def _unvalidated_here(self: Any, value: Tensor) -> None:
-    """Skip the validation by distributions that were built while it was on, such as a ``PyroSample``'s: a diverging
-    chain mustn't stop the others, and vmap can't trace the checks. Other threads validate as usual."""
+    """Skip the validation by distributions that were built while it was on, such as a
+    ``PyroSample``'s: a diverging chain mustn't stop the others, and vmap can't trace
+    the checks. Other threads validate as usual."""
     if not LOCK._is_owned():
         _validate_sample(self, value)
 
@@ -452,7 +648,9 @@ class _SafeLog(torch.autograd.Function):
 
 
 def _safe_cholesky(x: Tensor) -> Tensor:
-    """Return the Cholesky factor of a matrix with jitter on its diagonal, which is constant for gradients."""
+    """Return the Cholesky factor of a matrix with jitter on its diagonal, which is
+    constant for gradients.
+    """
     relative = tensor_utils.CHOLESKY_RELATIVE_JITTER
     if x.size(-1) == 1:
         return (x.clamp(min=torch.finfo(x.dtype).tiny) if relative else x).sqrt()
@@ -460,10 +658,17 @@ def _safe_cholesky(x: Tensor) -> Tensor:
     return torch.linalg.cholesky(x + jitter.diag_embed())
 
 
-def _ordered_logistic(self: Any, predictor: Tensor, cutpoints: Tensor, validate_args: bool | None = None) -> None:
+def _ordered_logistic(
+    self: Any, predictor: Tensor, cutpoints: Tensor, validate_args: bool | None = None
+) -> None:
     cdf = torch.sigmoid(cutpoints - predictor.unsqueeze(-1))
-    self.predictor, self.cutpoints = predictor.expand(cdf.shape[:-1]), cutpoints.expand(cdf.shape)
-    probs = torch.cat([cdf[..., :1], cdf[..., 1:] - cdf[..., :-1], 1 - cdf[..., -1:]], -1)
+    self.predictor, self.cutpoints = (
+        predictor.expand(cdf.shape[:-1]),
+        cutpoints.expand(cdf.shape),
+    )
+    probs = torch.cat(
+        [cdf[..., :1], cdf[..., 1:] - cdf[..., :-1], 1 - cdf[..., -1:]], -1
+    )
     super(dist.OrderedLogistic, self).__init__(probs, validate_args=validate_args)
 
 

@@ -1,11 +1,13 @@
-r"""The library's one currency: ``weights``, a dict from site to tensor; and flat vectors of unconstrained values.
+r"""The library's one currency: ``weights``, a dict from site to tensor; and flat
+vectors of unconstrained values.
 
-Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as in ``MCMC.get_samples``,
-``Predictive`` and ``torch.func.functional_call``. The functions here read, check and reshape such dicts.
+Every entry has shape ``batch_shape + site_shape`` with the same ``batch_shape``, as in
+``MCMC.get_samples``, ``Predictive`` and ``torch.func.functional_call``. The functions
+here read, check and reshape such dicts.
 
-Samplers and guides move a vector :math:`z \in \mathbb R^D`, the concatenation of a model's sites, each mapped to
-unconstrained values by the bijection of its support. A vector always comes with its :class:`Layout`, which is keyed by
-site name.
+Samplers and guides move a vector :math:`z \in \mathbb R^D`, the concatenation of a
+model's sites, each mapped to unconstrained values by the bijection of its support. A
+vector always comes with its :class:`Layout`, which is keyed by site name.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from typing import Any
 
 import torch
 from pyro.distributions import Delta, SineBivariateVonMises, SineSkewed
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.torch_distribution import (
+    ExpandedDistribution,
+    MaskedDistribution,
+)
 from torch import Tensor
 from torch.distributions import (
     Distribution,
@@ -29,7 +34,11 @@ from torch.distributions import (
     constraints,
     identity_transform,
 )
-from torch.distributions.transforms import ComposeTransform, ExpTransform, IndependentTransform
+from torch.distributions.transforms import (
+    ComposeTransform,
+    ExpTransform,
+    IndependentTransform,
+)
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
@@ -38,21 +47,29 @@ Weights = dict[str, Tensor]
 Shapes = Mapping[str, torch.Size]
 
 
-def shapes_of(weights: Mapping[str, Any], name: str = "example_weights") -> dict[str, torch.Size]:
+def shapes_of(
+    weights: Mapping[str, Any], name: str = "example_weights"
+) -> dict[str, torch.Size]:
     """Return the shape of each entry; entries may be tensors or shapes."""
     return {
-        site: value.shape if isinstance(value, Tensor) else arguments.shape(f"{name}[{site!r}]", value)
+        site: value.shape
+        if isinstance(value, Tensor)
+        else arguments.shape(f"{name}[{site!r}]", value)
         for site, value in weights.items()
     }
 
 
-def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = "weights") -> torch.Size:
-    """Return the leading dimensions that all of ``weights`` share in front of ``site_shapes``.
+def batch_shape(
+    weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = "weights"
+) -> torch.Size:
+    """Return the leading dimensions that all of ``weights`` share in front of
+    ``site_shapes``.
 
     Sites that ``site_shapes`` lacks are ignored.
 
     :param name: the name of the weights in error messages.
-    :raises ValueError: naming the site whose shape doesn't fit, the shape found and the shape expected.
+    :raises ValueError: naming the site whose shape doesn't fit, the shape found and the
+        shape expected.
     :raises TypeError: if ``weights`` is no mapping, or an entry is no tensor.
     """
     arguments.weights(name, weights)
@@ -62,15 +79,20 @@ def batch_shape(weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = 
         batch_dims = len(shape) - len(site_shape)
         if batch_dims < 0 or shape[batch_dims:] != site_shape:
             raise ValueError(
-                f"{name}[{site!r}] has shape {tuple(shape)}, which doesn't end in the site's shape {tuple(site_shape)}"
+                f"{name}[{site!r}] has shape {tuple(shape)}, which doesn't end in the "
+                f"site's shape {tuple(site_shape)}"
             )
         batch_shapes[site] = shape[:batch_dims]
     if len(set(batch_shapes.values())) > 1:
         raise ValueError(
-            f"{name} must have one batch shape, but they have { ({s: tuple(b) for s, b in batch_shapes.items()}) }"
+            f"{name} must have one batch shape, but they have "
+            f"{ ({s: tuple(b) for s, b in batch_shapes.items()}) }"
         )
     if not batch_shapes:
-        raise ValueError(f"{name} holds none of the expected sites {sorted(site_shapes)}; found {sorted(weights)}")
+        raise ValueError(
+            f"{name} holds none of the expected sites {sorted(site_shapes)}; found "
+            f"{sorted(weights)}"
+        )
     return next(iter(batch_shapes.values()))
 
 
@@ -80,32 +102,52 @@ def is_running_statistic(site: str) -> bool:
 
 
 def is_bias(site: str) -> bool:
-    """Return whether "bias" is a word of a site's name: of ``in_proj_bias`` and ``bias_ih_l0``, not of ``unbiased``."""
+    """Return whether "bias" is a word of a site's name: of ``in_proj_bias`` and
+    ``bias_ih_l0``, not of ``unbiased``.
+    """
     return "bias" in site.rpartition(".")[2].split("_")
 
 
-def require_sites(weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights") -> None:
+def require_sites(
+    weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights"
+) -> None:
     """Raise ``ValueError`` if ``weights`` lacks one of ``sites``."""
     arguments.instance(name, weights, Mapping, "weights (site -> tensor)")
     if missing := [site for site in sites if site not in weights]:
         raise ValueError(f"{name} lacks the sites {missing}; it has {sorted(weights)}")
 
 
-def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = "weights") -> None:
-    """Raise ``ValueError`` if ``sites`` holds parameters that the symmetry lacks: it is another network's symmetry.
+def require_same_network(
+    sites: Iterable[str], site_shapes: Shapes, name: str = "weights"
+) -> None:
+    """Raise ``ValueError`` if ``sites`` holds parameters that the symmetry lacks: it is
+    another network's symmetry.
 
-    Other sites of a model, such as a noise scale or a second network, are allowed. A site counts as a parameter of the
-    symmetry's network if it has the same root module and the same kind of name (``weight``, ``bias``) as its sites.
+    Other sites of a model, such as a noise scale or a second network, are allowed. A
+    site counts as a parameter of the symmetry's network if it has the same root module
+    and the same kind of name (``weight``, ``bias``) as its sites.
     """
-    parameters = [site.split(".") for site in site_shapes if not is_running_statistic(site)]
+    parameters = [
+        site.split(".") for site in site_shapes if not is_running_statistic(site)
+    ]
     levels = zip(*(parts[:-1] for parts in parameters), strict=False)
-    root = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    root = [
+        level[0]
+        for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+    ]
     kinds = {parts[-1] for parts in parameters}
     others = [site for site in sites if site not in site_shapes]
-    unknown = [s for s in others if "." in s and s.split(".")[: len(root)] == root and s.rpartition(".")[2] in kinds]
+    unknown = [
+        s
+        for s in others
+        if "." in s
+        and s.split(".")[: len(root)] == root
+        and s.rpartition(".")[2] in kinds
+    ]
     if unknown:
         raise ValueError(
-            f"{name} holds the parameters {unknown}, which the symmetry doesn't know: it is that of another network, "
+            f"{name} holds the parameters {unknown}, which the symmetry doesn't know: "
+            "it is that of another network, "
             "or these are second names of tied parameters"
         )
 
@@ -113,55 +155,88 @@ def require_same_network(sites: Iterable[str], site_shapes: Shapes, name: str = 
 def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
     """Raise ``ValueError`` that names the first site with NaN or infinite values."""
     for site, value in arguments.weights(name, weights).items():
-        # NaN and infinity propagate to the sum; a sum may also overflow, so its entries are counted.
+        # NaN and infinity propagate to the sum; a sum may also overflow, so its entries
+        # are counted.
         if not bool(value.sum().isfinite()) and (bad := int((~value.isfinite()).sum())):
-            raise ValueError(f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights must be finite")
+            raise ValueError(
+                f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights "
+                "must be finite"
+            )
 
 
 def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
-    """Split vectors ``batch_shape + (D,)`` into sites of these shapes, in this order."""
+    """Split vectors ``batch_shape + (D,)`` into sites of these shapes, in this
+    order.
+    """
     pieces = vector.split([math.prod(shape) for shape in shapes.values()], dim=-1)
     named = zip(shapes.items(), pieces, strict=True)
-    return {site: piece.reshape((*vector.shape[:-1], *shape)) for (site, shape), piece in named}
+    return {
+        site: piece.reshape((*vector.shape[:-1], *shape))
+        for (site, shape), piece in named
+    }
 
 
-# flat vectors ---------------------------------------------------------------------------------------------------------
+# flat vectors -------------------------------------------------------------------------
 
 ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
 
 
 class Layout:
-    """The order, shapes and transforms of the sites in a flat unconstrained vector of shape ``batch_shape + (dim,)``.
+    """The order, shapes and transforms of the sites in a flat unconstrained vector of
+    shape ``batch_shape + (dim,)``.
 
-    :param site_shapes: site -> shape of its constrained value, in the order of concatenation.
-    :param transforms: site -> bijection from unconstrained to constrained values; default: the identity.
-    :ivar unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3 has 2 coordinates.
+    :param site_shapes: site -> shape of its constrained value, in the order of
+        concatenation.
+    :param transforms: site -> bijection from unconstrained to constrained values;
+        default: the identity.
+    :ivar unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3
+        has 2 coordinates.
     :ivar dim: length ``D`` of the vector.
     """
 
-    def __init__(self, site_shapes: Mapping[str, Iterable[int]], transforms: Mapping[str, Transform] | None = None):
+    def __init__(
+        self,
+        site_shapes: Mapping[str, Iterable[int]],
+        transforms: Mapping[str, Transform] | None = None,
+    ):
         given = transforms or {}
-        self.site_shapes = {site: torch.Size(shape) for site, shape in site_shapes.items()}
-        self.transforms: dict[str, Transform] = {site: given.get(site, identity_transform) for site in site_shapes}
+        self.site_shapes = {
+            site: torch.Size(shape) for site, shape in site_shapes.items()
+        }
+        self.transforms: dict[str, Transform] = {
+            site: given.get(site, identity_transform) for site in site_shapes
+        }
         self.unconstrained_shapes = {
-            site: torch.Size(self.transforms[site].inverse_shape(shape)) for site, shape in self.site_shapes.items()
+            site: torch.Size(self.transforms[site].inverse_shape(shape))
+            for site, shape in self.site_shapes.items()
         }
         self.dim = sum(shape.numel() for shape in self.unconstrained_shapes.values())
-        self._transformed = tuple(site for site, transform in self.transforms.items() if not is_identity(transform))
+        self._transformed = tuple(
+            site
+            for site, transform in self.transforms.items()
+            if not is_identity(transform)
+        )
 
     @classmethod
     def of(cls, sites: Mapping[str, Distribution]) -> Layout:
         """Return the layout of sites with these distributions, in this order.
 
-        :raises ValueError: naming a site whose support has no bijection from unconstrained values.
+        :raises ValueError: naming a site whose support has no bijection from
+            unconstrained values.
         """
-        shapes = {site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape) for site, fn in sites.items()}
+        shapes = {
+            site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape)
+            for site, fn in sites.items()
+        }
         return cls(shapes, {site: transform_of(site, fn) for site, fn in sites.items()})
 
     def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
         """Concatenate unconstrained values by site into vectors."""
         batch = batch_shape(pieces, self.unconstrained_shapes)
-        return torch.cat([pieces[site].reshape(*batch, -1) for site in self.unconstrained_shapes], dim=-1)
+        return torch.cat(
+            [pieces[site].reshape(*batch, -1) for site in self.unconstrained_shapes],
+            dim=-1,
+        )
 
     def unflatten(self, z: Tensor) -> Weights:
         """Invert :meth:`flatten`."""
@@ -174,10 +249,14 @@ class Layout:
             pieces[site] = self.transforms[site](pieces[site])
         return pieces
 
-    def constrain_with_log_det(self, z: Tensor, sites: Iterable[str] | None = None) -> tuple[Weights, Tensor]:
-        r"""Map vectors to weights and :math:`\log |\det \partial w / \partial z|` of shape ``batch_shape``.
+    def constrain_with_log_det(
+        self, z: Tensor, sites: Iterable[str] | None = None
+    ) -> tuple[Weights, Tensor]:
+        r"""Map vectors to weights and :math:`\log |\det \partial w / \partial z|` of
+        shape ``batch_shape``.
 
-        :param sites: the sites to transform; default: all whose transform isn't the identity.
+        :param sites: the sites to transform; default: all whose transform isn't the
+            identity.
         """
         weights = unflatten(z, self.unconstrained_shapes)
         log_det = z.new_zeros(z.shape[:-1])
@@ -195,14 +274,21 @@ class Layout:
         """
         require_sites(weights, self.site_shapes)
         batch_shape(weights, self.site_shapes)
-        return self.flatten({site: transform.inv(weights[site]) for site, transform in self.transforms.items()})
+        return self.flatten(
+            {
+                site: transform.inv(weights[site])
+                for site, transform in self.transforms.items()
+            }
+        )
 
 
 def is_identity(transform: Transform) -> bool:
     """Return whether a transform, or each part of a composition, is the identity."""
     if isinstance(transform, IndependentTransform):
         return is_identity(transform.base_transform)
-    return isinstance(transform, ComposeTransform) and all(is_identity(part) for part in transform.parts)
+    return isinstance(transform, ComposeTransform) and all(
+        is_identity(part) for part in transform.parts
+    )
 
 
 def transform_of(site: str, fn: Distribution) -> Transform:
@@ -214,35 +300,54 @@ def transform_of(site: str, fn: Distribution) -> Transform:
     while isinstance(base, Independent | MaskedDistribution | ExpandedDistribution):
         base = base.base_dist
     if isinstance(base, Delta):
-        raise ValueError(f"site {site!r} is a Delta, which leaves nothing to sample; use pyro.deterministic")
+        raise ValueError(
+            f"site {site!r} is a Delta, which leaves nothing to sample; use "
+            "pyro.deterministic"
+        )
     try:
         support: Any = fn.support
-        if isinstance(base, ANGLES):  # whose support in Pyro is the real line, where a periodic density is improper
-            support = constraints.independent(constraints.interval(-math.pi, math.pi), len(fn.event_shape))
+        # whose support in Pyro is the real line, where a periodic density is improper
+        if isinstance(base, ANGLES):
+            support = constraints.independent(
+                constraints.interval(-math.pi, math.pi), len(fn.event_shape)
+            )
         if not support.is_discrete:
-            # PyTorch wraps the support of a mixture's components in a constraint without a transform.
+            # PyTorch wraps the support of a mixture's components in a constraint
+            # without a transform.
             if isinstance(support, constraints.MixtureSameFamilyConstraint):
                 support = support.base_constraint
             return _bijection(support)
     except NotImplementedError as error:
         raise ValueError(
-            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained values; if it isn't data, "
+            f"the support of site {site!r} ({fn}) can't be mapped to unconstrained "
+            "values; if it isn't data, "
             "reparametrise the site (pyro.poutine.reparam)"
         ) from error
     raise ValueError(
-        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them out. If it isn't data, "
-        "bound its values (a Categorical over them), or put independent ones into a pyro.plate instead of .to_event"
+        f"site {site!r} is discrete ({fn}), and Pyro can't list its values to sum them "
+        "out. If it isn't data, "
+        "bound its values (a Categorical over them), or put independent ones into a "
+        "pyro.plate instead of .to_event"
     )
 
 
 def _bijection(support: Any) -> Transform:
-    """Return PyTorch's bijection to a support, except for half-lines: an infinite upper bound counts as none, and
-    positive values aren't shifted by 0, which costs time where there are many such sites."""
+    """Return PyTorch's bijection to a support, except for half-lines: an infinite upper
+    bound counts as none, and positive values aren't shifted by 0, which costs time
+    where there are many such sites."""
     if isinstance(support, constraints.independent):
-        return IndependentTransform(_bijection(support.base_constraint), support.reinterpreted_batch_ndims)
+        return IndependentTransform(
+            _bijection(support.base_constraint), support.reinterpreted_batch_ndims
+        )
     upper = getattr(support, "upper_bound", None)
     if upper is not None and bool((as_tensor(upper) == torch.inf).all()):
         support = constraints.greater_than_eq(support.lower_bound)
-    half_line = isinstance(support, constraints.greater_than | constraints.greater_than_eq)
-    positive = half_line and isinstance(support.lower_bound, Number) and support.lower_bound == 0
+    half_line = isinstance(
+        support, constraints.greater_than | constraints.greater_than_eq
+    )
+    positive = (
+        half_line
+        and isinstance(support.lower_bound, Number)
+        and support.lower_bound == 0
+    )
     return ExpTransform() if positive else biject_to(support)

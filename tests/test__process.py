@@ -1,4 +1,6 @@
-"""Threads that change what belongs to the whole process leave it as it was, in whatever order they end."""
+"""Threads that change what belongs to the whole process leave it as it was, in whatever
+order they end.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from pyro_symmetric.discovery import UntraceableError
 
 
 class Branching(nn.Linear):
-    """Its pass depends on numbers, at which torch.export prints to standard error, warns and raises."""
+    """Its pass depends on numbers, at which torch.export prints to standard error,
+    warns and raises.
+    """
 
     def forward(self, x):
         return super().forward(x if x.sum() > 0 else -x)
@@ -41,8 +45,12 @@ def process_state():
 
 
 def networks():
-    attention = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).eval()
-    normalised = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)).eval()
+    attention = nn.TransformerEncoderLayer(
+        8, 2, 12, dropout=0.0, batch_first=True
+    ).eval()
+    normalised = nn.Sequential(
+        nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)
+    ).eval()
     return [
         (attention, torch.randn(2, 4, 8)),
         (normalised, torch.randn(4, 3)),
@@ -91,7 +99,7 @@ def test_a_forked_process_finds_nothing_changed_and_waits_for_no_thread_of_its_p
         assert os.waitpid(child, 0)[1] == 0
 
 
-# the global generators while they are forked -------------------------------------------------------------------------
+# the global generators while they are forked ------------------------------------------
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -101,7 +109,13 @@ def test_cuda_sleeps_on_during_a_run_on_the_cpu(device, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed_all", "manual_seed", "current_device"):
+    for name in (
+        "get_rng_state",
+        "set_rng_state",
+        "manual_seed_all",
+        "manual_seed",
+        "current_device",
+    ):
         monkeypatch.setattr(torch.cuda, name, refuse)
     with forked(1, device):
         torch.rand(1)
@@ -113,7 +127,8 @@ def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
     with forked(1, "cuda"):
         first = torch.rand(3, device="cuda")
     after = torch.rand(3, device="cuda")
-    with forked(2):  # seeds no GPU that it doesn't name, and puts back all that are in use
+    # seeds no GPU that it doesn't name, and puts back all that are in use
+    with forked(2):
         assert not torch.equal(torch.rand(3, device="cuda"), first)
     torch.cuda.manual_seed(5)
     assert torch.equal(torch.rand(3, device="cuda"), after)
@@ -121,7 +136,7 @@ def test_the_generator_of_the_runs_gpu_is_seeded_and_put_back():
 
 HOST = {
     "PyTorch": lambda: torch.rand(3, device="cpu").tolist(),
-    "NumPy": lambda: np.random.rand(3).tolist(),  # noqa: NPY002
+    "NumPy": lambda: np.random.rand(3).tolist(),
     "Python": lambda: [random.random() for _ in range(3)],
 }
 
@@ -133,9 +148,9 @@ def test_numbers_are_repeated_whoever_draws_them_and_no_generator_is_disturbed(d
         with forked(seed, host=True):
             found.append(draw())
     assert found[0] == found[1] != found[2]
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
     first = draw()
-    torch.manual_seed(5), np.random.seed(5), random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5), np.random.seed(5), random.seed(5)
     with contextlib.suppress(ZeroDivisionError), forked(1, host=True):
         draw()
         raise ZeroDivisionError

@@ -1,4 +1,6 @@
-"""Experiments run from one command in their quick setting, resume from their results, and can be kept on record."""
+"""Experiments run from one command in their quick setting, resume from their results,
+and can be kept on record.
+"""
 
 import json
 import os
@@ -15,7 +17,12 @@ ROOT = Path(__file__).parent.parent
 EXPERIMENTS = {
     **{
         f"experiments.gelberg_2024.{name}": ["--seeds", "2"]
-        for name in ("mixture_target", "two_weight_network", "width_study", "mode_proximity")
+        for name in (
+            "mixture_target",
+            "two_weight_network",
+            "width_study",
+            "mode_proximity",
+        )
     },
     "experiments.laurent_2024.two_blobs": ["--networks", "300"],
     "experiments.laurent_2024.two_circles": [],
@@ -39,9 +46,22 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
     def run() -> str:
-        arguments = ["--quick", "--no-progress", "--json", str(tmp_path / "results.json"), "--out", str(tmp_path)]
+        arguments = [
+            "--quick",
+            "--no-progress",
+            "--json",
+            str(tmp_path / "results.json"),
+            "--out",
+            str(tmp_path),
+        ]
         result = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.{name}", *arguments, *EXPERIMENTS[name]],
+            [
+                sys.executable,
+                "-m",
+                f"benchmarks.{name}",
+                *arguments,
+                *EXPERIMENTS[name],
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -56,14 +76,19 @@ def test_experiment_runs_and_resumes(name: str, tmp_path: Path) -> None:
     again = run()
     assert f"{len(rows)} rows taken over" in again
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
-    last, same = ([line for line in text.splitlines() if "wrote" not in line][-3:] for text in (first, again))
+    last, same = (
+        [line for line in text.splitlines() if "wrote" not in line][-3:]
+        for text in (first, again)
+    )
     assert last == same  # the same tables, from the file
 
 
 def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> None:
     from benchmarks.harness import Results
 
-    options = Namespace(json=tmp_path / "results.json", size=3, rates=[1, 2], progress=False)
+    options = Namespace(
+        json=tmp_path / "results.json", size=3, rates=[1, 2], progress=False
+    )
     asked = []
 
     def run(seed: int, rate: int) -> dict[str, int]:
@@ -74,13 +99,17 @@ def test_results_are_filled_with_the_rows_that_are_missing(tmp_path: Path) -> No
         results = Results.of(options, "size")
         results.fill(run, seed=range(seeds), rate=options.rates)
     assert asked == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert results.find(seed=1) == [{"seed": 1, "rate": rate, "sum": 1 + rate} for rate in options.rates]
+    assert results.find(seed=1) == [
+        {"seed": 1, "rate": rate, "sum": 1 + rate} for rate in options.rates
+    ]
     options.size = 4
     with pytest.raises(SystemExit, match="other settings"):
         Results.of(options, "size")
 
 
-def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_asked_for() -> None:
+def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_asked_for() -> (
+    None
+):
     import numpy as np
     import torch
 
@@ -93,10 +122,15 @@ def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_as
             sample("y", d.Normal(place[0] + place[1], scale), obs=data[0])
 
     problem = Problem(write, (np.arange(5.0),), torch.float64)
-    runs = {"ours": ours(problem, 100, 30, ps.NUTS, 2, "eager"), "pyro": pyro_run(problem, 100, 100)}
+    runs = {
+        "ours": ours(problem, 100, 30, ps.NUTS, 2, "eager"),
+        "pyro": pyro_run(problem, 100, 100),
+    }
     for name, (chains, draws) in {"ours": (2, 30), "pyro": (1, 10)}.items():
         run = runs[name]
         assert (run.draws.shape, run.draws.dtype) == ((chains, draws, 3), torch.float64)
         assert run.sampling > 0
         assert run.warmup > 0
-        assert run.row()["with warm-up"] == pytest.approx(run.row()["worst effective"] / (run.sampling + run.warmup))
+        assert run.row()["with warm-up"] == pytest.approx(
+            run.row()["worst effective"] / (run.sampling + run.warmup)
+        )

@@ -26,16 +26,23 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "cli_nets"
 
 
-def test_the_table_the_order_and_the_explanation_are_printed(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_the_order_and_the_explanation_are_printed(
+    nets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["symmetries", f"{nets}:mlp", "--input", "1,3", "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "permutation" in printed
     # 5! 4! 2^4, the last of which are the signs of the tanh units
-    assert "log |G| = 10.7: permutations and signs give 46,080 copies of every mode" in printed
+    assert (
+        "log |G| = 10.7: permutations and signs give 46,080 copies of every mode"
+        in printed
+    )
     assert "0.weight[1]" in printed
 
 
-def test_json_holds_the_whole_symmetry(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_whole_symmetry(
+    nets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["symmetries", f"{nets}:mlp", "--input", "2,3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["log_order"] == pytest.approx(4.787 + 3.178 + 2.773, abs=1e-3)
@@ -46,9 +53,11 @@ def test_json_holds_the_whole_symmetry(nets: str, capsys: pytest.CaptureFixture[
     "line",
     [
         "",
-        "--data 'csv:a b.csv' --target price --hidden 8,4 --prior-scale '2,1.*=.5' --no-prior-fan-in",
+        "--data 'csv:a b.csv' --target price --hidden 8,4 --prior-scale '2,1.*=.5' "
+        "--no-prior-fan-in",
         "--quick --methods mean-field:learning_rate=.5,hmc:chains=4 --draws 50",
-        "--data mnist --download --max-train 50 --max-test 9 --ood svhn --net optunet --seed 3 --device cpu",
+        "--data mnist --download --max-train 50 --max-test 9 --ood svhn --net optunet "
+        "--seed 3 --device cpu",
     ],
 )
 def test_the_command_in_a_report_asks_for_the_study_that_it_is_of(line: str) -> None:
@@ -60,7 +69,9 @@ def test_the_command_in_a_report_asks_for_the_study_that_it_is_of(line: str) -> 
     assert again.out == "a b"
 
 
-def without(*modules: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def without(
+    *modules: str, arguments: list[str], folder: Path
+) -> subprocess.CompletedProcess[str]:
     """The command line where these modules aren't installed."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
@@ -68,10 +79,25 @@ def without(*modules: str, arguments: list[str], folder: Path) -> subprocess.Com
     )
     environment = {**os.environ, "PYTHONPATH": f"{Path(cli.__file__).parent.parent}"}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env=environment,
+    )
 
 
-EXTRAS = ("matplotlib", "sklearn", "jinja2", "laplace", "torchvision", "arviz_plots", "torchmetrics")
+EXTRAS = (
+    "matplotlib",
+    "sklearn",
+    "jinja2",
+    "laplace",
+    "torchvision",
+    "arviz_plots",
+    "torchmetrics",
+)
 
 
 def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) -> None:
@@ -81,8 +107,12 @@ def test_the_methods_and_budgets_are_listed_without_any_extra(tmp_path: Path) ->
     assert "modes=100" in done.stdout
 
 
-def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_work(tmp_path: Path) -> None:
-    done = without("sklearn", "laplace", arguments=["compare", "--quick"], folder=tmp_path)
+def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_work(
+    tmp_path: Path,
+) -> None:
+    done = without(
+        "sklearn", "laplace", arguments=["compare", "--quick"], folder=tmp_path
+    )
     assert done.returncode == 2, done.stderr
     assert "pip install 'pyro-symmetric[study]'" in done.stderr
     assert "scikit-learn and laplace-torch" in done.stderr
@@ -92,8 +122,20 @@ def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_wo
 def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["compare", "--quick", "--data", "wine", "--methods", "mean-field,ensemble:modes=2"]
-    assert cli.main([*arguments, "--reference", "ensemble", "--out", str(tmp_path / "out")]) == 2
+    arguments = [
+        "compare",
+        "--quick",
+        "--data",
+        "wine",
+        "--methods",
+        "mean-field,ensemble:modes=2",
+    ]
+    assert (
+        cli.main(
+            [*arguments, "--reference", "ensemble", "--out", str(tmp_path / "out")]
+        )
+        == 2
+    )
     printed = capsys.readouterr()
     assert "ensemble:modes=2 gives 2 draws" in printed.err
     assert "Fitting" not in printed.out

@@ -1,4 +1,6 @@
-"""Data sets by name: splits, standardisation, and readers of scikit-learn, images, UCI folders, CSV files, pictures."""
+"""Data sets by name: splits, standardisation, and readers of scikit-learn, images, UCI
+folders, CSV files, pictures.
+"""
 
 import re
 import struct
@@ -23,23 +25,45 @@ def rows_of(x: torch.Tensor) -> set[tuple[float, ...]]:
     return {tuple(row) for row in x.flatten(1).round(decimals=4).tolist()}
 
 
-@pytest.mark.parametrize(("held", "kept"), [("auto", "01234567"), (["3", 5], "01246789")])
-def test_unstandardised_digits_are_the_original_pixels_and_each_label_stays_with_its_image(held, kept):
+@pytest.mark.parametrize(
+    ("held", "kept"), [("auto", "01234567"), (["3", 5], "01246789")]
+)
+def test_unstandardised_digits_are_the_original_pixels_and_each_label_stays_with_its_image(
+    held, kept
+):
     original = sklearn_datasets.load_digits()
     pixels_of = original.data.astype(int).tolist()
-    label_of = {tuple(row): label for row, label in zip(pixels_of, original.target, strict=True)}
+    label_of = {
+        tuple(row): label for row, label in zip(pixels_of, original.target, strict=True)
+    }
     data = datasets.load("digits", hold_out=held)
     assert (data.input_shape, data.class_names) == ((1, 8, 8), tuple(kept))
-    x, y = torch.cat([data.train_x, data.test_x, data.ood_x]), torch.cat([data.train_y, data.test_y])
-    pixels = [tuple(row) for row in ((x * data.x_scale + data.x_mean) * 16).round().flatten(1).int().tolist()]
+    x, y = (
+        torch.cat([data.train_x, data.test_x, data.ood_x]),
+        torch.cat([data.train_y, data.test_y]),
+    )
+    pixels = [
+        tuple(row)
+        for row in ((x * data.x_scale + data.x_mean) * 16)
+        .round()
+        .flatten(1)
+        .int()
+        .tolist()
+    ]
     assert sorted(pixels) == sorted(map(tuple, pixels_of))
-    assert [str(label_of[row]) for row in pixels[: len(y)]] == [kept[index] for index in y]
-    assert {str(label_of[row]) for row in pixels[len(y) :]} == set("0123456789") - set(kept)
+    assert [str(label_of[row]) for row in pixels[: len(y)]] == [
+        kept[index] for index in y
+    ]
+    assert {str(label_of[row]) for row in pixels[len(y) :]} == set("0123456789") - set(
+        kept
+    )
 
 
 def test_the_split_is_stratified_in_every_class(digits):
     train, test = torch.bincount(digits.train_y), torch.bincount(digits.test_y)
-    torch.testing.assert_close(test / (train + test), torch.full((8,), 0.2), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        test / (train + test), torch.full((8,), 0.2), atol=0.01, rtol=0
+    )
 
 
 def test_a_subset_is_stratified_and_drawn_from_the_same_training_rows(digits):
@@ -52,7 +76,9 @@ def test_a_subset_is_stratified_and_drawn_from_the_same_training_rows(digits):
 
 def test_a_seed_repeats_the_split_and_another_seed_or_split_changes_it(digits):
     torch.manual_seed(123)  # the generator's state has no part in it
-    torch.testing.assert_close(datasets.load("digits", hold_out="auto").train_x, digits.train_x, rtol=0, atol=0)
+    torch.testing.assert_close(
+        datasets.load("digits", hold_out="auto").train_x, digits.train_x, rtol=0, atol=0
+    )
     for other in ({"seed": 1}, {"split": 1}):
         changed = datasets.load("digits", hold_out="auto", **other)
         assert not torch.equal(changed.train_y, digits.train_y)
@@ -63,16 +89,24 @@ def test_tables_are_standardised_as_scikit_learn_does():
     data = datasets.load("wine", dtype=torch.float64)
     raw = data.train_x * data.x_scale + data.x_mean
     scaler = StandardScaler().fit(raw.numpy())
-    torch.testing.assert_close(data.train_x, torch.from_numpy(scaler.transform(raw.numpy())))
+    torch.testing.assert_close(
+        data.train_x, torch.from_numpy(scaler.transform(raw.numpy()))
+    )
     raw_test = data.test_x * data.x_scale + data.x_mean
-    torch.testing.assert_close(data.test_x, torch.from_numpy(scaler.transform(raw_test.numpy())))
-    assert rows_of(torch.cat([raw, raw_test])) == rows_of(torch.from_numpy(sklearn_datasets.load_wine().data))
+    torch.testing.assert_close(
+        data.test_x, torch.from_numpy(scaler.transform(raw_test.numpy()))
+    )
+    assert rows_of(torch.cat([raw, raw_test])) == rows_of(
+        torch.from_numpy(sklearn_datasets.load_wine().data)
+    )
 
 
 def test_regression_targets_return_to_the_data_s_units():
     data = datasets.load("diabetes", dtype=torch.float64)
     assert (data.task, data.num_outputs) == ("regression", 1)
-    torch.testing.assert_close(data.train_y.std(correction=0), torch.ones((), dtype=torch.float64))
+    torch.testing.assert_close(
+        data.train_y.std(correction=0), torch.ones((), dtype=torch.float64)
+    )
     targets = data.unstandardize_y(torch.cat([data.train_y, data.test_y]))
     expected = torch.from_numpy(sklearn_datasets.load_diabetes().target)
     torch.testing.assert_close(targets.sort().values, expected.sort().values)
@@ -85,9 +119,15 @@ def test_folders_of_pictures_are_read_by_class_and_serve_as_other_inputs(tmp_pat
             (tmp_path / part / name).mkdir(parents=True)
             for k in range(count):
                 colour = (200 * number, 0, 250 - 200 * number)
-                image.new("RGB", (20 + k, 12), colour).save(tmp_path / part / name / f"{k}.png")
+                image.new("RGB", (20 + k, 12), colour).save(
+                    tmp_path / part / name / f"{k}.png"
+                )
     data = datasets.load(f"images:{tmp_path}", image_size=8)
-    assert (data.train_x.shape, data.test_x.shape, data.class_names) == ((12, 3, 8, 8), (6, 3, 8, 8), ("blue", "red"))
+    assert (data.train_x.shape, data.test_x.shape, data.class_names) == (
+        (12, 3, 8, 8),
+        (6, 3, 8, 8),
+        ("blue", "red"),
+    )
     raw = data.train_x * data.x_scale + data.x_mean
     assert torch.allclose(raw[:, 0].mean((1, 2)) * 255, 200.0 * data.train_y, atol=1e-3)
     other = datasets.ood(f"images:{tmp_path / 'train'}", data)
@@ -100,9 +140,15 @@ def test_labels_are_whole_numbers_when_a_part_of_a_folder_has_no_pictures(tmp_pa
         for part in ("train", "test"):
             (tmp_path / part / name).mkdir(parents=True)
         for k in range(2):
-            image.new("RGB", (8, 8), (100 * k, 0, 0)).save(tmp_path / "train" / name / f"{k}.png")
+            image.new("RGB", (8, 8), (100 * k, 0, 0)).save(
+                tmp_path / "train" / name / f"{k}.png"
+            )
     data = datasets.load(f"images:{tmp_path}", image_size=8)
-    assert (data.train_y.tolist(), data.train_y.dtype, len(data.test_y)) == ([0, 0, 1, 1], torch.int64, 0)
+    assert (data.train_y.tolist(), data.train_y.dtype, len(data.test_y)) == (
+        [0, 0, 1, 1],
+        torch.int64,
+        0,
+    )
 
 
 def test_classes_are_held_out_only_if_that_is_asked_for():
@@ -113,8 +159,16 @@ def test_classes_are_held_out_only_if_that_is_asked_for():
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
-        ("digits", {"hold_out": range(9)}, "it must leave at least 2 of the classes of digits"),
-        ("digits", {"max_train": 5}, "too few rows: the 5 training rows lack the classes"),
+        (
+            "digits",
+            {"hold_out": range(9)},
+            "it must leave at least 2 of the classes of digits",
+        ),
+        (
+            "digits",
+            {"max_train": 5},
+            "too few rows: the 5 training rows lack the classes",
+        ),
     ],
 )
 def test_what_would_leave_out_classes_is_refused(name, arguments, sentence):
@@ -123,12 +177,18 @@ def test_what_would_leave_out_classes_is_refused(name, arguments, sentence):
 
 
 def write_idx(folder: Path, part: str, pixels: np.ndarray, labels: np.ndarray) -> None:
-    """The IDX format: magic number (type 8 = bytes, number of dimensions), big-endian sizes, bytes."""
+    """The IDX format: magic number (type 8 = bytes, number of dimensions), big-endian
+    sizes, bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     header = struct.pack(">BBBB3I", 0, 0, 8, 3, *pixels.shape)
-    (folder / f"{part}-images-idx3-ubyte").write_bytes(header + pixels.astype(np.uint8).tobytes())
+    (folder / f"{part}-images-idx3-ubyte").write_bytes(
+        header + pixels.astype(np.uint8).tobytes()
+    )
     header = struct.pack(">BBBBI", 0, 0, 8, 1, len(labels))
-    (folder / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.astype(np.uint8).tobytes())
+    (folder / f"{part}-labels-idx1-ubyte").write_bytes(
+        header + labels.astype(np.uint8).tobytes()
+    )
 
 
 @pytest.fixture
@@ -152,8 +212,12 @@ def test_the_official_parts_are_kept_and_pixels_come_back_exactly(root, pixels):
     assert data.train_y.tolist() == [i % 10 for i in range(40)]
     found = ((data.test_x * data.x_scale + data.x_mean) * 255).round().squeeze(1)
     assert torch.equal(found.long(), torch.from_numpy(pixels[40:]))
-    torch.testing.assert_close(data.x_mean.squeeze(), torch.tensor(pixels[:40].mean() / 255).float())
-    torch.testing.assert_close(data.x_scale.squeeze(), torch.tensor(pixels[:40].std() / 255).float())
+    torch.testing.assert_close(
+        data.x_mean.squeeze(), torch.tensor(pixels[:40].mean() / 255).float()
+    )
+    torch.testing.assert_close(
+        data.x_scale.squeeze(), torch.tensor(pixels[:40].std() / 255).float()
+    )
 
 
 def test_held_out_classes_come_from_the_test_part_only(root, pixels):
@@ -168,17 +232,22 @@ def test_svhn_and_cifar_arrays_are_read_channels_first(tmp_path, monkeypatch):
     datasets.import_torchvision()
     from torchvision.datasets import SVHN
 
-    pixels = np.random.default_rng(1).integers(0, 256, size=(32, 32, 3, 20), dtype=np.uint8)
+    pixels = np.random.default_rng(1).integers(
+        0, 256, size=(32, 32, 3, 20), dtype=np.uint8
+    )
     labels = np.arange(20)[:, None] % 10 + 1  # SVHN writes the digit 0 as 10
     for part in ("train", "test"):
         scipy.io.savemat(tmp_path / f"{part}_32x32.mat", {"X": pixels, "y": labels})
-    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)  # the official checksums
+    # the official checksums
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
     data = datasets.load("svhn", root=tmp_path)
     assert data.input_shape == (3, 32, 32)
     assert data.test_y[:10].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     found = ((data.test_x * data.x_scale + data.x_mean) * 255).round().long()
     assert torch.equal(found, torch.from_numpy(pixels).permute(3, 2, 0, 1).long())
-    torch.testing.assert_close(data.train_x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        data.train_x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0
+    )
 
     class Cifar:
         data, targets = pixels.transpose(3, 0, 1, 2), [0] * 20
@@ -190,8 +259,13 @@ def test_another_data_set_gives_the_inputs_from_out_of_the_distribution(root, pi
     data = datasets.ood("fashion-mnist", datasets.load("mnist", root=root), root=root)
     assert data.ood_name == "fashion-mnist"
     found = ((data.ood_x * data.x_scale + data.x_mean) * 255).round().squeeze(1).long()
-    assert sorted(found.flatten(1).tolist()) == sorted(pixels[40:].reshape(20, -1).tolist())
-    with pytest.raises(ValueError, match=r"rows of digits have shape \(1, 8, 8\), but of mnist \(1, 28, 28\)"):
+    assert sorted(found.flatten(1).tolist()) == sorted(
+        pixels[40:].reshape(20, -1).tolist()
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"rows of digits have shape \(1, 8, 8\), but of mnist \(1, 28, 28\)",
+    ):
         datasets.ood("digits", datasets.load("mnist", root=root))
 
 
@@ -200,30 +274,45 @@ def folder(tmp_path) -> Path:
     """A set of 12 rows, 3 columns; column 1 is the target; two splits."""
     folder = tmp_path / "uci" / "tiny"
     folder.mkdir(parents=True)
-    values = np.random.default_rng(0).normal(size=(12, 3)) * [1.0, 10.0, 100.0] + [0.0, 5.0, -3.0]
+    values = np.random.default_rng(0).normal(size=(12, 3)) * [1.0, 10.0, 100.0] + [
+        0.0,
+        5.0,
+        -3.0,
+    ]
     np.savetxt(folder / "data.txt", values)
-    np.savetxt(folder / "index_features.txt", [0, 2])  # as floats, as the shared files have it
+    # as floats, as the shared files have it
+    np.savetxt(folder / "index_features.txt", [0, 2])
     np.savetxt(folder / "index_target.txt", [1], fmt="%d")
     for split, test in enumerate(([0, 1, 2], [9, 4])):
         np.savetxt(folder / f"index_test_{split}.txt", test, fmt="%d")
-        np.savetxt(folder / f"index_train_{split}.txt", np.setdiff1d(np.arange(12), test), fmt="%d")
+        np.savetxt(
+            folder / f"index_train_{split}.txt",
+            np.setdiff1d(np.arange(12), test),
+            fmt="%d",
+        )
     return folder
 
 
 def load(folder: Path, **arguments) -> datasets.Dataset:
-    return datasets.load("uci/tiny", root=folder.parent.parent, dtype=torch.float64, **arguments)
+    return datasets.load(
+        "uci/tiny", root=folder.parent.parent, dtype=torch.float64, **arguments
+    )
 
 
 def test_rows_and_columns_are_those_of_the_index_files(folder):
     values = torch.from_numpy(np.loadtxt(folder / "data.txt"))
     data = load(folder, split=1)
     assert data.task == "regression"
-    torch.testing.assert_close((data.test_x * data.x_scale + data.x_mean), values[[9, 4]][:, [0, 2]])
+    torch.testing.assert_close(
+        (data.test_x * data.x_scale + data.x_mean), values[[9, 4]][:, [0, 2]]
+    )
     torch.testing.assert_close(data.unstandardize_y(data.test_y), values[[9, 4], 1])
     train = values[[0, 1, 2, 3, 5, 6, 7, 8, 10, 11]]
     torch.testing.assert_close(data.x_mean, train[:, [0, 2]].mean(0))
     torch.testing.assert_close(data.y_scale, train[:, 1].std(correction=0))
-    torch.testing.assert_close(data.train_y.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        data.train_y.mean(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0
+    )
 
 
 def test_a_constant_feature_becomes_zeros(folder):
@@ -267,12 +356,26 @@ def write(tmp_path):
 
 def lines(header: str, row: str, count: int = 20) -> str:
     """``count`` rows, ``{i}`` in each replaced by its number."""
-    return header + "\n" + "".join(row.replace("{i}", str(i)).replace("{m}", str(i % 2)) + "\n" for i in range(count))
+    return (
+        header
+        + "\n"
+        + "".join(
+            row.replace("{i}", str(i)).replace("{m}", str(i % 2)) + "\n"
+            for i in range(count)
+        )
+    )
 
 
 def test_numbers_are_features_and_fractional_targets_make_a_regression(write):
-    data = datasets.load(write(lines("a,b,y", "{i},-{i},{i}.5")), target="y", dtype=torch.float64)
-    assert (data.task, data.feature_names, len(data.train_x), len(data.test_x)) == ("regression", ("a", "b"), 16, 4)
+    data = datasets.load(
+        write(lines("a,b,y", "{i},-{i},{i}.5")), target="y", dtype=torch.float64
+    )
+    assert (data.task, data.feature_names, len(data.train_x), len(data.test_x)) == (
+        "regression",
+        ("a", "b"),
+        16,
+        4,
+    )
     a, b = (data.train_x * data.x_scale + data.x_mean).unbind(1)
     torch.testing.assert_close(a, -b)
     torch.testing.assert_close(data.unstandardize_y(data.train_y), a + 0.5)
@@ -288,11 +391,16 @@ def test_words_and_few_whole_numbers_make_a_classification(write):
 
 
 def test_out_of_distribution_rows_are_taken_by_their_columns_names(write, tmp_path):
-    like = datasets.load(write(lines("a,b,y", "{i},{m},{i}.5")), target="y", dtype=torch.float64)
+    like = datasets.load(
+        write(lines("a,b,y", "{i},{m},{i}.5")), target="y", dtype=torch.float64
+    )
     other = tmp_path / "other.csv"
     other.write_text("b,a\n1,7\n2,7\n")
     rows = datasets.ood(f"csv:{other}", like)
-    assert sorted((rows.ood_x * rows.x_scale + rows.x_mean).round().tolist()) == [[7.0, 1.0], [7.0, 2.0]]
+    assert sorted((rows.ood_x * rows.x_scale + rows.x_mean).round().tolist()) == [
+        [7.0, 1.0],
+        [7.0, 2.0],
+    ]
     other.write_text("a\n7\n8\n")
     with pytest.raises(ValueError, match=r"columns expected but not found: \['b'\]"):
         datasets.ood(f"csv:{other}", like)

@@ -1,7 +1,8 @@
-"""Every public name has an example in its docstring, which runs by itself and prints what it says.
+"""Every public name has an example in its docstring, which runs by itself and prints
+what it says.
 
-An example takes ``torch``, ``nn``, ``pyro``, ``dist`` and ``ps`` as imported, as the site's API page says; whatever
-else it needs, it brings. It runs in an empty folder.
+An example takes ``torch``, ``nn``, ``pyro``, ``dist`` and ``ps`` as imported, as the
+site's API page says; whatever else it needs, it brings. It runs in an empty folder.
 """
 
 import doctest
@@ -37,10 +38,16 @@ def _nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", [*ps.__all__, *IN_ROOMS])
-def test_the_example_of_a_public_name_runs_by_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_a_public_name_runs_by_itself(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = operator.attrgetter(name)(ps).__doc__ or ""
-    example = doctest.DocTestParser().get_doctest(text, dict(IMPORTED), name, None, None)
+    example = doctest.DocTestParser().get_doctest(
+        text, dict(IMPORTED), name, None, None
+    )
     assert example.examples, f"the docstring of {name} has no example"
-    assert any(name in line.source for line in example.examples), f"the example of {name} doesn't use it"
+    assert any(name in line.source for line in example.examples), (
+        f"the example of {name} doesn't use it"
+    )
     failed = doctest.DocTestRunner().run(example).failed
     assert failed == 0, capsys.readouterr().out

@@ -1,8 +1,8 @@
 """The floors of the package: a room imports only from rooms on the floors below it.
 
-Every module and every package at the top of ``pyro_symmetric`` is a room and stands on one floor. Rooms of one floor
-don't know each other. An import counts wherever it stands: at the top of a module, inside a function, or under
-``TYPE_CHECKING``.
+Every module and every package at the top of ``pyro_symmetric`` is a room and stands on
+one floor. Rooms of one floor don't know each other. An import counts wherever it
+stands: at the top of a module, inside a function, or under ``TYPE_CHECKING``.
 """
 
 import grimp
@@ -57,10 +57,15 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize(("inside", "floors"), [("", FLOORS), *INSIDE.items()], ids=["package", *INSIDE])
+@pytest.mark.parametrize(
+    ("inside", "floors"), [("", FLOORS), *INSIDE.items()], ids=["package", *INSIDE]
+)
 def test_rooms_import_only_from_the_floors_below(inside, floors):
     whole = ".".join(filter(None, ["pyro_symmetric", inside]))
     rooms = {name.removeprefix(f"{whole}.") for name in GRAPH.find_children(whole)}
     assert sorted(room for floor in floors for room in floor) == sorted(rooms)
     layers = [set(floor) for floor in reversed(floors)]
-    assert GRAPH.find_illegal_dependencies_for_layers(layers=layers, containers={whole}) == set()
+    assert (
+        GRAPH.find_illegal_dependencies_for_layers(layers=layers, containers={whole})
+        == set()
+    )

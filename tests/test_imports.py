@@ -4,7 +4,17 @@ import json
 import subprocess
 import sys
 
-SLOW = {"arviz_base", "arviz_stats", "matplotlib", "pandas", "scipy.stats", "sklearn", "sympy", "torchvision", "xarray"}
+SLOW = {
+    "arviz_base",
+    "arviz_stats",
+    "matplotlib",
+    "pandas",
+    "scipy.stats",
+    "sklearn",
+    "sympy",
+    "torchvision",
+    "xarray",
+}
 PROGRAM = """
 import json, sys
 import pyro
@@ -15,7 +25,13 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def test_importing_the_package_loads_no_tables_no_figures_and_no_arviz():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     loaded = set(json.loads(done.stdout))
     assert "pyro_symmetric" in loaded
     assert not loaded & SLOW

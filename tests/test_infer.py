@@ -1,4 +1,6 @@
-"""The door for those who come from ``pyro.infer``: what it asks of ``sample``, and what it makes of the draws."""
+"""The door for those who come from ``pyro.infer``: what it asks of ``sample``, and what
+it makes of the draws.
+"""
 
 import functools
 import math
@@ -28,10 +30,12 @@ def positive(rate=1.0):
 
 def standard_errors_off(draws, truth, deviation):
     """The distance of the mean of chains' draws from the truth, in standard errors."""
-    return abs(float(draws.mean()) - truth) / (deviation / float(chain_statistics(draws).ess_bulk) ** 0.5)
+    return abs(float(draws.mean()) - truth) / (
+        deviation / float(chain_statistics(draws).ess_bulk) ** 0.5
+    )
 
 
-# draws --------------------------------------------------------------------------------------------------------------
+# draws --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", [HMC, functools.partial(NUTS, full_mass=True)])
@@ -45,18 +49,29 @@ def test_draws_are_those_of_the_posterior(kernel):
     draws = mcmc.get_samples(group_by_chain=True)["mean"]
     assert draws.shape == (16, 100)
     assert standard_errors_off(draws, truth, deviation) < 4
-    assert standard_errors_off((draws - truth).square(), deviation**2, math.sqrt(2) * deviation**2) < 4
+    assert (
+        standard_errors_off(
+            (draws - truth).square(), deviation**2, math.sqrt(2) * deviation**2
+        )
+        < 4
+    )
 
 
 def test_our_own_kernels_are_run_as_sample_runs_them():
-    y, ours, options = torch.randn(5), ps.NUTS(conjugate), {"num_chains": 3, "seed": 4, "engine": "eager"}
+    y, ours, options = (
+        torch.randn(5),
+        ps.NUTS(conjugate),
+        {"num_chains": 3, "seed": 4, "engine": "eager"},
+    )
     found = ps.MCMC(ours, 20, 30, disable_progbar=True, **options).run(y)
-    expected = ps.sample(ours, y, num_samples=20, num_warmup=30, progress=False, **options)
+    expected = ps.sample(
+        ours, y, num_samples=20, num_warmup=30, progress=False, **options
+    )
     assert torch.equal(found.samples["mean"], expected.samples["mean"])
     assert found.source.args == (y,)
 
 
-# what Pyro's kernels are asked for ----------------------------------------------------------------------------------
+# what Pyro's kernels are asked for ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +89,7 @@ def test_the_length_of_trajectories_is_pyros(asked, length):
     assert HMC(conjugate, **asked).trajectory_length == pytest.approx(length)
 
 
-# what is made of the draws ------------------------------------------------------------------------------------------
+# what is made of the draws ------------------------------------------------------------
 
 
 def test_diagnostics_have_pyros_form():
@@ -87,7 +102,11 @@ def test_diagnostics_have_pyros_form():
     assert torch.equal(found["scale"]["r_hat"], statistics.r_hat)
     assert found["scale"]["r_hat"].shape == (3,)
     assert found["shift"]["n_eff"].shape == ()
-    assert found["divergences"].keys() == found["acceptance rate"].keys() == {"chain 0", "chain 1"}
+    assert (
+        found["divergences"].keys()
+        == found["acceptance rate"].keys()
+        == {"chain 0", "chain 1"}
+    )
 
 
 def test_it_has_what_predictive_and_arvizs_from_pyro_read():
@@ -97,10 +116,12 @@ def test_it_has_what_predictive_and_arvizs_from_pyro_read():
     trace = pyro.poutine.trace(mcmc.kernel.model).get_trace(*mcmc._args, **mcmc._kwargs)
     assert trace.nodes["y"]["value"] is y
     assert pyro.infer.Predictive(conjugate, mcmc.get_samples())(y)["y"].shape == (10, 4)
-    assert (mcmc.num_chains, mcmc.num_samples) == mcmc.get_samples(group_by_chain=True)["mean"].shape
+    assert (mcmc.num_chains, mcmc.num_samples) == mcmc.get_samples(group_by_chain=True)[
+        "mean"
+    ].shape
 
 
-# whose arguments they are -------------------------------------------------------------------------------------------
+# whose arguments they are -------------------------------------------------------------
 
 
 def test_all_arguments_of_run_are_the_models():

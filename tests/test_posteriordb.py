@@ -1,4 +1,6 @@
-"""The judgement of the benchmark on posteriordb is right, and so are the recurrences of its models."""
+"""The judgement of the benchmark on posteriordb is right, and so are the recurrences of
+its models.
+"""
 
 from pathlib import Path
 
@@ -17,15 +19,24 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recurrences_are_those_of_a_loop():
     from benchmarks.posteriordb.models import filtered, log_product
 
-    b, a, value, expected = torch.randn(13, dtype=torch.float64), torch.tensor(-0.7, dtype=torch.float64), 0.0, []
+    b, a, value, expected = (
+        torch.randn(13, dtype=torch.float64),
+        torch.tensor(-0.7, dtype=torch.float64),
+        0.0,
+        [],
+    )
     for entry in b.tolist():
         value = -0.7 * value + entry
         expected.append(value)
     np.testing.assert_allclose(filtered(torch, a, b).numpy(), expected)
     for length in (1, 2, 7, 8):
-        theta, emissions = np.array([[0.9, 0.1], [0.4, 0.6]]), np.random.default_rng(0).normal(size=(length, 2))
+        theta, emissions = (
+            np.array([[0.9, 0.1], [0.4, 0.6]]),
+            np.random.default_rng(0).normal(size=(length, 2)),
+        )
         factors = torch.as_tensor(np.log(theta) + emissions[:, None, :])
-        found = torch.logsumexp(log_product(torch, factors)[1], 0).item()  # from the second state
+        # from the second state
+        found = torch.logsumexp(log_product(torch, factors)[1], 0).item()
         gamma = np.array([0.0, 1.0])
         for emission in emissions:
             gamma = gamma @ theta * np.exp(emission)
@@ -34,7 +45,9 @@ def test_recurrences_are_those_of_a_loop():
 
 @pytest.mark.stochastic
 def test_standard_errors_are_those_of_repeated_runs():
-    """Of 500 runs; their deviation is known to 3.2 %, so 5 deviations are 16 %: a false alarm in a million."""
+    """Of 500 runs; their deviation is known to 3.2 %, so 5 deviations are 16 %: a false
+    alarm in a million.
+    """
     from benchmarks.posteriordb.accuracy import Moments, distances
 
     generator = np.random.default_rng(int(torch.randint(2**31, ())))
@@ -47,6 +60,7 @@ def test_standard_errors_are_those_of_repeated_runs():
     means, spread = distances(found, exact)
     assert means.std() == pytest.approx(1, abs=0.16)
     assert spread.std() == pytest.approx(1, abs=0.16)
-    np.testing.assert_allclose(found.mean_error.mean(), np.sqrt(3 / 4000), rtol=0.05)  # (1 + a) / (1 - a) = 3
+    # (1 + a) / (1 - a) = 3
+    np.testing.assert_allclose(found.mean_error.mean(), np.sqrt(3 / 4000), rtol=0.05)
     shifted, _ = distances(Moments.of(chains + 1), exact)
     assert shifted.min() > 10

@@ -16,12 +16,17 @@ from pyro_symmetric.posterior.predict import predict
 
 @pytest.fixture
 def model() -> BayesianModel:
-    return BayesianModel(nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), num_data=9)
+    return BayesianModel(
+        nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), num_data=9
+    )
 
 
 @pytest.fixture
 def posterior(model) -> Posterior:
-    return Posterior({name: prior.sample((2, 6)) for name, prior in model.priors().items()}, kind="chains")
+    return Posterior(
+        {name: prior.sample((2, 6)) for name, prior in model.priors().items()},
+        kind="chains",
+    )
 
 
 @pytest.fixture
@@ -31,7 +36,12 @@ def x() -> torch.Tensor:
 
 def one_by_one(model, weights, x):
     count = len(next(iter(weights.values())))
-    pieces = [torch.func.functional_call(model.net, {k: v[s] for k, v in weights.items()}, (x,)) for s in range(count)]
+    pieces = [
+        torch.func.functional_call(
+            model.net, {k: v[s] for k, v in weights.items()}, (x,)
+        )
+        for s in range(count)
+    ]
     return torch.stack(pieces)
 
 
@@ -57,38 +67,63 @@ def test_what_is_taken_at_once_changes_nothing_and_weights_keep_their_batch_shap
     expected = one_by_one(model, posterior.get_samples(), x)
     assert torch.allclose(predict(posterior, model, x), expected, atol=1e-6)
     assert torch.allclose(predict(posterior, model.net, x), expected, atol=1e-6)
-    assert torch.allclose(predict(posterior, model, x, kind="mean"), expected.softmax(-1), atol=1e-6)
+    assert torch.allclose(
+        predict(posterior, model, x, kind="mean"), expected.softmax(-1), atol=1e-6
+    )
     average = predict(posterior, model, x, kind="mean", average=True)
     assert torch.allclose(average, expected.softmax(-1).double().mean(0), atol=1e-6)
     labels = torch.randint(3, (9,))
     chunked = predict(posterior.samples, model, x, labels, kind="log_likelihood")["y"]
-    assert torch.allclose(chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5)
+    assert torch.allclose(
+        chunked, model.log_likelihood(posterior.samples, x, labels), atol=1e-5
+    )
     by_chain = predict(posterior.samples, model, x)
     assert by_chain.shape == (2, 6, 9, 3)
     assert torch.equal(by_chain.flatten(0, 1), predict(posterior, model, x))
-    assert torch.allclose(predict(posterior, model, x, num_samples=4), expected[2::3], atol=1e-6)
+    assert torch.allclose(
+        predict(posterior, model, x, num_samples=4), expected[2::3], atol=1e-6
+    )
     single = {site: value[1, 2] for site, value in posterior.samples.items()}
     assert torch.allclose(predict(single, model, x), by_chain[1, 2], atol=1e-6)
     lines = draws["w"] @ x.T
     assert torch.allclose(predict(draws, regression, x), lines, atol=1e-6)
-    assert torch.allclose(predict(draws, regression, x, kind="mean")["y"], lines, atol=1e-6)
+    assert torch.allclose(
+        predict(draws, regression, x, kind="mean")["y"], lines, atol=1e-6
+    )
     average = predict(draws, regression, x, kind="mean", average=True)["y"]
     assert torch.allclose(average, lines.double().mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_draws_are_predicted_with_their_own_running_statistics(x, wrapped):
-    net = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).eval()
-    sites = {name: value for name, value in net.state_dict().items() if value.is_floating_point()}
+    net = nn.Sequential(
+        nn.Linear(2, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)
+    ).eval()
+    sites = {
+        name: value
+        for name, value in net.state_dict().items()
+        if value.is_floating_point()
+    }
     draws = {name: torch.rand(4, *value.shape) + 0.5 for name, value in sites.items()}
     expected = torch.stack(
-        [torch.func.functional_call(net, {name: value[s] for name, value in draws.items()}, (x,)) for s in range(4)]
+        [
+            torch.func.functional_call(
+                net, {name: value[s] for name, value in draws.items()}, (x,)
+            )
+            for s in range(4)
+        ]
     )
     model = BayesianModel(net) if wrapped else net
     assert torch.allclose(predict(draws, model, x), expected, atol=1e-5)
     parameters = {name: value for name, value in draws.items() if "running" not in name}
-    own = {name: value.expand(4, *value.shape) for name, value in net.named_buffers() if value.is_floating_point()}
-    assert torch.equal(predict(parameters, model, x), predict(parameters | own, model, x))
+    own = {
+        name: value.expand(4, *value.shape)
+        for name, value in net.named_buffers()
+        if value.is_floating_point()
+    }
+    assert torch.equal(
+        predict(parameters, model, x), predict(parameters | own, model, x)
+    )
     assert not torch.allclose(predict(parameters, model, x), expected, atol=1e-2)
 
 
@@ -96,11 +131,16 @@ def test_draws_are_predicted_with_their_own_running_statistics(x, wrapped):
 def test_samples_follow_the_likelihood_of_their_draw():
     model = BayesianModel(nn.Linear(1, 1), likelihood="gaussian")
     scales = torch.tensor([0.1, 10.0])
-    weights = {"weight": torch.zeros(2, 1, 1), "bias": torch.tensor([[1.0], [-2.0]]), "noise_scale": scales}
+    weights = {
+        "weight": torch.zeros(2, 1, 1),
+        "bias": torch.tensor([[1.0], [-2.0]]),
+        "noise_scale": scales,
+    }
     y = predict(weights, model, torch.zeros(4000, 1), kind="samples")
     assert y.shape == (2, 4000, 1)
     y = y.squeeze(-1)
-    # Five standard errors of means and deviations of 4,000 normal draws: false alarm below 1e-5.
+    # Five standard errors of means and deviations of 4,000 normal draws: false alarm
+    # below 1e-5.
     assert torch.allclose(y.mean(1), torch.tensor([1.0, -2.0]), atol=5 * 10 / 4000**0.5)
     assert torch.allclose(y.std(1) / scales, torch.ones(2), atol=5 / 8000**0.5)
 
@@ -113,7 +153,9 @@ def test_a_guide_is_asked_for_draws(model, x):
 
 
 def test_a_network_is_evaluated_in_eval_mode_and_left_alone(x):
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1))
+    net = nn.Sequential(
+        nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1)
+    )
     weights = {name: torch.randn(4, *p.shape) for name, p in net.named_parameters()}
     first, again = predict(weights, net, x), predict(weights, net, x)
     assert torch.allclose(first, again, atol=1e-6)
@@ -134,12 +176,17 @@ def test_convolutions_and_several_inputs():
     weights = {name: torch.randn(5, *p.shape) for name, p in net.named_parameters()}
     image, shift = torch.randn(4, 2, 6, 6), torch.randn(4, 1)
     expected = [
-        torch.func.functional_call(net, {k: v[s] for k, v in weights.items()}, (image, shift)) for s in range(5)
+        torch.func.functional_call(
+            net, {k: v[s] for k, v in weights.items()}, (image, shift)
+        )
+        for s in range(5)
     ]
-    assert torch.allclose(predict(weights, net, image, shift), torch.stack(expected), atol=1e-5)
+    assert torch.allclose(
+        predict(weights, net, image, shift), torch.stack(expected), atol=1e-5
+    )
 
 
-# any Pyro model -----------------------------------------------------------------------------------------------------
+# any Pyro model -----------------------------------------------------------------------
 
 
 @pytest.mark.stochastic
@@ -187,12 +234,19 @@ def test_a_model_that_cannot_be_mapped_is_run_draw_by_draw_with_a_warning(x):
 def test_log_likelihood_of_every_row(draws, x):
     y = torch.randn(9)
     found = predict(draws, regression, x, y, kind="log_likelihood")
-    assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y), atol=1e-4)
+    assert torch.allclose(
+        found["y"],
+        dist.Normal(draws["w"] @ x.T, draws["scale"][:, None]).log_prob(y),
+        atol=1e-4,
+    )
 
 
 def test_what_nothing_can_be_predicted_of_is_named(posterior, model, x):
     for call, message in (
-        (lambda: predict(posterior, model.net, x, kind="mean"), "a bare network has no likelihood"),
+        (
+            lambda: predict(posterior, model.net, x, kind="mean"),
+            "a bare network has no likelihood",
+        ),
         (lambda: predict({"u": torch.zeros(3)}, regression, x), "none of the sites"),
         (lambda: predict(posterior.select(draws=slice(0)), model, x), "no draws"),
     ):
@@ -212,7 +266,11 @@ def test_draws_on_the_cpu_meet_data_on_the_device(device):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(w * x, 1.0), obs=y)
 
-    x, y, w = torch.randn(5, device=device), torch.randn(5, device=device), torch.randn(3, device="cpu")
+    x, y, w = (
+        torch.randn(5, device=device),
+        torch.randn(5, device=device),
+        torch.randn(3, device="cpu"),
+    )
     found = predict({"w": w}, line, x, y, kind="log_likelihood")["y"]
     expected = dist.Normal(w[:, None] * x.cpu(), 1.0).log_prob(y.cpu())
     torch.testing.assert_close(found.cpu(), expected)
@@ -232,13 +290,17 @@ def test_the_mean_of_a_categorical_site_are_its_probabilities():
 def in_random_parts(x, y=None, rows=2):
     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
     with pyro.plate("data", len(x), subsample_size=rows) as index:
-        pyro.sample("y", dist.Normal(x[index] @ w, 1.0), obs=None if y is None else y[index])
+        pyro.sample(
+            "y", dist.Normal(x[index] @ w, 1.0), obs=None if y is None else y[index]
+        )
     return x @ w
 
 
 def test_predictions_of_rows_that_a_plate_draws_anew_are_refused(draws, x):
     for kind in ("outputs", "mean", "samples"):
-        with pytest.raises(ValueError, match=r"'data'.* draw other rows.*without subsample_size"):
+        with pytest.raises(
+            ValueError, match=r"'data'.* draw other rows.*without subsample_size"
+        ):
             predict(draws, in_random_parts, x, kind=kind)
     with pytest.raises(ValueError, match="other rows"):
         predict(draws, in_random_parts, x, torch.randn(9), kind="log_likelihood")
@@ -256,14 +318,22 @@ def test_deterministic_sites_are_computed_anew_and_are_no_data(draws, x):
     y = torch.randn(9)
     found = predict(draws, model, x, y, kind="log_likelihood")
     assert list(found) == ["y"]
-    assert torch.allclose(found["y"], dist.Normal(draws["w"] @ x.T, 1.0).log_prob(y), atol=1e-5)
-    stale = {**draws, "mean": torch.zeros(len(draws["w"]), 4), "error": torch.zeros(len(draws["w"]))}
+    assert torch.allclose(
+        found["y"], dist.Normal(draws["w"] @ x.T, 1.0).log_prob(y), atol=1e-5
+    )
+    stale = {
+        **draws,
+        "mean": torch.zeros(len(draws["w"]), 4),
+        "error": torch.zeros(len(draws["w"])),
+    }
     for kind in ("mean", "samples"):
         predicted = predict(stale, model, x, kind=kind)
         assert set(predicted) == {"mean", "y", "error"}
         for site in ("mean", "error"):  # without targets, the error is the mean
             assert torch.allclose(predicted[site], draws["w"] @ x.T, atol=1e-5)
-    assert torch.allclose(predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5)
+    assert torch.allclose(
+        predict(stale, model, x, kind="mean")["y"], draws["w"] @ x.T, atol=1e-5
+    )
 
 
 def test_masked_observations_have_no_density() -> None:
@@ -274,18 +344,28 @@ def test_masked_observations_have_no_density() -> None:
         with pyro.plate("rows", len(y)), poutine.mask(mask=kept):
             pyro.sample("y", dist.Normal(mu, 1.0, validate_args=False), obs=y)
 
-    found = predict({"mu": torch.tensor([0.0, 1.0])}, masked, y, kind="log_likelihood")["y"]
-    torch.testing.assert_close(found[:, 0], dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y[0]))
+    found = predict({"mu": torch.tensor([0.0, 1.0])}, masked, y, kind="log_likelihood")[
+        "y"
+    ]
+    torch.testing.assert_close(
+        found[:, 0], dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y[0])
+    )
     assert torch.equal(found[:, 1:], torch.zeros(2, 2))
 
 
 def test_a_model_with_an_improper_prior_predicts(x) -> None:
     def flat(x: Tensor, y: Tensor | None = None) -> None:
-        w = pyro.sample("w", dist.ImproperUniform(dist.constraints.positive, (2,), ()).to_event(1))
+        w = pyro.sample(
+            "w", dist.ImproperUniform(dist.constraints.positive, (2,), ()).to_event(1)
+        )
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
 
     w = torch.rand(6, 2)
-    torch.testing.assert_close(predict({"w": w}, flat, x, kind="mean", progress=False)["y"], w @ x.T)
-    found = predict({"w": w}, flat, x, x[:, 0], kind="log_likelihood", progress=False)["y"]
+    torch.testing.assert_close(
+        predict({"w": w}, flat, x, kind="mean", progress=False)["y"], w @ x.T
+    )
+    found = predict({"w": w}, flat, x, x[:, 0], kind="log_likelihood", progress=False)[
+        "y"
+    ]
     torch.testing.assert_close(found, dist.Normal(w @ x.T, 0.5).log_prob(x[:, 0]))

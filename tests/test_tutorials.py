@@ -1,6 +1,8 @@
-"""Every tutorial runs from top to bottom, in a short setting, and holds the outputs of a full run.
+"""Every tutorial runs from top to bottom, in a short setting, and holds the outputs of
+a full run.
 
-The short setting is in the metadata of cells, out of a reader's sight: what ``short`` holds runs after its cell.
+The short setting is in the metadata of cells, out of a reader's sight: what ``short``
+holds runs after its cell.
 """
 
 import re
@@ -26,10 +28,15 @@ torch.set_default_dtype(torch.float32)
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookClient]:
-    """One process for all notebooks, which import the same: nothing of one is left for the next, see ``CLEAR``."""
+    """One process for all notebooks, which import the same: nothing of one is left for
+    the next, see ``CLEAR``.
+    """
     metadata = {"path": str(tmp_path_factory.mktemp("tutorials"))}
     client = NotebookClient(
-        nbformat.v4.new_notebook(), timeout=300, kernel_name="python3", resources={"metadata": metadata}
+        nbformat.v4.new_notebook(),
+        timeout=300,
+        kernel_name="python3",
+        resources={"metadata": metadata},
     )
     with client.setup_kernel():
         yield client
@@ -42,7 +49,8 @@ def shortened(cells: list[nbformat.NotebookNode]) -> Iterator[nbformat.NotebookN
             yield nbformat.v4.new_code_cell("\n".join(cell.metadata["short"]))
 
 
-@pytest.mark.filterwarnings("ignore")  # of Jupyter's own machinery; the notebook runs in a process of its own
+# of Jupyter's own machinery; the notebook runs in a process of its own
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_tutorial_runs(path: Path, client: NotebookClient) -> None:
     client.nb = nbformat.read(path, as_version=4)
@@ -52,10 +60,21 @@ def test_tutorial_runs(path: Path, client: NotebookClient) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_tutorial_holds_its_outputs(path: Path) -> None:
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    cells = [
+        cell
+        for cell in nbformat.read(path, as_version=4).cells
+        if cell.cell_type == "code"
+    ]
     assert all(cell.execution_count for cell in cells), "run it in full and save it"
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    texts = [f"{output.get('text', '')}{output.get('data', {}).get('text/plain', '')}" for output in outputs]
-    assert not [path for text in texts for path in re.findall(r"(?<![\w./…])/[\w.+-]+/[\w.+/-]+", text)], "a folder"
+    texts = [
+        f"{output.get('text', '')}{output.get('data', {}).get('text/plain', '')}"
+        for output in outputs
+    ]
+    assert not [
+        path
+        for text in texts
+        for path in re.findall(r"(?<![\w./…])/[\w.+-]+/[\w.+/-]+", text)
+    ], "a folder"

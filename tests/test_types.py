@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 TREE = Path(__file__).parent.parent
-PAGES = (TREE / "README.md", TREE / "docs" / "index.md", *sorted((TREE / "docs" / "how-to").glob("*.md")))
+PAGES = (
+    TREE / "README.md",
+    TREE / "docs" / "index.md",
+    *sorted((TREE / "docs" / "how-to").glob("*.md")),
+)
 OTHERS = "pyro.*,pandas.*,scipy.*,sklearn.*,arviz_plots.*,matplotlib.*,xarray.*,distributed.*,torchvision.*"
 CONFIG = f"[mypy]\ncheck_untyped_defs = true\n[mypy-{OTHERS}]\nignore_missing_imports = true\nfollow_imports = skip\n"
 RETURNS = """
@@ -31,11 +35,28 @@ def check(net: nn.Module, posterior: ps.Posterior, symmetry: ps.Symmetry, weight
 def test_a_users_type_checker_finds_nothing_in_the_pages_code(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     for page in PAGES:
-        if blocks := re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-            (tmp_path / f"page_{page.stem.replace('-', '_')}.py").write_text("\n".join(blocks), encoding="utf-8")
+        if blocks := re.findall(
+            r"^```python\n(.*?)^```",
+            page.read_text(encoding="utf-8"),
+            re.DOTALL | re.MULTILINE,
+        ):
+            (tmp_path / f"page_{page.stem.replace('-', '_')}.py").write_text(
+                "\n".join(blocks), encoding="utf-8"
+            )
     (tmp_path / "returns.py").write_text(RETURNS)
     (tmp_path / "mypy.ini").write_text(CONFIG)
-    command = [sys.executable, "-m", "mypy", *sorted(path.name for path in tmp_path.glob("*.py"))]
-    options = {"cwd": tmp_path, "env": {**os.environ, "MYPYPATH": str(TREE)}, "timeout": 300}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        *sorted(path.name for path in tmp_path.glob("*.py")),
+    ]
+    options = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "MYPYPATH": str(TREE)},
+        "timeout": 300,
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,11 @@
-"""Draw the README's second figure: a mean-field guide between two copies of a mode, and its symmetrised twin.
+"""Draw the README's second figure: a mean-field guide between two copies of a mode, and
+its symmetrised twin.
 
     python tools/guide_figure.py docs/_static/guides.svg
 
-The posterior of a network with two weights (Gelberg et al. 2024, section 5.1), by quadrature; ellipses are two standard
-deviations of guides that stock SVI has fitted from one start.
+The posterior of a network with two weights (Gelberg et al. 2024, section 5.1), by
+quadrature; ellipses are two standard deviations of guides that stock SVI has fitted
+from one start.
 """
 
 from __future__ import annotations
@@ -51,28 +53,55 @@ def main(path: Path) -> None:
     figure = Figure(figsize=(6.6, 3.1), layout="constrained")
     axis = torch.linspace(-1.8, 1.8, 101)
     grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
-    density = model.log_joint({"hidden.weight": grid.reshape(-1, 2, 1)}, x, y).exp().reshape(101, 101)
+    density = (
+        model.log_joint({"hidden.weight": grid.reshape(-1, 2, 1)}, x, y)
+        .exp()
+        .reshape(101, 101)
+    )
     guides = {
         "mean-field": AutoDiagonalNormal(model, **options),
         "symmetrised": ps.AutoSymmetrized(model, group, **options),
     }
     for ax, (name, guide) in zip(figure.subplots(1, 2), guides.items(), strict=True):
         optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.01 ** (1 / STEPS)})
-        loss = Trace_ELBO(num_particles=32, vectorize_particles=True, max_plate_nesting=1)
+        loss = Trace_ELBO(
+            num_particles=32, vectorize_particles=True, max_plate_nesting=1
+        )
         svi = SVI(model, guide, optimiser, loss)
         for _ in range(STEPS):
             svi.step(x, y)
-        base = guide.get_posterior() if name == "mean-field" else guide.base.get_posterior()
+        base = (
+            guide.get_posterior()
+            if name == "mean-field"
+            else guide.base.get_posterior()
+        )
         mean, scale = base.mean.tolist(), base.stddev.tolist()
-        ax.contour(axis, axis, density / density.max(), levels=[0.1, 0.3, 0.5, 0.7, 0.9], colors=GREY, linewidths=0.8)
-        copies = [(mean, scale)] if name == "mean-field" else [(mean, scale), (mean[::-1], scale[::-1])]
+        ax.contour(
+            axis,
+            axis,
+            density / density.max(),
+            levels=[0.1, 0.3, 0.5, 0.7, 0.9],
+            colors=GREY,
+            linewidths=0.8,
+        )
+        copies = (
+            [(mean, scale)]
+            if name == "mean-field"
+            else [(mean, scale), (mean[::-1], scale[::-1])]
+        )
         for (m, s), dash in zip(copies, ("solid", "dashed"), strict=False):
             colour = RED if name == "mean-field" else BLUE
-            ax.add_patch(Ellipse(m, 4 * s[0], 4 * s[1], fill=False, lw=2, ls=dash, edgecolor=colour))
+            ax.add_patch(
+                Ellipse(
+                    m, 4 * s[0], 4 * s[1], fill=False, lw=2, ls=dash, edgecolor=colour
+                )
+            )
             ax.plot(*m, marker="o", color=colour)
         elbo = -sum(loss.loss(model, guide, x, y) for _ in range(200)) / 200
         ax.set(aspect="equal", xticks=[], yticks=[], xlabel="$w_1$", ylabel="$w_2$")
-        ax.set_title(f"{name}: ELBO {elbo:.2f}".replace("-1", "\N{MINUS SIGN}1"), color=GREY)
+        ax.set_title(
+            f"{name}: ELBO {elbo:.2f}".replace("-1", "\N{MINUS SIGN}1"), color=GREY
+        )
         for part in (ax.xaxis.label, ax.yaxis.label, *ax.spines.values()):
             part.set_color(GREY)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "guides"}):

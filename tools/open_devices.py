@@ -1,10 +1,12 @@
-"""List the calls of a package's sources that make a tensor or a generator, and don't say on which device.
+"""List the calls of a package's sources that make a tensor or a generator, and don't
+say on which device.
 
     python tools/open_devices.py pyro_symmetric
 
-Such a call follows ``torch.set_default_device``: under a GPU's, tables meant for the CPU land on the GPU, and beside
-weights on another device the call fails. ``device=None`` counts as said: the default is then meant. The exit status is
-1 if there are any.
+Such a call follows ``torch.set_default_device``: under a GPU's, tables meant for the
+CPU land on the GPU, and beside weights on another device the call fails.
+``device=None`` counts as said: the default is then meant. The exit status is 1 if there
+are any.
 """
 
 from __future__ import annotations
@@ -69,9 +71,16 @@ def main(folders: list[str]) -> int:
     if not files:
         print(f"{folders} hold no Python files", file=sys.stderr)
         return 2
-    found = [f"{file}:{line}" for file in files for line in sorted(open_calls(file.read_text(encoding="utf-8")))]
+    found = [
+        f"{file}:{line}"
+        for file in files
+        for line in sorted(open_calls(file.read_text(encoding="utf-8")))
+    ]
     for place in found:
-        print(f"{place}: say on which device (device=..., or new_zeros, zeros_like and the like)")
+        print(
+            f"{place}: say on which device (device=..., or new_zeros, zeros_like and "
+            "the like)"
+        )
     return int(bool(found))
 
 

@@ -1,13 +1,16 @@
-"""Alignment of networks: planted elements are found again, and the time that it takes by width.
+"""Alignment of networks: planted elements are found again, and the time that it takes
+by width.
 
-    python -m benchmarks.performance.alignment planted  # 10 trials for each of nine architectures; five minutes
-    python -m benchmarks.performance.alignment planted --markdown docs/reference/planted.md
-    python -m benchmarks.performance.alignment timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4
-    python -m benchmarks.performance.alignment timing --widths --channels 4 16 64  # ResNet-20s instead
+    python -m benchmarks.performance.alignment planted  # 10 trials for each of nine
+    architectures; five minutes python -m benchmarks.performance.alignment planted
+    --markdown docs/reference/planted.md python -m benchmarks.performance.alignment
+    timing  # by width, as Fig. A2 of Rossi et al. 2023; --depths 1 2 3 4 python -m
+    benchmarks.performance.alignment timing --widths --channels 4 16 64  # ResNet-20s
+    instead
 
-*planted*: weights are moved by a random element of the network's symmetry: permutations alone, with signs, and with all
-else (scales). Alignment must undo it: bit by bit in the permutations, and the weights must come back to 1e-6 of
-their norm.
+*planted*: weights are moved by a random element of the network's symmetry: permutations
+alone, with signs, and with all else (scales). Alignment must undo it: bit by bit in the
+permutations, and the weights must come back to 1e-6 of their norm.
 """
 
 from __future__ import annotations
@@ -53,29 +56,42 @@ def vgg11() -> nn.Module:
 
 
 class LlamaBlock(nn.Module):
-    """Attention with rotary positions and a gated perceptron, both behind an RMS norm, without biases."""
+    """Attention with rotary positions and a gated perceptron, both behind an RMS norm,
+    without biases.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        q, k, v = (layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        read = nn.functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        q, k, v = (
+            layer(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        read = nn.functional.scaled_dot_product_attention(
+            rotated(q), rotated(k), v, is_causal=True
+        )
         x = x + self.o(read.transpose(1, 2).flatten(2))
         h = self.norm2(x)
         return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions: pairs of coordinates turn by an angle that grows with the position."""
+    """Rotary positions: pairs of coordinates turn by an angle that grows with the
+    position.
+    """
     length, size = x.shape[-2:]
-    angles = torch.arange(length, dtype=x.dtype)[:, None] / 100 ** (torch.arange(0, size, 2, dtype=x.dtype) / size)
+    angles = torch.arange(length, dtype=x.dtype)[:, None] / 100 ** (
+        torch.arange(0, size, 2, dtype=x.dtype) / size
+    )
     first, second = x.chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -84,7 +100,9 @@ def rotated(x: Tensor) -> Tensor:
 class Llama(nn.Module):
     """A language model of Llama's shape."""
 
-    def __init__(self, depth: int = 4, width: int = 64, heads: int = 4, words: int = 100) -> None:
+    def __init__(
+        self, depth: int = 4, width: int = 64, heads: int = 4, words: int = 100
+    ) -> None:
         super().__init__()
         self.embed, self.norm = nn.Embedding(words, width), nn.RMSNorm(width)
         self.blocks = nn.Sequential(*(LlamaBlock(width, heads) for _ in range(depth)))
@@ -111,7 +129,10 @@ def torchvision_net(name: str) -> nn.Module:
 
 
 PLANTED: dict[str, Case] = {
-    "mlp 784-512-512-512-10": (lambda: perceptron(784, 512, 512, 512, 10), torch.randn(2, 784)),
+    "mlp 784-512-512-512-10": (
+        lambda: perceptron(784, 512, 512, 512, 10),
+        torch.randn(2, 784),
+    ),
     "resnet18": (lambda: torchvision_net("resnet18"), torch.randn(2, 3, 64, 64)),
     "resnet20, filter response": (resnet20, torch.randn(2, 3, 32, 32)),
     "vgg11-bn": (vgg11, torch.randn(2, 3, 32, 32)),
@@ -124,7 +145,9 @@ PLANTED: dict[str, Case] = {
 
 
 def randomised(make: Callable[[], nn.Module]) -> nn.Module:
-    """A network none of whose parameters is at a special value (PyTorch starts normalisations at one)."""
+    """A network none of whose parameters is at a special value (PyTorch starts
+    normalisations at one).
+    """
     net = make().eval()
     for parameter in net.parameters():
         if parameter.dim() == 1:
@@ -137,7 +160,10 @@ def parameters(net: nn.Module) -> dict[str, Tensor]:
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return sum(float((one[name] - other[name]).square().sum(dtype=torch.float64)) for name in one)
+    return sum(
+        float((one[name] - other[name]).square().sum(dtype=torch.float64))
+        for name in one
+    )
 
 
 def planted(options: argparse.Namespace) -> None:
@@ -148,16 +174,25 @@ def planted(options: argparse.Namespace) -> None:
         torch.manual_seed(0)
         net = randomised(make)
         symmetry = find_symmetry(net, x, verify=False)
-        weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        found = (undone(getattr(symmetry, kind), weights) for kind in ("permutations", "finite", "group"))
+        weights = {
+            site: value.detach() for site, value in symmetry.weights_of(net).items()
+        }
+        found = (
+            undone(getattr(symmetry, kind), weights)
+            for kind in ("permutations", "finite", "group")
+        )
         lines.append(f"| {name} | {' | '.join(found)} |")
         print(lines[-1], flush=True)
     if options.markdown:
-        Path(options.markdown).write_text(PAGE.format(datetime.date.today(), torch.__version__, "\n".join(lines)))
+        Path(options.markdown).write_text(
+            PAGE.format(datetime.date.today(), torch.__version__, "\n".join(lines))
+        )
 
 
 def undone(group: Group, weights: Weights) -> str:
-    """The number of planted elements found again, the largest error of the weights, and median processor seconds."""
+    """The number of planted elements found again, the largest error of the weights, and
+    median processor seconds.
+    """
     found, times, errors = 0, [], []
     for seed in range(TRIALS):
         torch.manual_seed(seed)
@@ -167,47 +202,91 @@ def undone(group: Group, weights: Weights) -> str:
         result = align(source, weights, group, restarts=0, progress=False)
         times.append(time.process_time() - start)
         errors.append(error_of(result.element(source), weights))
-        same = all(torch.equal(result.element[one], element[one]) for one in element.permutations)
+        same = all(
+            torch.equal(result.element[one], element[one])
+            for one in element.permutations
+        )
         found += same and errors[-1] <= 1e-6
     return f"{found}/{TRIALS}, {max(errors):.0e}, {statistics.median(times):.2f}"
 
 
 def error_of(found: Weights, weights: Weights) -> float:
     """The distance of weights, relative to their norm."""
-    return (distance(found, weights) / sum(float(v.square().sum(dtype=torch.float64)) for v in weights.values())) ** 0.5
+    return (
+        distance(found, weights)
+        / sum(float(v.square().sum(dtype=torch.float64)) for v in weights.values())
+    ) ** 0.5
 
 
 def timing(options: argparse.Namespace) -> None:
-    print(f"{'seconds, and cost as a share of the initial':<44} {'networks':>17} {'Gaussians':>20}")
+    print(
+        f"{'seconds, and cost as a share of the initial':<44} {'networks':>17} "
+        f"{'Gaussians':>20}"
+    )
     cases: dict[str, Case] = {}
-    for sizes in ((784, *[width] * depth, 10) for depth in options.depths for width in options.widths):
-        cases["-".join(map(str, sizes))] = partial(perceptron, *sizes), torch.randn(2, 784)
+    for sizes in (
+        (784, *[width] * depth, 10)
+        for depth in options.depths
+        for width in options.widths
+    ):
+        cases["-".join(map(str, sizes))] = (
+            partial(perceptron, *sizes),
+            torch.randn(2, 784),
+        )
     for width in options.channels:
-        cases[f"resnet20, {width} channels"] = partial(resnet20, width=width), torch.randn(2, 3, 32, 32)
+        cases[f"resnet20, {width} channels"] = (
+            partial(resnet20, width=width),
+            torch.randn(2, 3, 32, 32),
+        )
     for name, (make, x) in cases.items():
         group = find_symmetry(make(), x, verify=False).permutations
         torch.manual_seed(0)
         pair = [parameters(make()) for _ in range(2)]
-        spread = [{site: value.abs() for site, value in weights.items()} for weights in pair]
+        spread = [
+            {site: value.abs() for site, value in weights.items()} for weights in pair
+        ]
         columns = []
-        for sources in (pair, [GaussianWeights(*moments) for moments in zip(pair, spread, strict=True)]):
+        for sources in (
+            pair,
+            [GaussianWeights(*moments) for moments in zip(pair, spread, strict=True)],
+        ):
             start = time.perf_counter()
             result = align(sources[0], sources[1], group)
-            columns.append((time.perf_counter() - start, result.cost / result.initial_cost))
+            columns.append(
+                (time.perf_counter() - start, result.cost / result.initial_cost)
+            )
         (plain, ratio), (gaussian, gaussian_ratio) = columns
-        print(f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} {gaussian_ratio:>8.5f}", flush=True)
+        print(
+            f"{name:<44} {plain:>8.3f} {ratio:>8.5f}   {gaussian:>8.3f} "
+            f"{gaussian_ratio:>8.5f}",
+            flush=True,
+        )
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {command.__name__: command for command in (planted, timing)}
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    command.__name__: command for command in (planted, timing)
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=[*COMMANDS])
     parser.add_argument("--markdown", help="planted: write the table to this page")
-    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048])
-    parser.add_argument("--depths", type=int, nargs="+", default=[3], help="timing: hidden layers")
-    parser.add_argument("--channels", type=int, nargs="*", default=[], help="timing: of the first layers of ResNet-20s")
+    parser.add_argument(
+        "--widths", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048]
+    )
+    parser.add_argument(
+        "--depths", type=int, nargs="+", default=[3], help="timing: hidden layers"
+    )
+    parser.add_argument(
+        "--channels",
+        type=int,
+        nargs="*",
+        default=[],
+        help="timing: of the first layers of ResNet-20s",
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,19 +1,25 @@
-r"""Simulation-based calibration of the samplers (Talts, Betancourt, Simpson, Vehtari & Gelman 2018, arXiv 1804.06788).
+r"""Simulation-based calibration of the samplers (Talts, Betancourt, Simpson, Vehtari &
+Gelman 2018, arXiv 1804.06788).
 
     python -m benchmarks.performance.calibration --replications 2000 --draws 127
 
-Parameters are drawn from the prior and data from the model. Among independent draws of the posterior of these data, the
-rank of the true parameter is uniform. Every chain is a replication with data of its own, so one run of a kernel gives
-as many ranks as it has chains: the chains share step size and mass matrix, which may be anything, but nothing else.
+Parameters are drawn from the prior and data from the model. Among independent draws of
+the posterior of these data, the rank of the true parameter is uniform. Every chain is a
+replication with data of its own, so one run of a kernel gives as many ranks as it has
+chains: the chains share step size and mass matrix, which may be anything, but nothing
+else.
 
-The model is a regression of 12 rows with logistic noise, whose coefficients have a common scale to infer. The ranks are
-those of the scale, of the coefficients and of the log density, which sees errors that leave marginals as they are
-(Modrák et al. 2023, arXiv 2211.02383). Chains start at other draws from the prior. Draws are thinned until they hardly
-depend on each other; the column ``lag`` is the largest correlation of successive ones.
+The model is a regression of 12 rows with logistic noise, whose coefficients have a
+common scale to infer. The ranks are those of the scale, of the coefficients and of the
+log density, which sees errors that leave marginals as they are (Modrák et al. 2023,
+arXiv 2211.02383). Chains start at other draws from the prior. Draws are thinned until
+they hardly depend on each other; the column ``lag`` is the largest correlation of
+successive ones.
 
-The p-values are those of chi-square tests of uniform ranks in 16 bins; the smallest over the quantities, times their
-number. The last rows are samplers that are wrong on purpose: Hamiltonian trajectories that are accepted twice as often
-as they should be, or always; Langevin steps that are too long.
+The p-values are those of chi-square tests of uniform ranks in 16 bins; the smallest
+over the quantities, times their number. The last rows are samplers that are wrong on
+purpose: Hamiltonian trajectories that are accepted twice as often as they should be, or
+always; Langevin steps that are too long.
 """
 
 from __future__ import annotations
@@ -43,17 +49,23 @@ PRIOR = torch.distributions.LogNormal(0.0, 0.5)
 
 
 def model(x: Tensor, y: Tensor, size: int) -> None:
-    """A regression with a scale to infer, of the rows of all replications: each takes ``size`` of its own."""
+    """A regression with a scale to infer, of the rows of all replications: each takes
+    ``size`` of its own.
+    """
     scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
     with pyro.plate("features", NUM_FEATURES):
         b = pyro.sample("b", dist.Normal(0.0, scale))
-    with pyro.plate(ROWS, len(y), subsample_size=size) as rows, poutine.scale(scale=NUM_ROWS / len(y)):
+    with (
+        pyro.plate(ROWS, len(y), subsample_size=size) as rows,
+        poutine.scale(scale=NUM_ROWS / len(y)),
+    ):
         pyro.sample("y", dist.Logistic(x[rows] @ b, 1.0), obs=y[rows])
 
 
 @dataclass
 class Replications:
-    """Parameters, data and the density of each chain's own posterior, in the shape of a ``Density``.
+    """Parameters, data and the density of each chain's own posterior, in the shape of a
+    ``Density``.
 
     :param truth: unconstrained parameters, ``(R, D)``.
     :param batch: rows of a mini-batch; ``None``: all.
@@ -71,10 +83,17 @@ class Replications:
         x = torch.randn(NUM_ROWS, NUM_FEATURES)
         y = dist.Logistic((b @ x.T), 1.0).sample()
         whole, parts = (
-            Density(model, (x.repeat(count, 1), y.flatten(), size), subsampled=True, engine="eager")
+            Density(
+                model,
+                (x.repeat(count, 1), y.flatten(), size),
+                subsampled=True,
+                engine="eager",
+            )
             for size in (NUM_ROWS, batch or NUM_ROWS)
         )
-        return cls(whole.layout.unconstrain({"scale": scale, "b": b}), whole, parts, batch)
+        return cls(
+            whole.layout.unconstrain({"scale": scale, "b": b}), whole, parts, batch
+        )
 
     @property
     def row_counts(self) -> dict[str, tuple[int, int]]:
@@ -102,10 +121,18 @@ class Replications:
 
 
 def ranks(
-    kernel: ps.mcmc.Kernel, replications: Replications, draws: int, thinning: int, num_warmup: int
+    kernel: ps.mcmc.Kernel,
+    replications: Replications,
+    draws: int,
+    thinning: int,
+    num_warmup: int,
 ) -> tuple[Any, ...]:
-    """Ranks ``(R, D + 1)`` of the truth in ``0 ... draws``, and the correlation of successive draws."""
-    generator = torch.Generator(replications.truth.device).manual_seed(int(torch.randint(2**62, ())))
+    """Ranks ``(R, D + 1)`` of the truth in ``0 ... draws``, and the correlation of
+    successive draws.
+    """
+    generator = torch.Generator(replications.truth.device).manual_seed(
+        int(torch.randint(2**62, ()))
+    )
     start = Replications.draw(len(replications.truth)).truth
     state = kernel.init(replications, start, num_warmup, generator)  # type: ignore[arg-type]
     for iteration in range(num_warmup):
@@ -119,14 +146,20 @@ def ranks(
     drawn = torch.stack(kept)
     centred = drawn - drawn.mean(0)
     lag = (centred[1:] * centred[:-1]).sum((0, 1)) / centred.square().sum((0, 1))
-    return (drawn < replications.quantities(replications.truth)).sum(0), float(lag.max())
+    return (drawn < replications.quantities(replications.truth)).sum(0), float(
+        lag.max()
+    )
 
 
 def p_value(ranks: Tensor, draws: int) -> float:
-    """Of uniform ranks ``(R, Q)``: the smallest of a chi-square test for each quantity, times their number."""
+    """Of uniform ranks ``(R, Q)``: the smallest of a chi-square test for each quantity,
+    times their number.
+    """
     bins = ranks * BINS // (draws + 1)
     counts = [torch.bincount(own, minlength=BINS).numpy() for own in bins.T]
-    return min(1.0, len(counts) * min(float(stats.chisquare(own).pvalue) for own in counts))
+    return min(
+        1.0, len(counts) * min(float(stats.chisquare(own).pvalue) for own in counts)
+    )
 
 
 def calibration(
@@ -137,17 +170,22 @@ def calibration(
     num_warmup: int = 150,
     batch: int | None = None,
 ) -> tuple[float, float]:
-    """The p-value, and the correlation of successive draws. ``draws + 1`` must be a multiple of 16."""
+    """The p-value, and the correlation of successive draws. ``draws + 1`` must be a
+    multiple of 16.
+    """
     with all_chains_in_every_batch():
-        found, lag = ranks(kernel, Replications.draw(replications, batch), draws, thinning, num_warmup)
+        found, lag = ranks(
+            kernel, Replications.draw(replications, batch), draws, thinning, num_warmup
+        )
     return p_value(found, draws), lag
 
 
-# samplers -----------------------------------------------------------------------------------------------------------
+# samplers -----------------------------------------------------------------------------
 
 DEPTH = 5  # of NUTS's trees, all of which wait for the deepest
 STOCHASTIC: dict[str, Any] = {"tolerance": 0.02}
-SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {  # kernel, thinning, mini-batch
+# kernel, thinning, mini-batch
+SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {
     "HMC": (ps.HMC(model), 3, None),
     "NUTS": (ps.NUTS(model, max_treedepth=DEPTH), 2, None),
     "AdaptiveHMC": (ps.AdaptiveHMC(model), 3, None),
@@ -160,13 +198,19 @@ SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {  # kernel, thinn
 }
 
 
-def right(name: str, replications: int, draws: int, **options: int) -> tuple[float, float]:
+def right(
+    name: str, replications: int, draws: int, **options: int
+) -> tuple[float, float]:
     kernel, thinning, batch = SAMPLERS[name]
     return calibration(kernel, replications, draws, thinning, batch=batch, **options)
 
 
 def accepting(
-    change: Callable[[Tensor], Tensor], kernel: ps.HMC, replications: int, draws: int, **options: int
+    change: Callable[[Tensor], Tensor],
+    kernel: ps.HMC,
+    replications: int,
+    draws: int,
+    **options: int,
 ) -> tuple[float, float]:
     """Hamiltonian Monte Carlo with another energy error."""
     own = hmc.energy_error
@@ -175,13 +219,15 @@ def accepting(
 
 
 def too_long(replications: int, draws: int, **options: int) -> tuple[float, float]:
-    return calibration(ps.SGLD(model, tolerance=0.8, num_steps=20), replications, draws, 3, **options)
+    return calibration(
+        ps.SGLD(model, tolerance=0.8, num_steps=20), replications, draws, 3, **options
+    )
 
 
 @contextmanager
 def all_chains_in_every_batch() -> Iterator[None]:
-    """NUTS takes no chains that have finished out of a batch, as where leaves are programs: a chain's place there says
-    whose data it has."""
+    """NUTS takes no chains that have finished out of a batch, as where leaves are
+    programs: a chain's place there says whose data it has."""
     with mock.patch.object(nuts, "compiles", return_value=True):
         yield
 
@@ -189,9 +235,13 @@ def all_chains_in_every_batch() -> Iterator[None]:
 # Name -> replications, draws and, by its name, num_warmup -> p-value and lag.
 CONTESTANTS: dict[str, Callable[..., tuple[float, float]]] = {
     **{name: partial(right, name) for name in SAMPLERS},
-    "accepts twice as often": partial(accepting, lambda error: error - 0.7, ps.HMC(model, target_accept=0.6)),
+    "accepts twice as often": partial(
+        accepting, lambda error: error - 0.7, ps.HMC(model, target_accept=0.6)
+    ),
     "accepts always": partial(
-        accepting, lambda error: error.clamp(max=0), ps.HMC(model, step_size=1.2, adapt_step_size=False)
+        accepting,
+        lambda error: error.clamp(max=0),
+        ps.HMC(model, step_size=1.2, adapt_step_size=False),
     ),
     "Langevin steps too long": too_long,
 }
@@ -200,13 +250,24 @@ CONTESTANTS: dict[str, Callable[..., tuple[float, float]]] = {
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=1)
     arguments.add_argument("--replications", type=int, default=2000)
-    arguments.add_argument("--draws", type=int, default=127, help="thinned, of each chain; one less than 16 k")
-    arguments.add_argument("--only", nargs="*", help="of the samplers, those whose names start so")
+    arguments.add_argument(
+        "--draws",
+        type=int,
+        default=127,
+        help="thinned, of each chain; one less than 16 k",
+    )
+    arguments.add_argument(
+        "--only", nargs="*", help="of the samplers, those whose names start so"
+    )
     options = parse(arguments, argv)
     if options.quick:
         options.replications, options.draws = 200, 15
     results = Results.of(options, "replications", "draws")
-    names = [name for name in CONTESTANTS if not options.only or name.startswith(tuple(options.only))]
+    names = [
+        name
+        for name in CONTESTANTS
+        if not options.only or name.startswith(tuple(options.only))
+    ]
 
     def one(sampler: str, seed: int) -> Row:
         torch.manual_seed(seed)
@@ -214,7 +275,10 @@ def main(argv: list[str] | None = None) -> None:
         return {"p_value": value, "lag": lag}
 
     results.fill(one, sampler=names, seed=range(options.seeds))
-    rows = [(row["sampler"], str(row["seed"]), f"{row['p_value']:.2g}", f"{row['lag']:.2f}") for row in results.find()]
+    rows = [
+        (row["sampler"], str(row["seed"]), f"{row['p_value']:.2g}", f"{row['lag']:.2f}")
+        for row in results.find()
+    ]
     print_table("Uniform ranks", ("sampler", "seed", "p-value", "lag"), rows)
 
 

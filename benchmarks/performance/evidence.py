@@ -1,20 +1,24 @@
-r"""Evidence by every method for mixtures and factors, beside annealed runs and published values.
+r"""Evidence by every method for mixtures and factors, beside annealed runs and
+published values.
 
     python -m benchmarks.performance.evidence --seeds 4
 
-*galaxies*: the mixtures of Chib (1995, "Marginal likelihood from the Gibbs output"), of equal or free variances, with
-his priors: shares uniform, locations N(20, 100), variances inverse gamma (3, 20). His table has -240.464, -228.620 and
--224.138 for two and three components of equal variance and three of free variance. Neal (1999, "Erroneous results in
-'Marginal likelihood from the Gibbs output'") found that the first two lack log k! (0.693 and 1.792), as the chains saw
-one labelling alone, and that the third is wrong: -239.76, -226.84 and -226.80 are averages of the likelihood over 10^8
+*galaxies*: the mixtures of Chib (1995, "Marginal likelihood from the Gibbs output"), of
+equal or free variances, with his priors: shares uniform, locations N(20, 100),
+variances inverse gamma (3, 20). His table has -240.464, -228.620 and -224.138 for two
+and three components of equal variance and three of free variance. Neal (1999,
+"Erroneous results in 'Marginal likelihood from the Gibbs output'") found that the first
+two lack log k! (0.693 and 1.792), as the chains saw one labelling alone, and that the
+third is wrong: -239.76, -226.84 and -226.80 are averages of the likelihood over 10^8
 draws of the prior, as a public replication of Chib's paper in Julia reports them.
 
-*factors*: 60 rows of 6 columns made of two sparse factors; loadings Student(3), so that nothing but exchanges and
-signs of factors is free.
+*factors*: 60 rows of 6 columns made of two sparse factors; loadings Student(3), so that
+nothing but exchanges and signs of factors is free.
 
-``annealed`` is the mean over seeds of sequential Monte Carlo over powers of the likelihood, from 0 to 1:
-rises that keep 95 % of particles effective, systematic resampling, trajectories of HMC of five steps each, their
-step size adapted to accept 80 %; ± its standard error. The others: a Gaussian fitted to the first halves of 16 chains,
+``annealed`` is the mean over seeds of sequential Monte Carlo over powers of the
+likelihood, from 0 to 1: rises that keep 95 % of particles effective, systematic
+resampling, trajectories of HMC of five steps each, their step size adapted to accept 80
+%; ± its standard error. The others: a Gaussian fitted to the first halves of 16 chains,
 symmetrised by ``ExactOrbit``; bridge to the second halves.
 """
 
@@ -45,30 +49,56 @@ GALAXIES = torch.tensor([
     23538, 23542, 23666, 23706, 23711, 24129, 24285, 24289, 24366, 24717, 24990, 25633, 26960, 26995, 32065, 32789,
     34279,
 ]).float() / 1000  # fmt: skip
-PUBLISHED = {"galaxies 2 equal": -239.76, "galaxies 3 equal": -226.84, "galaxies 3": -226.80}
-PROBLEMS = ("galaxies 2 equal", "galaxies 3 equal", "galaxies 3", "galaxies 4", "factors 1", "factors 2", "factors 3")
+PUBLISHED = {
+    "galaxies 2 equal": -239.76,
+    "galaxies 3 equal": -226.84,
+    "galaxies 3": -226.80,
+}
+PROBLEMS = (
+    "galaxies 2 equal",
+    "galaxies 3 equal",
+    "galaxies 3",
+    "galaxies 4",
+    "factors 1",
+    "factors 2",
+    "factors 3",
+)
 
 
 def mixture(count: int, equal: bool) -> tuple[Callable[..., None], ps.Group]:
     def model(data: Tensor, observed: bool = True) -> None:
         shares = pyro.sample("shares", dist.Dirichlet(torch.ones(count)))
         locs = pyro.sample("locs", dist.Normal(20.0, 10.0).expand([count]).to_event(1))
-        variances = pyro.sample("variances", dist.InverseGamma(3.0, 20.0).expand([1 if equal else count]).to_event(1))
+        variances = pyro.sample(
+            "variances",
+            dist.InverseGamma(3.0, 20.0).expand([1 if equal else count]).to_event(1),
+        )
         if observed:
-            rows = dist.MixtureSameFamily(dist.Categorical(shares), dist.Normal(locs, variances.sqrt().expand(count)))
+            rows = dist.MixtureSameFamily(
+                dist.Categorical(shares),
+                dist.Normal(locs, variances.sqrt().expand(count)),
+            )
             pyro.sample("velocities", rows.expand([len(data)]).to_event(1), obs=data)
 
     sites = ("shares", "locs") if equal else ("shares", "locs", "variances")
-    return model, ps.Group.declare({s: ("component",) for s in sites}, {s: torch.Size([count]) for s in sites})
+    return model, ps.Group.declare(
+        {s: ("component",) for s in sites}, {s: torch.Size([count]) for s in sites}
+    )
 
 
 def factors(count: int) -> tuple[Callable[..., None], ps.Group]:
     def model(data: Tensor, observed: bool = True) -> None:
         width = data.shape[-1]
-        loadings = pyro.sample("loadings", dist.StudentT(3.0, 0.0, 0.5).expand([width, count]).to_event(2))
-        noise = pyro.sample("noise", dist.LogNormal(-0.5, 0.5).expand([width]).to_event(1))
+        loadings = pyro.sample(
+            "loadings", dist.StudentT(3.0, 0.0, 0.5).expand([width, count]).to_event(2)
+        )
+        noise = pyro.sample(
+            "noise", dist.LogNormal(-0.5, 0.5).expand([width]).to_event(1)
+        )
         if observed:
-            rows = dist.LowRankMultivariateNormal(torch.zeros(width), loadings, noise.square())
+            rows = dist.LowRankMultivariateNormal(
+                torch.zeros(width), loadings, noise.square()
+            )
             pyro.sample("rows", rows.expand([len(data)]).to_event(1), obs=data)
 
     axes, shapes = {"loadings": (None, "factor")}, {"loadings": torch.Size([6, count])}
@@ -77,8 +107,13 @@ def factors(count: int) -> tuple[Callable[..., None], ps.Group]:
 
 def factor_data() -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    loadings = torch.tensor([[1.2, 0.0], [1.0, 0.0], [0.8, 0.1], [0.0, 1.1], [0.1, 0.9], [0.0, 0.8]])
-    hidden, noise = torch.randn(60, 2, generator=generator), torch.randn(60, 6, generator=generator)
+    loadings = torch.tensor(
+        [[1.2, 0.0], [1.0, 0.0], [0.8, 0.1], [0.0, 1.1], [0.1, 0.9], [0.0, 0.8]]
+    )
+    hidden, noise = (
+        torch.randn(60, 2, generator=generator),
+        torch.randn(60, 6, generator=generator),
+    )
     return hidden @ loadings.mT + 0.6 * noise
 
 
@@ -89,14 +124,19 @@ def problem(name: str) -> tuple[Callable[..., None], ps.Group, Tensor]:
     return *factors(int(count)), factor_data()
 
 
-# the truth ----------------------------------------------------------------------------------------------------------
+# the truth ----------------------------------------------------------------------------
 
 
-def annealed(model: Callable[..., None], data: Tensor, particles: int, moves: int, seed: int) -> float:
+def annealed(
+    model: Callable[..., None], data: Tensor, particles: int, moves: int, seed: int
+) -> float:
     """The log-evidence by sequential Monte Carlo over powers of the likelihood."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    joint, prior = Density(model, (data,), dtype=torch.float64), Density(model, (data, False), dtype=torch.float64)
+    joint, prior = (
+        Density(model, (data,), dtype=torch.float64),
+        Density(model, (data, False), dtype=torch.float64),
+    )
     z = prior.draw_prior(particles, generator)
     power, total, step = 0.0, 0.0, 0.1
     while power < 1:
@@ -105,7 +145,11 @@ def annealed(model: Callable[..., None], data: Tensor, particles: int, moves: in
         power, weights = power + rise, (rise * gain).softmax(0)
         total += float((rise * gain).logsumexp(0)) - math.log(particles)
         places = (torch.rand(1) + torch.arange(particles)) / particles
-        z = z[torch.searchsorted(weights.cumsum(0), places.double()).clamp(max=particles - 1)]
+        z = z[
+            torch.searchsorted(weights.cumsum(0), places.double()).clamp(
+                max=particles - 1
+            )
+        ]
         scale = z.std(0)
         for _ in range(moves):
             z, accepted = _trajectory(joint, prior, z, power, step * scale)
@@ -114,7 +158,9 @@ def annealed(model: Callable[..., None], data: Tensor, particles: int, moves: in
 
 
 def _rise(gain: Tensor, left: float) -> float:
-    """The largest step of the power that leaves 95 % of the particles effective, by bisection."""
+    """The largest step of the power that leaves 95 % of the particles effective, by
+    bisection.
+    """
 
     def effective(rise: float) -> float:
         weights = (rise * gain).softmax(0)
@@ -129,11 +175,18 @@ def _rise(gain: Tensor, left: float) -> float:
     return high
 
 
-def _trajectory(joint: Density, prior: Density, z: Tensor, power: float, step: Tensor) -> tuple[Tensor, float]:
-    """One trajectory of five steps; particles after it, and the share that was accepted."""
+def _trajectory(
+    joint: Density, prior: Density, z: Tensor, power: float, step: Tensor
+) -> tuple[Tensor, float]:
+    """One trajectory of five steps; particles after it, and the share that was
+    accepted.
+    """
 
     def energy_and_gradient(z: Tensor) -> tuple[Tensor, Tensor]:
-        (u, du), (v, dv) = joint.energy_and_gradient(z)[:2], prior.energy_and_gradient(z)[:2]
+        (u, du), (v, dv) = (
+            joint.energy_and_gradient(z)[:2],
+            prior.energy_and_gradient(z)[:2],
+        )
         return power * u + (1 - power) * v, power * du + (1 - power) * dv
 
     start = torch.randn_like(z)
@@ -144,18 +197,26 @@ def _trajectory(joint: Density, prior: Density, z: Tensor, power: float, step: T
         w = w + step * momentum
         energy, gradient = energy_and_gradient(w)
         momentum = momentum - step * gradient / 2
-    accept = (before - energy - momentum.square().sum(-1) / 2).nan_to_num(-math.inf).exp().clamp(max=1)
+    accept = (
+        (before - energy - momentum.square().sum(-1) / 2)
+        .nan_to_num(-math.inf)
+        .exp()
+        .clamp(max=1)
+    )
     taken = torch.rand_like(accept) < accept
     return torch.where(taken[:, None], w, z), float(accept.mean())
 
 
-# ours ---------------------------------------------------------------------------------------------------------------
+# ours ---------------------------------------------------------------------------------
 
 
 def estimate(name: str, options: Any) -> Row:
     model, group, data = problem(name)
     begin = time.process_time()
-    truths = [annealed(model, data, options.particles, options.moves, seed) for seed in range(options.seeds)]
+    truths = [
+        annealed(model, data, options.particles, options.moves, seed)
+        for seed in range(options.seeds)
+    ]
     middle, chains = time.process_time(), 16
     pyro.set_rng_seed(0)
     draws = options.draws
@@ -163,13 +224,25 @@ def estimate(name: str, options: Any) -> Row:
         ps.HMC(model, num_steps=10), data, num_samples=draws, num_warmup=draws, num_chains=chains, seed=0,
         progress=False,
     )  # fmt: skip
-    first, second = (posterior.select(draws=half) for half in (slice(0, draws // 2), slice(draws // 2, None)))
+    first, second = (
+        posterior.select(draws=half)
+        for half in (slice(0, draws // 2), slice(draws // 2, None))
+    )
     guide = ps.guides.fit_gaussian(first, group)
-    found = ps.evidence(guide, data, posterior=second, estimator=ps.ExactOrbit(), num_samples=8 * draws, chunk=1000)
+    found = ps.evidence(
+        guide,
+        data,
+        posterior=second,
+        estimator=ps.ExactOrbit(),
+        num_samples=8 * draws,
+        chunk=1000,
+    )
     print(f"{name}\n{found}", flush=True)
     return {
         "truth": statistics.fmean(truths),
-        "truth_error": statistics.stdev(truths) / math.sqrt(len(truths)) if len(truths) > 1 else math.nan,
+        "truth_error": statistics.stdev(truths) / math.sqrt(len(truths))
+        if len(truths) > 1
+        else math.nan,
         "truth_seconds": (middle - begin) / options.seeds,
         "seconds": time.process_time() - middle,
         "evidence": asdict(found),
@@ -179,9 +252,21 @@ def estimate(name: str, options: Any) -> Row:
 def main() -> None:
     arguments = parser(__doc__, seeds=4)
     arguments.add_argument("--only", help="problems whose names hold this")
-    arguments.add_argument("--particles", type=int, default=1000, help="of an annealed run")
-    arguments.add_argument("--moves", type=int, default=10, help="trajectories after each rise of the power")
-    arguments.add_argument("--draws", type=int, default=500, help="of each of 16 chains, after as many to warm up")
+    arguments.add_argument(
+        "--particles", type=int, default=1000, help="of an annealed run"
+    )
+    arguments.add_argument(
+        "--moves",
+        type=int,
+        default=10,
+        help="trajectories after each rise of the power",
+    )
+    arguments.add_argument(
+        "--draws",
+        type=int,
+        default=500,
+        help="of each of 16 chains, after as many to warm up",
+    )
     options = parse(arguments)
     if options.quick:
         options.particles, options.moves, options.draws = 64, 2, 50
@@ -191,7 +276,17 @@ def main() -> None:
     found = {row["problem"]: row for row in results.rows if row["problem"] in names}
     print_table(
         "log-evidence, nats",
-        ["problem", "published", "annealed", "ELBO", "symmetrised", "importance", "Pareto-k", "bridge", "doubts"],
+        [
+            "problem",
+            "published",
+            "annealed",
+            "ELBO",
+            "symmetrised",
+            "importance",
+            "Pareto-k",
+            "bridge",
+            "doubts",
+        ],
         [line(row) for row in found.values()],
     )
 
@@ -206,7 +301,9 @@ def line(row: Row) -> list[str]:
         f"{found.symmetrized_elbo:.2f}",
         f"{found.importance['log_evidence']:.2f} ± {found.importance['error']:.2f}",
         f"{found.pareto_k:.2f}",
-        f"{found.bridge['log_evidence']:.2f} ± {found.bridge['error']:.2f}" if found.bridge else "",
+        f"{found.bridge['log_evidence']:.2f} ± {found.bridge['error']:.2f}"
+        if found.bridge
+        else "",
         str(len(found.doubts)),
     ]
 

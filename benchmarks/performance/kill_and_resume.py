@@ -1,8 +1,10 @@
-"""Runs that are killed, again and again, and the draws they end with: each must equal the unbroken run's, bit by bit.
+"""Runs that are killed, again and again, and the draws they end with: each must equal
+the unbroken run's, bit by bit.
 
-A child process samples into a store; this one sends it ``kill -9`` after a random time, in warm-up or sampling, in the
-middle of a step, of a write or of a commit. Then, as after a power cut, whatever no commit had counted may be garbage:
-half of the time it is overwritten. Then the same call resumes, in a new process.
+A child process samples into a store; this one sends it ``kill -9`` after a random time,
+in warm-up or sampling, in the middle of a step, of a write or of a commit. Then, as
+after a power cut, whatever no commit had counted may be garbage: half of the time it is
+overwritten. Then the same call resumes, in a new process.
 
     python -m benchmarks.performance.kill_and_resume --kills 50
 """
@@ -47,15 +49,23 @@ def run(kernel: str, store: Path | None, scale: int) -> Posterior:
     net = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 1))
     model = BayesianModel(net, likelihood="gaussian")
     kind: Any = getattr(mcmc, kernel)
-    settings = {"step_size": 3e-3, "batch_size": 20} if kind.subsampled else SHORT_TRAJECTORIES.get(kernel, {})
+    settings = (
+        {"step_size": 3e-3, "batch_size": 20}
+        if kind.subsampled
+        else SHORT_TRAJECTORIES.get(kernel, {})
+    )
     counts = {"num_warmup": 60 * scale, "num_samples": 60 * scale, "num_chains": 8}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return mcmc.sample(kind(model, **settings), x, y, seed=1, store=store, progress=False, **counts)
+        return mcmc.sample(
+            kind(model, **settings), x, y, seed=1, store=store, progress=False, **counts
+        )
 
 
 def in_child(kernel: str, store: Path, scale: int, kill_after: float | None) -> bool:
-    """Run in a process of its own, killed after so many seconds; whether it came to its end."""
+    """Run in a process of its own, killed after so many seconds; whether it came to its
+    end.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -88,17 +98,38 @@ def cut_power(store: Path, chance: random.Random) -> None:
 def same(found: Posterior, expected: Posterior) -> bool:
     pairs = [(found.samples, expected.samples), (found.statistics, expected.statistics)]
     return all(
-        torch.equal(raw_bytes(have[name]), raw_bytes(value)) for have, want in pairs for name, value in want.items()
+        torch.equal(raw_bytes(have[name]), raw_bytes(value))
+        for have, want in pairs
+        for name, value in want.items()
     )  # bytes, since a lost chain's NaN equals itself only so
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50, help="in all, shared among the kernels (default 50)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=50,
+        help="in all, shared among the kernels (default 50)",
+    )
     parser.add_argument("--kernels", nargs="+", default=KERNELS)
-    parser.add_argument("--kills-per-run", type=int, default=5, help="before a run is let to its end (default 5)")
-    parser.add_argument("--commit-seconds", type=float, default=0.05, help="least time between commits")
-    parser.add_argument("--scale", type=int, default=4, help="length of the runs, in 60 iterations of each phase")
+    parser.add_argument(
+        "--kills-per-run",
+        type=int,
+        default=5,
+        help="before a run is let to its end (default 5)",
+    )
+    parser.add_argument(
+        "--commit-seconds", type=float, default=0.05, help="least time between commits"
+    )
+    parser.add_argument(
+        "--scale",
+        type=int,
+        default=4,
+        help="length of the runs, in 60 iterations of each phase",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process can't use the parent's threads
@@ -114,13 +145,20 @@ def main() -> None:
             store = Path(folder) / f"{trial}"
             planned = min(options.kills_per_run, options.kills - killed)
             for _ in range(planned):
-                within = 1.5 * duration / planned  # a run that is faster is begun anew: its draws are complete
+                # a run that is faster is begun anew: its draws are complete
+                within = 1.5 * duration / planned
                 while in_child(kernel, store, options.scale, chance.uniform(0, within)):
                     for file in sorted(store.rglob("*"), reverse=True):
                         file.rmdir() if file.is_dir() else file.unlink()
                 killed += 1
                 begun = (store / CHECKPOINT).exists()
-                phase = "start" if not begun else "sampling" if Checkpoint.read(store).draws else "warm-up"
+                phase = (
+                    "start"
+                    if not begun
+                    else "sampling"
+                    if Checkpoint.read(store).draws
+                    else "warm-up"
+                )
                 phases[phase] += 1
                 if chance.random() < 0.5:
                     cut_power(store, chance)
@@ -128,10 +166,19 @@ def main() -> None:
             equal = same(Posterior.load(store), expected)
             differing += not equal
             print(
-                f"{kernel:<12} {planned} kills in {duration:.1f} s: draws {'identical' if equal else 'DIFFER'}",
+                f"{kernel:<12} {planned} kills in {duration:.1f} s: draws "
+                f"{'identical' if equal else 'DIFFER'}",
                 flush=True,
             )
-    print(json.dumps({"kills": killed, "last commit when killed": phases, "runs that differ": differing}))
+    print(
+        json.dumps(
+            {
+                "kills": killed,
+                "last commit when killed": phases,
+                "runs that differ": differing,
+            }
+        )
+    )
     raise SystemExit(differing > 0)
 
 

@@ -1,11 +1,13 @@
-"""The time of the maximum mean discrepancy, beside a naive double loop over pairs of samples.
+"""The time of the maximum mean discrepancy, beside a naive double loop over pairs of
+samples.
 
     python -m benchmarks.performance.mmd --threads 2
 
-Two sets of samples with 10⁴, 10⁵ and 10⁶ parameters each; ten Gaussian and ten Laplace kernels. The naive version
-visits every pair and takes both distances and twenty exponentials there. It is timed on the first
-``--naive-samples`` of each side, where the two results are compared, and its time for all pairs is *extrapolated* by
-their number. The ratio is one of processor time, which other work on the machine changes less.
+Two sets of samples with 10⁴, 10⁵ and 10⁶ parameters each; ten Gaussian and ten Laplace
+kernels. The naive version visits every pair and takes both distances and twenty
+exponentials there. It is timed on the first ``--naive-samples`` of each side, where the
+two results are compared, and its time for all pairs is *extrapolated* by their number.
+The ratio is one of processor time, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def naive(x: Tensor, y: Tensor, bandwidths: Tensor) -> Tensor:
             across = (i < m) != (j < m)
             within = m * (m - 1) if i < m else n * (n - 1)
             if i != j:
-                total += kernels(pooled[i], pooled[j]) * (-1 / (m * n) if across else 1 / within)
+                total += kernels(pooled[i], pooled[j]) * (
+                    -1 / (m * n) if across else 1 / within
+                )
     return total
 
 
@@ -66,7 +70,9 @@ def measure(count: int, parameters: int, seed: int, few: int) -> Row:
 def main(argv: list[str] | None = None) -> None:
     arguments = parser(__doc__, seeds=1)
     arguments.add_argument("--samples", type=int, default=1_000, help="on each side")
-    arguments.add_argument("--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    arguments.add_argument(
+        "--parameters", type=int, nargs="+", default=[10_000, 100_000, 1_000_000]
+    )
     arguments.add_argument("--naive-samples", type=int, default=12)
     options = parse(arguments, argv)
     if options.quick:
@@ -76,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     measured = functools.partial(measure, options.samples, few=options.naive_samples)
     results.fill(measured, seed=range(options.seeds), parameters=options.parameters)
     results.table(
-        f"{options.samples:,} samples against {options.samples:,}; the loop's time is extrapolated from "
+        f"{options.samples:,} samples against {options.samples:,}; the loop's time is "
+        "extrapolated from "
         f"{options.naive_samples} of each",
         ["parameters"],
         {

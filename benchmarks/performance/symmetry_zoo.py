@@ -1,16 +1,19 @@
-"""Is find_symmetry sound, and how fast, on networks that people use? A table of more than 150 networks.
+"""Is find_symmetry sound, and how fast, on networks that people use? A table of more
+than 150 networks.
 
-    python -m benchmarks.performance.symmetry_zoo  # all; about forty minutes on two cores
-    python -m benchmarks.performance.symmetry_zoo torch graphs  # some libraries
-    python -m benchmarks.performance.symmetry_zoo --only resnet18 gpt2 --json zoo.json --markdown networks.md
+    python -m benchmarks.performance.symmetry_zoo  # all; about forty minutes on two
+    cores python -m benchmarks.performance.symmetry_zoo torch graphs  # some libraries
+    python -m benchmarks.performance.symmetry_zoo --only resnet18 gpt2 --json zoo.json
+    --markdown networks.md
 
-Networks have random weights; those of transformers are of reduced width and depth. Each runs in a process
-of its own with a limit of processor time, on one thread. Columns: parameters in millions; sets of units that permute,
-the log of the order of the group of permutations, free scales and signs; processor seconds to find and to verify, and
-how many forward passes of a batch that is; the largest relative change of an output under random elements of the whole
-group in float64 (eval and train mode); of networks with few weights, the directions that the Jacobian's null space
-holds: found, and others. Networks that can't be traced, fail, or take too long are listed with
-the reason.
+Networks have random weights; those of transformers are of reduced width and depth. Each
+runs in a process of its own with a limit of processor time, on one thread. Columns:
+parameters in millions; sets of units that permute, the log of the order of the group of
+permutations, free scales and signs; processor seconds to find and to verify, and how
+many forward passes of a batch that is; the largest relative change of an output under
+random elements of the whole group in float64 (eval and train mode); of networks with
+few weights, the directions that the Jacobian's null space holds: found, and others.
+Networks that can't be traced, fail, or take too long are listed with the reason.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ HEADER = (
     "verified",
 )  # fmt: skip
 MOVES = {"scales": "scale", "signs": "flip"}
-FEW, PATIENCE = 2_000, 20.0  # weights whose Jacobian is looked at, if that takes no more processor seconds
+# weights whose Jacobian is looked at, if that takes no more processor seconds
+FEW, PATIENCE = 2_000, 20.0
 
 
 def measure(case: Case) -> Iterator[Any]:
@@ -75,7 +79,10 @@ def measure(case: Case) -> Iterator[Any]:
         "seconds_to_verify": verified - found,
         "factors": len(symmetry.permutations.factors),
         "log_order": symmetry.permutations.log_order(),
-        **{name: sum(group[n].count for n in group.names(move)) for name, move in MOVES.items()},
+        **{
+            name: sum(group[n].count for n in group.names(move))
+            for name, move in MOVES.items()
+        },
         "error": outcome.error,
         "tolerance": outcome.tolerance,
         "sound": bool(outcome),
@@ -84,17 +91,25 @@ def measure(case: Case) -> Iterator[Any]:
     yield completeness(symmetry, net, inputs) if parameters <= FEW else None
 
 
-def completeness(symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]) -> str | None:
-    """Null directions of the Jacobian: found, and others; None if nothing can be told."""
+def completeness(
+    symmetry: Symmetry, net: nn.Module, inputs: tuple[Any, ...]
+) -> str | None:
+    """Null directions of the Jacobian: found, and others; None if nothing can be
+    told.
+    """
     try:
         report = ps.discovery.completeness(symmetry, net, *inputs)
     except Exception:
         return None
-    return f"{report.found} + {report.null - report.found}{'?' if report.doubts else ''}"
+    return (
+        f"{report.found} + {report.null - report.found}{'?' if report.doubts else ''}"
+    )
 
 
 def work(case: Case, pipe: Connection, limit: float) -> None:
-    """One network in a process of its own, which ends when its processor time is spent."""
+    """One network in a process of its own, which ends when its processor time is
+    spent.
+    """
     signal.setitimer(signal.ITIMER_PROF, limit)
     null = os.open(os.devnull, os.O_WRONLY)  # for what libraries print
     os.dup2(null, 1)
@@ -105,7 +120,9 @@ def work(case: Case, pipe: Connection, limit: float) -> None:
             warnings.simplefilter("always")
             numbers = measure(case)
             result = next(numbers)
-        result["left_out"] = sorted({str(w.message) for w in caught if "left out" in str(w.message)})
+        result["left_out"] = sorted(
+            {str(w.message) for w in caught if "left out" in str(w.message)}
+        )
     except Exception as error:
         text = " ".join(str(error).split())
         result = {"sound": False, "failed": f"{type(error).__name__}: {text}"[:300]}
@@ -130,7 +147,10 @@ def run(library: str, case: Case, limit: float) -> dict[str, Any]:
     process.join()
     if result is None:
         late = process.exitcode == -signal.SIGPROF
-        result = {"sound": False, "failed": f"longer than {limit:g} seconds" if late else "the process died"}
+        result = {
+            "sound": False,
+            "failed": f"longer than {limit:g} seconds" if late else "the process died",
+        }
     return {"library": library, "name": case.name, **result}
 
 
@@ -138,7 +158,9 @@ def row(result: dict[str, Any]) -> str:
     """One line of the table."""
     if "failed" in result:
         return f"| {result['name']} | | | | | | | | | | {result['failed'].replace('|', '/')} |"
-    passes = (result["seconds_to_find"] + result["seconds_to_verify"]) / max(result["forward_seconds"], 1e-4)
+    passes = (result["seconds_to_find"] + result["seconds_to_verify"]) / max(
+        result["forward_seconds"], 1e-4
+    )
     text = "yes" if result["sound"] else f"NO: {', '.join(result['broken'])}"
     text += " (units left out)" if result["left_out"] else ""
     numbers = (
@@ -151,9 +173,17 @@ def row(result: dict[str, Any]) -> str:
 
 def versions() -> str:
     """The versions of all libraries that matter."""
-    names = ("pyro-symmetric", "torch", "torchvision", "timm", "transformers", "torch_geometric")
+    names = (
+        "pyro-symmetric",
+        "torch",
+        "torchvision",
+        "timm",
+        "transformers",
+        "torch_geometric",
+    )
     known = {
-        distribution.metadata["Name"].replace("_", "-").lower() for distribution in importlib.metadata.distributions()
+        distribution.metadata["Name"].replace("_", "-").lower()
+        for distribution in importlib.metadata.distributions()
     }
     found = (name for name in names if name.replace("_", "-") in known)
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
@@ -161,52 +191,82 @@ def versions() -> str:
 
 def table(results: list[dict[str, Any]]) -> str:
     """All results as Markdown, library by library."""
-    sound, failed = sum(r["sound"] for r in results), [r for r in results if "failed" in r]
+    sound, failed = (
+        sum(r["sound"] for r in results),
+        [r for r in results if "failed" in r],
+    )
     lines = [
         "# Symmetries of networks that people use",
         "",
-        f"Made by `python -m benchmarks.performance.symmetry_zoo {' '.join(sys.argv[1:])}` on "
+        "Made by `python -m benchmarks.performance.symmetry_zoo "
+        f"{' '.join(sys.argv[1:])}` on "
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, with {versions()}.",
         "",
-        "Seconds are of one core's time, of a busy machine. Null directions: directions in which weights can move "
-        "without changing outputs to first order: found as scales and shifts, and others; "
+        "Seconds are of one core's time, of a busy machine. Null directions: "
+        "directions in which weights can move "
+        "without changing outputs to first order: found as scales and shifts, and "
+        "others; "
         f"for networks of at most {FEW} weights (`?`: with a doubt). Last comes "
-        "the largest relative change of an output, in float64, under random elements of the whole group.",
+        "the largest relative change of an output, in float64, under random elements "
+        "of the whole group.",
         "",
-        f"{len(results)} networks: {sound} found and verified, {len(results) - sound - len(failed)} with a move that "
+        f"{len(results)} networks: {sound} found and verified, "
+        f"{len(results) - sound - len(failed)} with a move that "
         f"fails verification, {len(failed)} refused or failed. What is found is right; "
-        "[Orbits](../explanation/orbits.md) lists what isn't: exchanges of whole modules (experts, parallel "
+        "[Orbits](../explanation/orbits.md) lists what isn't: exchanges of whole "
+        "modules (experts, parallel "
         "branches), matrices between queries and keys, and the like.",
     ]
     for library in dict.fromkeys(r["library"] for r in results):
         own = [r for r in results if r["library"] == library]
-        lines += ["", f"## {library}", "", f"| {' | '.join(HEADER)} |", f"|{' --- |' * len(HEADER)}", *map(row, own)]
+        lines += [
+            "",
+            f"## {library}",
+            "",
+            f"| {' | '.join(HEADER)} |",
+            f"|{' --- |' * len(HEADER)}",
+            *map(row, own),
+        ]
     return "\n".join([*lines, ""])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("libraries", nargs="*", help=f"of {', '.join(SOURCES)}; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "libraries", nargs="*", help=f"of {', '.join(SOURCES)}; all by default"
+    )
     parser.add_argument("--only", nargs="*", help="networks by name")
     parser.add_argument(
-        "--json", help="write all numbers to this file; networks that it holds already aren't run again"
+        "--json",
+        help="write all numbers to this file; networks that it holds already aren't "
+        "run again",
     )
     parser.add_argument("--markdown", help="write the table to this file")
-    parser.add_argument("--limit", type=float, default=240.0, help="processor seconds for each network")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="processor seconds for each network"
+    )
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
     if options.json and os.path.exists(options.json):
         with open(options.json) as file:
             results = json.load(file)
-    find_symmetry(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(4, 2))  # imports, once for all
+    # imports, once for all
+    find_symmetry(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(4, 2))
     done = {(r["library"], r["name"]) for r in results}
     for library in options.libraries or SOURCES:
         for case in SOURCES[library]():
-            if (library, case.name) in done or (options.only and case.name not in options.only):
+            if (library, case.name) in done or (
+                options.only and case.name not in options.only
+            ):
                 continue
             results.append(run(library, case, options.limit))
             print(row(results[-1]), flush=True)
-            for path, text in ((options.json, json.dumps(results, indent=1)), (options.markdown, table(results))):
+            for path, text in (
+                (options.json, json.dumps(results, indent=1)),
+                (options.markdown, table(results)),
+            ):
                 if path:
                     with open(path, "w") as file:
                         file.write(text)

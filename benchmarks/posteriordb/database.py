@@ -1,7 +1,9 @@
-"""Data and reference draws of posteriordb, read from a copy on disk or fetched file by file, at one commit.
+"""Data and reference draws of posteriordb, read from a copy on disk or fetched file by
+file, at one commit.
 
-posteriordb (Magnusson et al. 2024, arXiv 2407.04967; github.com/stan-dev/posteriordb) holds posteriors of Stan programs
-and, for 47 of them, 10 chains of 1,000 draws by long runs of Stan. None of it is part of this repository.
+posteriordb (Magnusson et al. 2024, arXiv 2407.04967; github.com/stan-dev/posteriordb)
+holds posteriors of Stan programs and, for 47 of them, 10 chains of 1,000 draws by long
+runs of Stan. None of it is part of this repository.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from numpy.typing import NDArray
 
 COMMIT = "28f8d3d6e975315f42aa274a8399f21e07a43b30"  # of 2025-04-29
 ADDRESS = f"https://raw.githubusercontent.com/stan-dev/posteriordb/{COMMIT}/posterior_database"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pyro_symmetric" / "posteriordb" / COMMIT
+CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    / "pyro_symmetric"
+    / "posteriordb"
+    / COMMIT
+)
 Array = NDArray[Any]
 
 
@@ -28,18 +35,23 @@ Array = NDArray[Any]
 class Database:
     """The files of the database.
 
-    :param root: the folder ``posterior_database`` of a copy. ``None``: a cache folder, which files are fetched into.
+    :param root: the folder ``posterior_database`` of a copy. ``None``: a cache folder,
+        which files are fetched into.
     """
 
     root: Path | None = None
 
     def data(self, posterior: str) -> dict[str, Array]:
-        """The data in float64 of a posterior such as ``"arK-arK"``: the name of its data, a hyphen, and its program."""
+        """The data in float64 of a posterior such as ``"arK-arK"``: the name of its
+        data, a hyphen, and its program.
+        """
         found = self._read(f"data/data/{posterior.partition('-')[0]}.json.zip")
         return {name: np.asarray(value, float) for name, value in found.items()}
 
     def draws(self, posterior: str) -> dict[str, Array]:
-        """Reference draws: Stan's name of each number, such as ``"beta[1]"`` -> ``(chains, draws)``."""
+        """Reference draws: Stan's name of each number, such as ``"beta[1]"`` ->
+        ``(chains, draws)``.
+        """
         chains = self._read(f"reference_posteriors/draws/draws/{posterior}.json.zip")
         return {name: np.array([chain[name] for chain in chains]) for name in chains[0]}
 

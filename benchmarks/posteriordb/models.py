@@ -1,10 +1,12 @@
 """The densities of posteriordb's posteriors, in the words of Pyro and NumPyro.
 
-A model is a function ``(distributions, sample, plate, library, data)`` of ``pyro.distributions, pyro.sample,
-pyro.plate, torch`` or ``numpyro.distributions, numpyro.sample, numpyro.plate, jax.numpy``. A flat prior of Stan is a
-distribution with the right support under ``mask(False)``, as Pyro's documentation advises. Recurrences of time series
-are written as a few operations on arrays, of both libraries: a loop over time costs PyTorch some microseconds an
-operation, and in JAX a ``lax.scan`` of such small steps is slower than these, too.
+A model is a function ``(distributions, sample, plate, library, data)`` of
+``pyro.distributions, pyro.sample, pyro.plate, torch`` or ``numpyro.distributions,
+numpyro.sample, numpyro.plate, jax.numpy``. A flat prior of Stan is a distribution with
+the right support under ``mask(False)``, as Pyro's documentation advises. Recurrences of
+time series are written as a few operations on arrays, of both libraries: a loop over
+time costs PyTorch some microseconds an operation, and in JAX a ``lax.scan`` of such
+small steps is slower than these, too.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-STEPS_A_YEAR = 8  # of Runge-Kutta: relative error 1.5e-5 at most at reference draws; Stan asks for 1e-5
-STEPS_A_MEASUREMENT = 4  # of the drug: relative error 1e-5 at most, 2e-4 where K_m is under 0.001
+# of Runge-Kutta: relative error 1.5e-5 at most at reference draws; Stan asks for 1e-5
+STEPS_A_YEAR = 8
+# of the drug: relative error 1e-5 at most, 2e-4 where K_m is under 0.001
+STEPS_A_MEASUREMENT = 4
 FIRST_STEPS = 32  # until the first measurement, when the concentration rises fast
 
 
-# linear regressions ---------------------------------------------------------------------------------------------------
+# linear regressions -------------------------------------------------------------------
 
 
 def flat(d: Any, size: int) -> Any:
@@ -38,12 +42,17 @@ def _rows(d: Any, sample: Any, plate: Any, mean: Any, sigma: Any, y: Any) -> Non
         sample("y", d.Normal(mean, sigma), obs=y)
 
 
-def _linear(beta: Callable[[Any, int], Any], sigma: Callable[[Any], Any]) -> Callable[..., None]:
+def _linear(
+    beta: Callable[[Any, int], Any], sigma: Callable[[Any], Any]
+) -> Callable[..., None]:
     """A regression with these priors of its coefficients and its noise."""
 
     def model(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
         x, y = data
-        coefficients, noise = sample("beta", beta(d, x.shape[1])), sample("sigma", sigma(d))
+        coefficients, noise = (
+            sample("beta", beta(d, x.shape[1])),
+            sample("sigma", sigma(d)),
+        )
         _rows(d, sample, plate, x @ coefficients, noise, y)
 
     return model
@@ -51,12 +60,20 @@ def _linear(beta: Callable[[Any, int], Any], sigma: Callable[[Any], Any]) -> Cal
 
 plain = _linear(flat, flat_positive)
 half_cauchy_noise = _linear(flat, lambda d: d.HalfCauchy(2.5))
-blr = _linear(lambda d, size: d.Normal(0.0, 10.0).expand([size]).to_event(1), lambda d: d.HalfNormal(10.0))
+blr = _linear(
+    lambda d, size: d.Normal(0.0, 10.0).expand([size]).to_event(1),
+    lambda d: d.HalfNormal(10.0),
+)
 
 
-def kilpisjarvi(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def kilpisjarvi(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     x, y, prior = data
-    alpha, beta = sample("alpha", d.Normal(prior[0], prior[1])), sample("beta", d.Normal(prior[2], prior[3]))
+    alpha, beta = (
+        sample("alpha", d.Normal(prior[0], prior[1])),
+        sample("beta", d.Normal(prior[2], prior[3])),
+    )
     sigma = sample("sigma", flat_positive(d))
     _rows(d, sample, plate, alpha + beta * x, sigma, y)
 
@@ -66,7 +83,8 @@ def diamonds(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -
     b = sample("b", d.Normal(0.0, 1.0).expand([x.shape[1]]).to_event(1))
     intercept = sample("Intercept", d.StudentT(3.0, 8.0, 10.0))
     sigma = sample("sigma", flat_positive(d))
-    sample("sigma_prior", d.StudentT(3.0, 0.0, 10.0), obs=sigma)  # neither library folds a Student's t
+    # neither library folds a Student's t
+    sample("sigma_prior", d.StudentT(3.0, 0.0, 10.0), obs=sigma)
     _rows(d, sample, plate, intercept + x @ b, sigma, y)
 
 
@@ -78,19 +96,23 @@ def ar(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None
     _rows(d, sample, plate, alpha + lags @ beta, sigma, y)
 
 
-# time series: ARMA, GARCH, and hidden Markov chains -------------------------------------------------------------------
+# time series: ARMA, GARCH, and hidden Markov chains -----------------------------------
 
 
 def filtered(lib: Any, coefficient: Any, inputs: Any) -> Any:
-    r""":math:`x_t = \sum_{s \le t} a^{t - s} b_s`, which solves :math:`x_t = a x_{t-1} + b_t` from :math:`x_0 = 0`.
+    r""":math:`x_t = \sum_{s \le t} a^{t - s} b_s`, which solves :math:`x_t = a x_{t-1}
+    + b_t` from :math:`x_0 = 0`.
 
-    In blocks of as many entries as there are blocks: sums within each, and what each hands on to those after it.
+    In blocks of as many entries as there are blocks: sums within each, and what each
+    hands on to those after it.
     """
     length = inputs.shape[0]
     size = math.isqrt(length - 1) + 1
     places = lib.arange(size)
     apart = lib.abs(places[:, None] - places)
-    filled = lib.concatenate([inputs, lib.zeros_like(inputs[:1]).repeat(size * size - length)])
+    filled = lib.concatenate(
+        [inputs, lib.zeros_like(inputs[:1]).repeat(size * size - length)]
+    )
     within = filled.reshape(size, size) @ lib.tril(coefficient**apart).T
     ends = lib.tril((coefficient**size) ** apart) @ within[:, -1]
     before = lib.concatenate([lib.zeros_like(ends[:1]), ends[:-1]])
@@ -98,7 +120,9 @@ def filtered(lib: Any, coefficient: Any, inputs: Any) -> Any:
 
 
 def log_product(lib: Any, factors: Any) -> Any:
-    """Product of ``(T, 2, 2)`` matrices in their order, all given and returned by their entries' logarithms."""
+    """Product of ``(T, 2, 2)`` matrices in their order, all given and returned by their
+    entries' logarithms.
+    """
     while factors.shape[0] > 1:
         pairs = factors.shape[0] // 2
         a, b = factors[0 : 2 * pairs : 2], factors[1 : 2 * pairs : 2]
@@ -111,16 +135,25 @@ def log_product(lib: Any, factors: Any) -> Any:
 def arma(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
     now, before = data
     mu, phi = sample("mu", d.Normal(0.0, 10.0)), sample("phi", d.Normal(0.0, 2.0))
-    theta, sigma = sample("theta", d.Normal(0.0, 2.0)), sample("sigma", d.HalfCauchy(2.5))
-    first = now[:1] - mu - phi * mu  # as if the value before were the mean, without an error
-    errors = filtered(lib, -theta, lib.concatenate([first, now[1:] - mu - phi * before]))
+    theta, sigma = (
+        sample("theta", d.Normal(0.0, 2.0)),
+        sample("sigma", d.HalfCauchy(2.5)),
+    )
+    # as if the value before were the mean, without an error
+    first = now[:1] - mu - phi * mu
+    errors = filtered(
+        lib, -theta, lib.concatenate([first, now[1:] - mu - phi * before])
+    )
     with plate("times", len(now)):
         sample("error", d.Normal(0.0, sigma), obs=errors)
 
 
 def garch(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
     y, first = data
-    mu, alpha0 = sample("mu", d.Normal(0.0, 1.0).mask(False)), sample("alpha0", flat_positive(d))
+    mu, alpha0 = (
+        sample("mu", d.Normal(0.0, 1.0).mask(False)),
+        sample("alpha0", flat_positive(d)),
+    )
     # Flat on the triangle alpha1 + beta1 < 1, whose width is 1 - alpha1.
     alpha1 = sample("alpha1", d.Beta(1.0, 2.0))
     beta1 = (1 - alpha1) * sample("share", d.Uniform(0.0, 1.0))
@@ -130,23 +163,37 @@ def garch(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> N
         sample("y", d.Normal(mu, variance**0.5), obs=y)
 
 
-def _hidden_chain(d: Any, sample: Any, lib: Any, first_row: Any, second_row: Any, emission: Any) -> None:
-    """The likelihood of the observations, given the log-densities ``(T, 2)`` of each in each state."""
+def _hidden_chain(
+    d: Any, sample: Any, lib: Any, first_row: Any, second_row: Any, emission: Any
+) -> None:
+    """The likelihood of the observations, given the log-densities ``(T, 2)`` of each in
+    each state.
+    """
     transition = lib.log(lib.stack([first_row, second_row]))
     log_likelihood = log_product(lib, transition + emission[1:, None, :])
-    ends = lib.logaddexp(emission[0, 0] + log_likelihood[0], emission[0, 1] + log_likelihood[1])
+    ends = lib.logaddexp(
+        emission[0, 0] + log_likelihood[0], emission[0, 1] + log_likelihood[1]
+    )
     sample("observations", d.Unit(lib.logaddexp(ends[0], ends[1])), obs=lib.zeros((0,)))
 
 
-def _ordered(d: Any, sample: Any, lib: Any, name: str, mean: Any, positive: bool) -> Any:
-    """Two numbers in order, each with a normal prior of deviation 1 before they were ordered."""
-    low = sample(f"{name}_low", flat_positive(d) if positive else d.Normal(0.0, 1.0).mask(False))
+def _ordered(
+    d: Any, sample: Any, lib: Any, name: str, mean: Any, positive: bool
+) -> Any:
+    """Two numbers in order, each with a normal prior of deviation 1 before they were
+    ordered.
+    """
+    low = sample(
+        f"{name}_low", flat_positive(d) if positive else d.Normal(0.0, 1.0).mask(False)
+    )
     both = lib.stack([low, low + sample(f"{name}_gap", flat_positive(d))])
     sample(f"{name}_prior", d.Normal(mean, 1.0).to_event(1), obs=both)
     return both
 
 
-def hmm_drive_0(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def hmm_drive_0(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     u, v, alpha, means = data
     rows = [sample(f"theta{k + 1}", d.Dirichlet(alpha[k])) for k in range(2)]
     phi = _ordered(d, sample, lib, "phi", means, positive=True)
@@ -155,26 +202,34 @@ def hmm_drive_0(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
     _hidden_chain(d, sample, lib, *rows, emission)
 
 
-def hmm_drive_1(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def hmm_drive_1(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     u, v, alpha, means, scales = data
     rows = [sample(f"theta{k + 1}", d.Dirichlet(alpha[k])) for k in range(2)]
     phi = _ordered(d, sample, lib, "phi", means, positive=False)
     place = _ordered(d, sample, lib, "lambda", means, positive=False)
-    emission = d.Normal(phi, scales[0]).log_prob(u[:, None]) + d.Normal(place, scales[1]).log_prob(v[:, None])
+    emission = d.Normal(phi, scales[0]).log_prob(u[:, None]) + d.Normal(
+        place, scales[1]
+    ).log_prob(v[:, None])
     _hidden_chain(d, sample, lib, *rows, emission)
 
 
-def hmm_example(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def hmm_example(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     y, alpha, means = data
     rows = [sample(f"theta{k + 1}", d.Dirichlet(alpha[k])) for k in range(2)]
     mu = _ordered(d, sample, lib, "mu", means, positive=True)
     _hidden_chain(d, sample, lib, *rows, d.Normal(mu, 1.0).log_prob(y[:, None]))
 
 
-# a hierarchy and a mixture --------------------------------------------------------------------------------------------
+# a hierarchy and a mixture ------------------------------------------------------------
 
 
-def eight_schools(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def eight_schools(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     y, sigma = data
     mu, tau = sample("mu", d.Normal(0.0, 5.0)), sample("tau", d.HalfCauchy(5.0))
     with plate("schools", len(y)):
@@ -191,17 +246,21 @@ def mixture(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) ->
     theta = sample("theta", d.Beta(5.0, 5.0))
     first = lib.log(theta) + d.Normal(low, sigma[0]).log_prob(y)
     second = lib.log1p(-theta) + d.Normal(high, sigma[1]).log_prob(y)
-    sample("observations", d.Unit(lib.logaddexp(first, second).sum()), obs=lib.zeros((0,)))
+    sample(
+        "observations", d.Unit(lib.logaddexp(first, second).sum()), obs=lib.zeros((0,))
+    )
 
 
-# Gaussian processes -------------------------------------------------------------------------------------------------
+# Gaussian processes -------------------------------------------------------------------
 
 
 def _covariance(lib: Any, distances: Any, rho: Any, alpha: Any) -> Any:
     return alpha**2 * lib.exp(-0.5 * distances / rho**2)
 
 
-def gp_regression(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def gp_regression(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     distances, unit, y = data
     rho, alpha = sample("rho", d.Gamma(25.0, 4.0)), sample("alpha", d.HalfNormal(2.0))
     sigma = sample("sigma", d.HalfNormal(1.0))
@@ -209,20 +268,27 @@ def gp_regression(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ..
     sample("y", d.MultivariateNormal(lib.zeros_like(y), scale_tril=root), obs=y)
 
 
-def gp_poisson(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
+def gp_poisson(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
     distances, unit, counts = data
     rho, alpha = sample("rho", d.Gamma(25.0, 4.0)), sample("alpha", d.HalfNormal(2.0))
     free = sample("f_tilde", d.Normal(0.0, 1.0).expand([len(counts)]).to_event(1))
-    f = lib.linalg.cholesky(_covariance(lib, distances, rho, alpha) + 1e-10 * unit) @ free
+    f = (
+        lib.linalg.cholesky(_covariance(lib, distances, rho, alpha) + 1e-10 * unit)
+        @ free
+    )
     with plate("places", len(counts)):
         sample("k", d.Poisson(lib.exp(f)), obs=counts)
 
 
-# differential equations ---------------------------------------------------------------------------------------------
+# differential equations ---------------------------------------------------------------
 
 
 def scan(lib: Any, step: Any, state: Any, inputs: Any) -> Any:
-    """The states after each step ``(state, input) -> state``: a loop in PyTorch, ``lax.scan`` in JAX."""
+    """The states after each step ``(state, input) -> state``: a loop in PyTorch,
+    ``lax.scan`` in JAX.
+    """
     if lib.__name__ != "torch":
         import jax
 
@@ -234,15 +300,20 @@ def scan(lib: Any, step: Any, state: Any, inputs: Any) -> Any:
     return lib.stack(states)
 
 
-def lotka_volterra(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-    r"""Hares ``u`` and lynx ``v``: :math:`(\log u)' = \alpha - \beta v,\ (\log v)' = \delta u - \gamma`.
+def lotka_volterra(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
+    r"""Hares ``u`` and lynx ``v``: :math:`(\log u)' = \alpha - \beta v,\ (\log v)' =
+    \delta u - \gamma`.
 
     Runge and Kutta's method of order 4 for the logarithms, by fixed steps.
     """
     first, log_y, mean, deviation, sign, times = data
     theta = sample("theta", d.HalfNormal(1.0).expand([4]).to_event(1).mask(False))
     sample("theta_prior", d.Normal(mean, deviation).to_event(1), obs=theta)
-    start = sample("z_init", d.LogNormal(float(np.log(10)), 1.0).expand([2]).to_event(1))
+    start = sample(
+        "z_init", d.LogNormal(float(np.log(10)), 1.0).expand([2]).to_event(1)
+    )
     sigma = sample("sigma", d.LogNormal(-1.0, 1.0).expand([2]).to_event(1))
     rate, pull, h = sign * theta[0::2], -sign * theta[1::2], 1 / STEPS_A_YEAR
 
@@ -261,15 +332,19 @@ def lotka_volterra(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, .
         sample("y", d.Normal(states, sigma).to_event(1), obs=log_y)
 
 
-def one_compartment(d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]) -> None:
-    r"""A drug's concentration: :math:`C' = \frac{D k_a}{V} e^{-k_a t} - \frac{V_m}{V} \frac{C}{K_m + C},\ C(0) = 0`.
+def one_compartment(
+    d: Any, sample: Any, plate: Any, lib: Any, data: tuple[Any, ...]
+) -> None:
+    r"""A drug's concentration: :math:`C' = \frac{D k_a}{V} e^{-k_a t} - \frac{V_m}{V}
+    \frac{C}{K_m + C},\ C(0) = 0`.
 
     Runge and Kutta's method of order 4 by fixed steps, which are shorter at first.
     """
     log_y, times, steps, at, dose, volume = data
     k_a, k_m = sample("k_a", d.HalfCauchy(1.0)), sample("K_m", d.HalfCauchy(1.0))
     v_m, sigma = sample("V_m", d.HalfCauchy(1.0)), sample("sigma", d.HalfCauchy(1.0))
-    doses = dose * k_a / volume * lib.exp(-k_a * times)  # at the beginning, the middle and the end of each step
+    # at the beginning, the middle and the end of each step
+    doses = dose * k_a / volume * lib.exp(-k_a * times)
     fastest = v_m / volume
 
     def step(c: Any, x: Any) -> Any:

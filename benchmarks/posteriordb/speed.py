@@ -1,15 +1,20 @@
-"""Effective draws a second on posteriordb: this library beside NumPyro's NUTS, at its best, and Pyro's.
+"""Effective draws a second on posteriordb: this library beside NumPyro's NUTS, at its
+best, and Pyro's.
 
-    python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root FOLDER] [--json FILE]
+    python -m benchmarks.posteriordb.speed [--posteriors arK-arK garch-garch11] [--root
+    FOLDER] [--json FILE]
 
-Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels with all else by default and as
-many warm-up iterations as NumPyro, compiled. What counts is the worst coordinate's effective sample size
-(bulk, of all chains) over seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being compiled;
-``cold`` with compiling, which NumPyro does in every process and this library once (its programs are kept on disk: empty
-PyTorch's cache for a first run's figures). NumPyro runs 4 chains one after another and at once, and 64 at once, each
-with a diagonal and with a dense mass matrix; its best counts, for each column apart. Chains whose R-hat exceeds 1.05
-sampled something else and count as no draws. All figures of a posterior come from one process: compare ratios, not
-seconds, if the machine has other work.
+Ours are ``chosen``, a call of ``sample`` with nothing but the model, and two kernels
+with all else by default and as many warm-up iterations as NumPyro, compiled. What
+counts is the worst coordinate's effective sample size (bulk, of all chains) over
+seconds of processor time: ``sampling`` alone; ``warm`` with warm-up, all being
+compiled; ``cold`` with compiling, which NumPyro does in every process and this library
+once (its programs are kept on disk: empty PyTorch's cache for a first run's figures).
+NumPyro runs 4 chains one after another and at once, and 64 at once, each with a
+diagonal and with a dense mass matrix; its best counts, for each column apart. Chains
+whose R-hat exceeds 1.05 sampled something else and count as no draws. All figures of a
+posterior come from one process: compare ratios, not seconds, if the machine has other
+work.
 """
 
 from __future__ import annotations
@@ -35,7 +40,9 @@ R_HAT = 1.05
 OURS: dict[str, Callable[[Problem, int, int], Run]] = {
     "chosen": lambda problem, warmup, draws: ours(problem, None, draws),
     **{
-        f"{kind.__name__}, {chains} chains": partial(ours, kind=kind, chains=chains, engine="compiled")
+        f"{kind.__name__}, {chains} chains": partial(
+            ours, kind=kind, chains=chains, engine="compiled"
+        )
         for kind, chains in ((ps.NUTS, 4), (ps.AdaptiveHMC, 16))
     },
 }
@@ -52,25 +59,49 @@ COLUMNS = {"sampling": "draws a second", "warm": "with warm-up", "cold": "all"}
 
 def row(options: argparse.Namespace, posterior: str, contestant: str) -> Row:
     entry = ENTRIES[posterior]
-    arrays = tuple(np.asarray(array) for array in entry.read(Database(options.root).data(posterior)))
+    arrays = tuple(
+        np.asarray(array)
+        for array in entry.read(Database(options.root).data(posterior))
+    )
     problem = Problem(entry.write, arrays, getattr(torch, options.dtype))
-    return {**OURS, **NUMPYRO, **PYRO}[contestant](problem, options.warmup, options.draws).row()
+    return {**OURS, **NUMPYRO, **PYRO}[contestant](
+        problem, options.warmup, options.draws
+    ).row()
 
 
 def best(rows: list[Row], column: str) -> float:
     """Most effective draws a second of any row whose chains agree; NaN if none's do."""
-    return max((own[column] for own in rows if own["R-hat"] < R_HAT or math.isnan(own["R-hat"])), default=math.nan)
+    return max(
+        (
+            own[column]
+            for own in rows
+            if own["R-hat"] < R_HAT or math.isnan(own["R-hat"])
+        ),
+        default=math.nan,
+    )
 
 
 def main() -> None:
     arguments = parser(__doc__, seeds=1)
-    arguments.add_argument("--posteriors", nargs="+", default=list(ENTRIES), choices=list(ENTRIES), metavar="NAME")
-    arguments.add_argument("--contestants", nargs="+", default=[*OURS, *NUMPYRO, *PYRO], metavar="NAME")
+    arguments.add_argument(
+        "--posteriors",
+        nargs="+",
+        default=list(ENTRIES),
+        choices=list(ENTRIES),
+        metavar="NAME",
+    )
+    arguments.add_argument(
+        "--contestants", nargs="+", default=[*OURS, *NUMPYRO, *PYRO], metavar="NAME"
+    )
     arguments.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     arguments.add_argument(
-        "--root", type=Path, help="folder posterior_database of a copy; by default files are fetched"
+        "--root",
+        type=Path,
+        help="folder posterior_database of a copy; by default files are fetched",
     )
-    arguments.add_argument("--draws", type=int, default=1000, help="of each chain; a tenth of it by Pyro")
+    arguments.add_argument(
+        "--draws", type=int, default=1000, help="of each chain; a tenth of it by Pyro"
+    )
     arguments.add_argument("--warmup", type=int, default=500)
     options = parse(arguments)
     if options.quick:
@@ -81,14 +112,26 @@ def main() -> None:
     results.fill(partial(row, options), posterior=options.posteriors, contestant=chosen)
     for posterior in options.posteriors:
         rows = results.find(posterior=posterior)
-        cells = [[f"{own[name]:.4g}" for name in ("worst effective", "R-hat", *COLUMNS.values())] for own in rows]
-        lines = [[own["contestant"], *line] for own, line in zip(rows, cells, strict=True)]
-        print_table(posterior, ["contestant", "worst effective", "R-hat", *COLUMNS], lines)
+        cells = [
+            [
+                f"{own[name]:.4g}"
+                for name in ("worst effective", "R-hat", *COLUMNS.values())
+            ]
+            for own in rows
+        ]
+        lines = [
+            [own["contestant"], *line] for own, line in zip(rows, cells, strict=True)
+        ]
+        print_table(
+            posterior, ["contestant", "worst effective", "R-hat", *COLUMNS], lines
+        )
     ratios(results, options.posteriors, [name for name in chosen if name in OURS])
 
 
 def ratios(results: Results, posteriors: list[str], names: list[str]) -> None:
-    """Print each of our samplers' effective draws a second over those of NumPyro's best and of Pyro's."""
+    """Print each of our samplers' effective draws a second over those of NumPyro's best
+    and of Pyro's.
+    """
     for title, peers in (("NumPyro's best", NUMPYRO), ("Pyro", PYRO)):
         for column, key in COLUMNS.items():
             found: dict[str, list[float]] = {name: [] for name in names}
@@ -101,8 +144,16 @@ def ratios(results: Results, posteriors: list[str], names: list[str]) -> None:
                     found[name].append(mine / theirs)
                 lines.append([posterior, *(f"{found[name][-1]:.3g}" for name in names)])
             for label, summary in (("median", statistics.median), ("least", min)):
-                known = {name: [v for v in values if not math.isnan(v)] for name, values in found.items()}
-                lines.append([label, *(f"{summary(v):.3g}" if v else "-" for v in known.values())])
+                known = {
+                    name: [v for v in values if not math.isnan(v)]
+                    for name, values in found.items()
+                }
+                lines.append(
+                    [
+                        label,
+                        *(f"{summary(v):.3g}" if v else "-" for v in known.values()),
+                    ]
+                )
             print_table(f"Against {title}, {column}", ["posterior", *names], lines)
 
 

@@ -1,6 +1,8 @@
-"""Networks that people use, from five libraries, with random weights and an example of what each takes.
+"""Networks that people use, from five libraries, with random weights and an example of
+what each takes.
 
-Each library's module yields cases: a name, and what builds the network and its inputs. Nothing is downloaded.
+Each library's module yields cases: a name, and what builds the network and its inputs.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ Cases = Iterator[Case]
 
 
 class Tensors(nn.Module):
-    """A network that takes tensors, in the order of their names, and returns all tensors of its outputs.
+    """A network that takes tensors, in the order of their names, and returns all
+    tensors of its outputs.
 
     Caches are switched off, for they hold what the outputs hold already.
 
-    :param names: the keywords that the inputs are given by; none of them if inputs are given by position.
+    :param names: the keywords that the inputs are given by; none of them if inputs are
+        given by position.
     :param options: further keywords, the same in each call.
     """
 
@@ -45,5 +49,11 @@ class Tensors(nn.Module):
             out = self.net(**dict(zip(self.names, inputs, strict=True)), **self.options)
         else:
             out = self.net(*inputs, **self.options)
-        leaves = torch.utils._pytree.tree_leaves(dict(out) if hasattr(out, "keys") else out)
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+        leaves = torch.utils._pytree.tree_leaves(
+            dict(out) if hasattr(out, "keys") else out
+        )
+        return tuple(
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        )

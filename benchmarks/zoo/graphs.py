@@ -1,4 +1,6 @@
-"""Graph networks of PyTorch Geometric: two layers of each kind on a graph of eight nodes, then a linear one."""
+"""Graph networks of PyTorch Geometric: two layers of each kind on a graph of eight
+nodes, then a linear one.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ NODES, FEATURES, WIDTH, EDGES = 8, 5, 12, 4
 def graph() -> Tensor:
     """A ring with chords, in both directions: ``(2, edges)``."""
     ring = torch.arange(NODES)
-    pairs = torch.stack([ring.repeat(2), torch.cat([(ring + 1) % NODES, (ring + 3) % NODES])])
+    pairs = torch.stack(
+        [ring.repeat(2), torch.cat([(ring + 1) % NODES, (ring + 3) % NODES])]
+    )
     return torch.cat([pairs, pairs.flip(0)], 1)
 
 
 class Layers(nn.Module):
-    """Two layers on a graph, which take the features of nodes and the edges; some take features of edges, too."""
+    """Two layers on a graph, which take the features of nodes and the edges; some take
+    features of edges, too.
+    """
 
     def __init__(self, make: Callable[[int, int], nn.Module], of_edges: bool = False):
         super().__init__()
-        self.first, self.second, self.last = make(FEATURES, WIDTH), make(WIDTH, WIDTH), nn.LazyLinear(3)
+        self.first, self.second, self.last = (
+            make(FEATURES, WIDTH),
+            make(WIDTH, WIDTH),
+            nn.LazyLinear(3),
+        )
         self.of_edges = of_edges
 
     def forward(self, x: Tensor, edges: Tensor, *features: Tensor) -> Tensor:
@@ -59,7 +69,9 @@ def geometric() -> Cases:
         "LEConv": library.LEConv,
         "MFConv": library.MFConv,
         "MixHopConv": lambda i, o: library.MixHopConv(i, o // 3),
-        "PNAConv": lambda i, o: library.PNAConv(i, o, ["mean", "max", "std"], ["identity", "amplification"], degrees),
+        "PNAConv": lambda i, o: library.PNAConv(
+            i, o, ["mean", "max", "std"], ["identity", "amplification"], degrees
+        ),
         "ResGatedGraphConv": library.ResGatedGraphConv,
         "SAGEConv": library.SAGEConv,
         "SGConv": lambda i, o: library.SGConv(i, o, K=2),
@@ -78,7 +90,11 @@ def geometric() -> Cases:
 
 def built(make: Callable[[int, int], Any], of_edges: bool) -> Built:
     edges = graph()
-    inputs = (torch.randn(NODES, FEATURES), edges, *([torch.rand(edges.shape[1], EDGES)] if of_edges else []))
+    inputs = (
+        torch.randn(NODES, FEATURES),
+        edges,
+        *([torch.rand(edges.shape[1], EDGES)] if of_edges else []),
+    )
     net = Layers(make, of_edges)
     with torch.no_grad():
         net(*inputs)

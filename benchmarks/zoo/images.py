@@ -1,4 +1,6 @@
-"""Networks of torchvision and timm: classification, segmentation, video, optical flow, detection."""
+"""Networks of torchvision and timm: classification, segmentation, video, optical flow,
+detection.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Maps(nn.Module):
 
 
 def images(side: int) -> tuple[torch.Tensor, ...]:
-    """Batch statistics of few numbers magnify rounding: small images come in larger batches."""
+    """Batch statistics of few numbers magnify rounding: small images come in larger
+    batches.
+    """
     return (torch.randn(8 if side < 96 else 2, 3, side, side),)
 
 
@@ -64,7 +68,9 @@ def torchvision() -> Cases:
     models = import_torchvision().models
 
     def classifier(name: str, side: int) -> Built:
-        options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        options = (
+            {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+        )
         return models.get_model(name, weights=None, **options), images(side)
 
     for side, names in TORCHVISION.items():

@@ -34,7 +34,9 @@ CAUSAL = """
     openai-gpt opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe rwkv smollm3 stablelm starcoder2 xglm recurrent_gemma
     jamba
 """
-ENCODER_DECODER = "t5 mt5 bart mbart marian pegasus blenderbot m2m_100 switch_transformers"
+ENCODER_DECODER = (
+    "t5 mt5 bart mbart marian pegasus blenderbot m2m_100 switch_transformers"
+)
 VISION = """
     vit deit beit dinov2 dinov2_with_registers ijepa vit_msn yolos siglip_vision_model clip_vision_model
 """
@@ -55,7 +57,9 @@ def transformers() -> Cases:
 
 
 def config(kind: str) -> Any:
-    """A small configuration of a kind of network: sizes that it doesn't know are left out."""
+    """A small configuration of a kind of network: sizes that it doesn't know are left
+    out.
+    """
     from transformers import AutoConfig
 
     default = AutoConfig.for_model(kind)
@@ -78,17 +82,25 @@ def of_two_sequences(kind: str) -> Built:
     from transformers import AutoModelForSeq2SeqLM
 
     net = AutoModelForSeq2SeqLM.from_config(config(kind))
-    return Tensors(net, ("input_ids", "decoder_input_ids"), use_cache=False), (tokens(), tokens(5))
+    return Tensors(net, ("input_ids", "decoder_input_ids"), use_cache=False), (
+        tokens(),
+        tokens(5),
+    )
 
 
 def of_images(kind: str) -> Built:
     from transformers import AutoModel
 
-    return Tensors(AutoModel.from_config(config(kind)), ("pixel_values",)), (torch.randn(2, 3, 32, 32),)
+    return Tensors(AutoModel.from_config(config(kind)), ("pixel_values",)), (
+        torch.randn(2, 3, 32, 32),
+    )
 
 
 def whisper() -> Built:
     from transformers import WhisperForConditionalGeneration
 
     net = WhisperForConditionalGeneration(config("whisper"))
-    return Tensors(net, ("input_features", "decoder_input_ids"), use_cache=False), (torch.randn(2, 8, 24), tokens())
+    return Tensors(net, ("input_features", "decoder_input_ids"), use_cache=False), (
+        torch.randn(2, 8, 24),
+        tokens(),
+    )

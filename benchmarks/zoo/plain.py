@@ -21,7 +21,9 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def mlp(middle: nn.Module) -> Built:
-    net = nn.Sequential(nn.Linear(5, 12), middle, nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    net = nn.Sequential(
+        nn.Linear(5, 12), middle, nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)
+    )
     return net, (torch.randn(8, 5),)
 
 
@@ -57,7 +59,11 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.hidden, self.out = nn.EmbeddingBag(20, 12), nn.Linear(12, 8), nn.Linear(8, 2)
+        self.words, self.hidden, self.out = (
+            nn.EmbeddingBag(20, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 2),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.out(self.hidden(self.words(words)).relu())
@@ -93,11 +99,24 @@ def plain() -> Cases:
         yield Case(f"MLP {name}", lambda name=name: mlp(getattr(nn, name)()))
     for name, norm in NORMS.items():
         yield Case(f"MLP {name}", lambda norm=norm: mlp(norm(12)))
-    yield Case("MLP weight_norm", lambda: mlp(parametrizations.weight_norm(nn.Linear(12, 12))))
-    yield Case("MLP spectral_norm", lambda: mlp(parametrizations.spectral_norm(nn.Linear(12, 12))))
+    yield Case(
+        "MLP weight_norm", lambda: mlp(parametrizations.weight_norm(nn.Linear(12, 12)))
+    )
+    yield Case(
+        "MLP spectral_norm",
+        lambda: mlp(parametrizations.spectral_norm(nn.Linear(12, 12))),
+    )
     for cell in (nn.RNNCell, nn.GRUCell, nn.LSTMCell):
-        yield Case(cell.__name__, lambda cell=cell: (Cells(cell(5, 8)), (torch.randn(3, 4, 5),)))
-    yield Case("Transformer", lambda: (TwoStreams(), (torch.randn(2, 6, 5), torch.randn(2, 4, 5))))
+        yield Case(
+            cell.__name__,
+            lambda cell=cell: (Cells(cell(5, 8)), (torch.randn(3, 4, 5),)),
+        )
+    yield Case(
+        "Transformer",
+        lambda: (TwoStreams(), (torch.randn(2, 6, 5), torch.randn(2, 4, 5))),
+    )
     yield Case("EmbeddingBag", lambda: (Bags(), (torch.arange(24).reshape(4, 6) % 20,)))
-    yield Case("siamese Bilinear", lambda: (Pairs(), (torch.randn(4, 5), torch.randn(4, 5))))
+    yield Case(
+        "siamese Bilinear", lambda: (Pairs(), (torch.randn(4, 5), torch.randn(4, 5)))
+    )
     yield Case("masked sum", lambda: (Masked(), (torch.randn(6, 5),)))

@@ -1,7 +1,8 @@
 """Align posteriors under a symmetry, and measure the loss barriers between them.
 
-The public functions (``matching``, ``many``, ``barrier``, ``relabel``) rest on ``moments`` (features and costs) and
-``descent`` (the search over permutations and signs).
+The public functions (``matching``, ``many``, ``barrier``, ``relabel``) rest on
+``moments`` (features and costs) and ``descent`` (the search over permutations and
+signs).
 """
 
 from pyro_symmetric.alignment.barrier import BarrierCurve, loss_barrier

@@ -9,8 +9,8 @@ the barrier along the Wasserstein geodesic :math:`q_t` is
 
 .. math:: \max_t \; L(q_t) - \big[(1-t)\, L(q_0) + t\, L(q_1)\big] ,
 
-and likewise that of the error: the misclassification rate, or, for real targets, the root mean squared error. ``p`` is
-the model's likelihood, untempered.
+and likewise that of the error: the misclassification rate, or, for real targets, the
+root mean squared error. ``p`` is the model's likelihood, untempered.
 
 Reference: Rossi et al. 2023 (arXiv 2310.10171), Definition 2.
 """
@@ -30,7 +30,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.moments import GaussianWeights, barycentre_gaussians, require_ends, to_gaussian
+from pyro_symmetric.alignment.moments import (
+    GaussianWeights,
+    barycentre_gaussians,
+    require_ends,
+    to_gaussian,
+)
 from pyro_symmetric.arguments import described
 from pyro_symmetric.models import BayesianModel, require_targets
 from pyro_symmetric.weights import Weights, require_finite
@@ -48,13 +53,17 @@ CHUNK_NUMBERS = 2**24
 class BarrierCurve:
     """Losses along a path between two posteriors.
 
-    >>> curve = ps.alignment.BarrierCurve(torch.tensor([0.0, 0.5, 1.0]), {"train": torch.tensor([1.0, 4.0, 2.0])}, {})
+    >>> curve = ps.alignment.BarrierCurve(
+    ...     torch.tensor([0.0, 0.5, 1.0]), {"train": torch.tensor([1.0, 4.0, 2.0])}, {}
+    ... )
     >>> curve.barrier  # the loss half-way, above the straight line between the ends
     2.5
 
     :param t: positions on the path, ``(T,)``, from 0 to 1.
-    :param losses: name of the data (``"train"``, ``"test"`` ...) -> marginalised loss in nats per row, ``(T,)``.
-    :param metrics: name -> error of the mean prediction (``"train error"``, ``"test RMSE"``), ``(T,)``.
+    :param losses: name of the data (``"train"``, ``"test"`` ...) -> marginalised loss
+        in nats per row, ``(T,)``.
+    :param metrics: name -> error of the mean prediction (``"train error"``, ``"test
+        RMSE"``), ``(T,)``.
     """
 
     t: Tensor
@@ -63,9 +72,14 @@ class BarrierCurve:
 
     @property
     def barriers(self) -> dict[str, float]:
-        """The barrier of every loss and metric: the largest excess over the straight line between the ends."""
+        """The barrier of every loss and metric: the largest excess over the straight
+        line between the ends.
+        """
         curves = {**self.losses, **self.metrics}
-        return {name: float((v - torch.lerp(v[0], v[-1], self.t)).max()) for name, v in curves.items()}
+        return {
+            name: float((v - torch.lerp(v[0], v[-1], self.t)).max())
+            for name, v in curves.items()
+        }
 
     @property
     def barrier(self) -> float:
@@ -74,11 +88,21 @@ class BarrierCurve:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the curve as JSON."""
-        losses, metrics = ({name: value.tolist() for name, value in v.items()} for v in (self.losses, self.metrics))
-        return {"t": self.t.tolist(), "losses": losses, "metrics": metrics, "barriers": self.barriers}
+        losses, metrics = (
+            {name: value.tolist() for name, value in v.items()}
+            for v in (self.losses, self.metrics)
+        )
+        return {
+            "t": self.t.tolist(),
+            "losses": losses,
+            "metrics": metrics,
+            "barriers": self.barriers,
+        }
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}: {value:.4f}" for name, value in self.barriers.items())
+        values = ", ".join(
+            f"{name}: {value:.4f}" for name, value in self.barriers.items()
+        )
         return f"BarrierCurve({len(self.t)} points, barriers {{{values}}})"
 
 
@@ -93,10 +117,12 @@ def loss_barrier(
     num_samples: int = 64,
     progress: bool = False,
 ) -> BarrierCurve:
-    """Compute the loss along the geodesic between two mean-field posteriors, or between two networks.
+    """Compute the loss along the geodesic between two mean-field posteriors, or between
+    two networks.
 
-    All points share their noise, so the curve is smooth and the barrier is not the maximum of independent errors.
-    Marginalisation over finitely many draws overstates every loss slightly, equally at all points.
+    All points share their noise, so the curve is smooth and the barrier is not the
+    maximum of independent errors. Marginalisation over finitely many draws overstates
+    every loss slightly, equally at all points.
 
     >>> net = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
     >>> x = torch.randn(50, 2)
@@ -105,16 +131,21 @@ def loss_barrier(
     >>> model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(scale=0.1))
     >>> before = ps.loss_barrier(net, other, model, (x, net(x).detach())).barrier
     >>> aligned = symmetry.act(ps.align(other, net, symmetry).element, other)
-    >>> abs(ps.loss_barrier(net, aligned, model, (x, net(x).detach())).barrier) < 1e-3 < before
+    >>> abs(
+    ...     ps.loss_barrier(net, aligned, model, (x, net(x).detach())).barrier
+    ... ) < 1e-3 < before
     True
 
-    :param guide_0: a guide with Gaussian moments (correlations are dropped), ``GaussianWeights``, a ``Posterior`` of
-        draws in one frame, or a network: a module, or its weights by name. A network with batch normalisation needs
-        its running statistics, which the module holds; a warning tells if they are missing.
+    :param guide_0: a guide with Gaussian moments (correlations are dropped),
+        ``GaussianWeights``, a ``Posterior`` of draws in one frame, or a network: a
+        module, or its weights by name. A network with batch normalisation needs its
+        running statistics, which the module holds; a warning tells if they are missing.
     :param guide_1: likewise.
-    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, to evaluate on ``data``; or a function from
-        weights of batch shape ``(S,)`` to the log-likelihood of every row, ``(S, N)``.
-    :param data: with a model, ``(x, y)``, or several by name: ``{"train": (x, y), "test": ...}``.
+    :param log_likelihood: a :class:`~pyro_symmetric.models.BayesianModel`, to evaluate
+        on ``data``; or a function from weights of batch shape ``(S,)`` to the
+        log-likelihood of every row, ``(S, N)``.
+    :param data: with a model, ``(x, y)``, or several by name: ``{"train": (x, y),
+        "test": ...}``.
     :param num_points: the number of points, ends included; at least 3.
     :param num_samples: draws at each point; for plain networks one.
     """
@@ -125,16 +156,26 @@ def loss_barrier(
     if model is not None:
         named = _data_by_name(model, data, first, second)
         _warn_of_statistics(model.net, first, second)
-        scores = {name: functools.partial(_of_model, model, name, pair) for name, pair in named.items()}
-    elif isinstance(log_likelihood, nn.Module) or not callable(log_likelihood) or data is not None:
+        scores = {
+            name: functools.partial(_of_model, model, name, pair)
+            for name, pair in named.items()
+        }
+    elif (
+        isinstance(log_likelihood, nn.Module)
+        or not callable(log_likelihood)
+        or data is not None
+    ):
         raise TypeError(
-            f"log_likelihood is {described(log_likelihood)}; it must be a BayesianModel, or, without data, a function "
+            f"log_likelihood is {described(log_likelihood)}; it must be a "
+            "BayesianModel, or, without data, a function "
             "of weights, e.g. lambda w: model.log_likelihood(w, x, y)"
         )
     else:
         scores = {"loss": functools.partial(_of_function, log_likelihood)}
     values = list(first.loc.values())
-    if not any(bool(scale.any()) for end in (first, second) for scale in end.scale.values()):
+    if not any(
+        bool(scale.any()) for end in (first, second) for scale in end.scale.values()
+    ):
         num_samples = 1
     size = max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
     parts = [min(size, num_samples - start) for start in range(0, num_samples, size)]
@@ -149,33 +190,52 @@ def loss_barrier(
             weights = draw(point, count, generator)
             for name, score in scores.items():
                 density, *mean = score(weights, count)
-                log_sum, *mean_sum = sums.get(name, (density - math.inf, *(0 * value for value in mean)))
+                log_sum, *mean_sum = sums.get(
+                    name, (density - math.inf, *(0 * value for value in mean))
+                )
                 added = (one + other for one, other in zip(mean_sum, mean, strict=True))
                 sums[name] = [torch.logaddexp(log_sum, density), *added]
         for name, (density, *mean) in sums.items():
             if bool(density.isnan().any()):
                 raise ValueError(
-                    f"the log-likelihood of {name!r} is NaN at t = {position:g}, where weights give no numbers"
+                    f"the log-likelihood of {name!r} is NaN at t = {position:g}, where "
+                    "weights give no numbers"
                 )
-            curve.losses.setdefault(name, torch.zeros_like(t))[k] = math.log(num_samples) - density.mean()
+            curve.losses.setdefault(name, torch.zeros_like(t))[k] = (
+                math.log(num_samples) - density.mean()
+            )
             if model is not None:
-                kind, error = _error(mean[0] / num_samples, model.likelihood.targets(named[name][1]))
-                curve.metrics.setdefault(kind if name == "loss" else f"{name} {kind}", torch.zeros_like(t))[k] = error
+                kind, error = _error(
+                    mean[0] / num_samples, model.likelihood.targets(named[name][1])
+                )
+                curve.metrics.setdefault(
+                    kind if name == "loss" else f"{name} {kind}", torch.zeros_like(t)
+                )[k] = error
     return curve
 
 
-# losses and errors ----------------------------------------------------------------------------------------------------
+# losses and errors --------------------------------------------------------------------
 
 
 def _data_by_name(
-    model: BayesianModel, data: Data | Mapping[str, Data] | None, first: GaussianWeights, second: GaussianWeights
+    model: BayesianModel,
+    data: Data | Mapping[str, Data] | None,
+    first: GaussianWeights,
+    second: GaussianWeights,
 ) -> dict[str, Any]:
-    """Return name -> ``(x, y)``; raise ``ValueError`` if these, or the sites that the model infers, don't fit."""
+    """Return name -> ``(x, y)``; raise ``ValueError`` if these, or the sites that the
+    model infers, don't fit.
+    """
     if data is None:
         raise ValueError("a model needs data: (x, y), or a name for each pair")
-    if lacking := [site for site in model.site_shapes if site not in first.loc or site not in second.loc]:
+    if lacking := [
+        site
+        for site in model.site_shapes
+        if site not in first.loc or site not in second.loc
+    ]:
         raise ValueError(
-            f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain networks take a likelihood "
+            f"guide_0 or guide_1 holds no {lacking}, which the model infers; for plain "
+            "networks take a likelihood "
             "that infers nothing, such as GaussianLikelihood(scale=0.1)"
         )
     named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
@@ -190,58 +250,96 @@ def draw(gaussian: GaussianWeights, count: int, generator: torch.Generator) -> W
     """Draw constrained weights of batch shape ``(count,)``."""
     weights = {}
     for site, loc in gaussian.loc.items():
-        noise = torch.randn(count, *loc.shape, dtype=loc.dtype, device=loc.device, generator=generator)
+        noise = torch.randn(
+            count, *loc.shape, dtype=loc.dtype, device=loc.device, generator=generator
+        )
         value = loc + gaussian.scale[site] * noise
         bijection = gaussian.bijection(site)
         weights[site] = value if bijection is None else bijection(value)
     return weights
 
 
-def _of_function(log_likelihood: PointwiseLogLikelihood, weights: Weights, count: int) -> tuple[Tensor, ...]:
+def _of_function(
+    log_likelihood: PointwiseLogLikelihood, weights: Weights, count: int
+) -> tuple[Tensor, ...]:
     """Return ``log Σ_s p(y|x, w_s)`` by row."""
     pointwise = log_likelihood(weights)
     if pointwise.dim() != 2 or len(pointwise) != count:
         raise ValueError(
-            f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one value for each draw and row, "
+            f"log_likelihood returned shape {tuple(pointwise.shape)}; it must be one "
+            "value for each draw and row, "
             f"({count}, N), not summed"
         )
     return (torch.logsumexp(pointwise.double(), 0),)
 
 
-def _of_model(model: BayesianModel, name: str, pair: Data, weights: Weights, count: int) -> tuple[Tensor, ...]:
-    """Return ``log Σ_s p(y|x, w_s)`` and the sum of predictions by row. Buffers among weights replace the network's."""
+def _of_model(
+    model: BayesianModel, name: str, pair: Data, weights: Weights, count: int
+) -> tuple[Tensor, ...]:
+    """Return ``log Σ_s p(y|x, w_s)`` and the sum of predictions by row. Buffers among
+    weights replace the network's.
+    """
     x, targets = pair[0], model.likelihood.targets(pair[1])
-    latents = {site: weights[site] for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))}
+    latents = {
+        site: weights[site]
+        for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))
+    }
     widest = max(value.shape[1] if value.dim() > 1 else 1 for value in weights.values())
     by_rows = []
-    for part in torch.arange(len(x), device=x.device).split(max(1, CHUNK_NUMBERS // max(1, count * widest))):
+    for part in torch.arange(len(x), device=x.device).split(
+        max(1, CHUNK_NUMBERS // max(1, count * widest))
+    ):
         outputs = model.outputs(weights, x[part])
         distribution = model.likelihood.distribution(outputs, latents)
         expected = (len(part), *distribution.batch_shape[2:], *distribution.event_shape)
         if targets[part].shape != expected:
             raise ValueError(
-                f"data[{name!r}] has targets of shape {tuple(targets.shape)}; for this network the "
-                f"{type(model.likelihood).__name__} takes {(len(targets), *expected[1:])}"
+                f"data[{name!r}] has targets of shape {tuple(targets.shape)}; for this "
+                "network the "
+                f"{type(model.likelihood).__name__} takes "
+                f"{(len(targets), *expected[1:])}"
             )
         require_targets(model.likelihood, distribution, targets[part])
-        log_prob = distribution.log_prob(targets[part]).reshape(count, len(part), -1).sum(-1).double()
-        by_rows.append((torch.logsumexp(log_prob, 0), model.likelihood.mean(outputs).double().sum(0)))
+        log_prob = (
+            distribution.log_prob(targets[part])
+            .reshape(count, len(part), -1)
+            .sum(-1)
+            .double()
+        )
+        by_rows.append(
+            (
+                torch.logsumexp(log_prob, 0),
+                model.likelihood.mean(outputs).double().sum(0),
+            )
+        )
     return tuple(torch.cat(column) for column in zip(*by_rows, strict=True))
 
 
 def _error(prediction: Tensor, targets: Tensor) -> tuple[str, Tensor]:
     if prediction.dim() == targets.dim() + 1 and prediction.shape[-1] > 1:
         return "error", (prediction.argmax(-1) != targets).double().mean()
-    return "RMSE", (prediction.reshape(targets.shape) - targets.double()).square().mean().sqrt()
+    return "RMSE", (
+        prediction.reshape(targets.shape) - targets.double()
+    ).square().mean().sqrt()
 
 
-def _warn_of_statistics(net: nn.Module, first: GaussianWeights, second: GaussianWeights) -> None:
-    norms = [name for name, m in net.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+def _warn_of_statistics(
+    net: nn.Module, first: GaussianWeights, second: GaussianWeights
+) -> None:
+    norms = [
+        name
+        for name, m in net.named_modules()
+        if isinstance(m, _BatchNorm) and m.running_mean is not None
+    ]
     held = [f"{name}.running_mean".lstrip(".") for name in norms]
-    if borrowed := [name for name in held if name not in first.loc or name not in second.loc]:
+    if borrowed := [
+        name for name in held if name not in first.loc or name not in second.loc
+    ]:
         warnings.warn(
-            f"the ends hold no running statistics for batch normalisation ({borrowed[0]!r} ...), so both are evaluated "
-            "with the model's, which may not fit their weights. Pass networks, which hold their own statistics",
+            "the ends hold no running statistics for batch normalisation "
+            f"({borrowed[0]!r} ...), so both are evaluated "
+            "with the model's, which may not fit their weights. Pass networks, which "
+            "hold their own statistics",
             UserWarning,
             stacklevel=4,  # past the no_grad around the caller
         )

@@ -1,22 +1,28 @@
-r"""Align many posteriors, networks or draws to their barycentre, without a privileged member.
+r"""Align many posteriors, networks or draws to their barycentre, without a privileged
+member.
 
 .. math:: \min_{g_1 \dots g_S \in G} \sum_k W_2^2(g_{k\#} q_k, \bar q), \qquad
     \bar q = \arg\min_q \sum_k W_2^2(g_{k\#} q_k, q)
 
-For mean-field Gaussians the barycentre :math:`\bar q` has the mean of the means and the mean of the deviations.
-Aligning every member to it and updating it never raises the sum, and alternates until nothing changes. Then few members
-are each aligned in turn to the barycentre of the others, which removes a member's pull on itself.
+For mean-field Gaussians the barycentre :math:`\bar q` has the mean of the means and the
+mean of the deviations. Aligning every member to it and updating it never raises the
+sum, and alternates until nothing changes. Then few members are each aligned in turn to
+the barycentre of the others, which removes a member's pull on itself.
 
-Many draws allow a better objective, their density under independent Gaussians fitted to all of them,
+Many draws allow a better objective, their density under independent Gaussians fitted to
+all of them,
 
 .. math:: \max_{g_1 \dots g_S \in G,\, m,\, s} \sum_k \log \mathcal N(g_k w_k;\ m, s^2),
 
-which measures every weight in units of its own spread. But Gaussians fitted to mixed labels are as wide as the mixture,
-and a descent from there may leave labels mixed. So it starts from the frame of least distances, and from a random draw
-with the spread of all; the better result is kept. The common frame is that in which most members were given.
+which measures every weight in units of its own spread. But Gaussians fitted to mixed
+labels are as wide as the mixture, and a descent from there may leave labels mixed. So
+it starts from the frame of least distances, and from a random draw with the spread of
+all; the better result is kept. The common frame is that in which most members were
+given.
 
-As every member has an element of its own, the maps between members, :math:`g_i^{-1} g_j`, are cycle-consistent; those
-of pairwise alignments need not be (Crisostomi et al. 2024, arXiv 2405.17897).
+As every member has an element of its own, the maps between members, :math:`g_i^{-1}
+g_j`, are cycle-consistent; those of pairwise alignments need not be (Crisostomi et al.
+2024, arXiv 2405.17897).
 """
 
 from __future__ import annotations
@@ -53,11 +59,13 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
-# The number of draws from which on their spread is measured well enough for the density.
+# The number of draws from which on their spread is measured well enough for the
+# density.
 MANY = 100
 # Starts agree if their costs differ by less than this fraction.
 AGREEMENT = 1e-3
-# The most rounds; and those by distances that precede those by densities, which needn't converge.
+# The most rounds; and those by distances that precede those by densities, which needn't
+# converge.
 MAX_ROUNDS, DISTANCE_ROUNDS = 50, 3
 # At most so many members are aligned to the others in turn.
 FEW = 32
@@ -74,21 +82,29 @@ class Frame:
     """The result of :func:`align_many`.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
-    >>> frame = ps.align_many([{"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([3.0, 1.0, 2.0])}], group)
+    >>> frame = ps.align_many(
+    ...     [
+    ...         {"w": torch.tensor([1.0, 2.0, 3.0])},
+    ...         {"w": torch.tensor([3.0, 1.0, 2.0])},
+    ...     ],
+    ...     group,
+    ... )
     >>> isinstance(frame, ps.alignment.Frame), frame.cost.tolist(), frame.converged
     (True, [0.0, 0.0], True)
     >>> torch.equal(frame.aligned[0]["w"], frame.aligned[1]["w"])
     True
 
-    :param element: one element for each member, a batch of the members' shape: ``(S,)`` for a list or a batch,
-        ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
-    :param aligned: the moved members, in the form in which they were given (networks in a list as networks); their
-        barycentre is ``ps.barycentre(frame.aligned)``.
-    :param cost: squared distance of each member to the barycentre, float64 ``(S,)``, on the CPU; under ``"gaussian"``
-        minus the log-density.
-    :param history: the mean cost of the members as given, with evened scales, then after each round that lowers it.
+    :param element: one element for each member, a batch of the members' shape: ``(S,)``
+        for a list or a batch, ``(chains, draws)`` or ``(chains, 1)`` for a posterior.
+    :param aligned: the moved members, in the form in which they were given (networks in
+        a list as networks); their barycentre is ``ps.barycentre(frame.aligned)``.
+    :param cost: squared distance of each member to the barycentre, float64 ``(S,)``, on
+        the CPU; under ``"gaussian"`` minus the log-density.
+    :param history: the mean cost of the members as given, with evened scales, then
+        after each round that lowers it.
     :param converged: whether rounds ended because nothing changed, not after fifty.
-    :param objective: the cost that was minimised: ``"gaussian"``, ``"wasserstein"`` or ``"l2"``.
+    :param objective: the cost that was minimised: ``"gaussian"``, ``"wasserstein"`` or
+        ``"l2"``.
     :param ends: the mean cost at the end of each start, of which the lowest was kept.
     """
 
@@ -102,28 +118,49 @@ class Frame:
 
     @property
     def starts_agree(self) -> bool:
-        """Agreement of the costs of all starts, to one part in a thousand: evidence for a global optimum."""
-        return all(math.isclose(end, min(self.ends), rel_tol=AGREEMENT) for end in self.ends)
+        """Agreement of the costs of all starts, to one part in a thousand: evidence for
+        a global optimum.
+        """
+        return all(
+            math.isclose(end, min(self.ends), rel_tol=AGREEMENT) for end in self.ends
+        )
 
     @property
     def displaced(self) -> Tensor:
-        """The members given in another copy than most: bool, of the element's batch shape, on the CPU."""
+        """The members given in another copy than most: bool, of the element's batch
+        shape, on the CPU.
+        """
         element, identity = self.element.to("cpu"), self.element.group.identity()
         displaced = torch.zeros(element.batch_shape, dtype=torch.bool, device="cpu")
         for move, still in identity.numbers.items():
-            displaced |= (element.numbers[move] != still).any(-1) if move in ("permute", "flip") else False
+            displaced |= (
+                (element.numbers[move] != still).any(-1)
+                if move in ("permute", "flip")
+                else False
+            )
         return displaced
 
     @property
     def posterior(self) -> Posterior:
         """The aligned posterior, if a posterior was given."""
-        return arguments.instance("aligned", self.aligned, Posterior, "a Posterior, as align_many was given one")
+        return arguments.instance(
+            "aligned",
+            self.aligned,
+            Posterior,
+            "a Posterior, as align_many was given one",
+        )
 
     def __repr__(self) -> str:
-        ends = "" if self.starts_agree else f"; starts disagree, they end at {', '.join(f'{e:.4g}' for e in self.ends)}"
+        ends = (
+            ""
+            if self.starts_agree
+            else f"; starts disagree, they end at {', '.join(f'{e:.4g}' for e in self.ends)}"
+        )
         return (
-            f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> {self.history[-1]:.6g}, "
-            f"{len(self.history) - 1} rounds, {'converged' if self.converged else 'cut short'}{ends})"
+            f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> "
+            f"{self.history[-1]:.6g}, "
+            f"{len(self.history) - 1} rounds, "
+            f"{'converged' if self.converged else 'cut short'}{ends})"
         )
 
 
@@ -140,26 +177,31 @@ def align_many(
     """Align many sets of weights to one frame.
 
     >>> group = ps.Group.declare({"w": ("h",)}, {"w": torch.zeros(3)})
-    >>> weights = {"w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])}
+    >>> weights = {
+    ...     "w": torch.tensor([[1.0, 2.0, 3.0], [3.1, 1.1, 2.1], [2.2, 3.2, 1.2]])
+    ... }
     >>> frame = ps.align_many(weights, group)
     >>> bool(frame.aligned["w"].std(0).max() < 0.2)
     True
 
-    *Scales* are evened first. Those for which no weight compensates (in front of batch normalisation) stay; remove them
-    by ``canonicalize``.
+    *Scales* are evened first. Those for which no weight compensates (in front of batch
+    normalisation) stay; remove them by ``canonicalize``.
 
-    :param sources: a ``Posterior``, each draw of which gets an element, or site -> samples ``(samples, *site_shape)``;
-        or a list of what :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by their moments).
-        On any device, which is also that of the result.
+    :param sources: a ``Posterior``, each draw of which gets an element, or site ->
+        samples ``(samples, *site_shape)``; or a list of what
+        :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by
+        their moments). On any device, which is also that of the result.
     :param group: the symmetry.
-    :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the density under Gaussians fitted to
-        all members, weight by weight. ``None``: ``"gaussian"`` for 100 draws or more under a group without scales, else
+    :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the
+        density under Gaussians fitted to all members, weight by weight. ``None``:
+        ``"gaussian"`` for 100 draws or more under a group without scales, else
         ``"wasserstein"``.
-    :param restarts: further starts, each from all members aligned to a random one; the best result is kept.
+    :param restarts: further starts, each from all members aligned to a random one; the
+        best result is kept.
     :param seed: of the random choices; ``None`` takes PyTorch's generator.
     :param progress: whether to show a progress bar over starts, after two seconds.
-    :raises ValueError: for an empty list, naming the member and the site that doesn't fit, or if the model that a
-        posterior was drawn from lacks a declared group.
+    :raises ValueError: for an empty list, naming the member and the site that doesn't
+        fit, or if the model that a posterior was drawn from lacks a declared group.
     """
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
@@ -167,7 +209,11 @@ def align_many(
     group = _two_sided(group_of(group))
     given, device, shape = members_of(sources, group)
     sites = compared_sites(given, group)
-    drawn = isinstance(sources, Posterior | Mapping) and math.prod(shape) >= MANY and not group.names("scale")
+    drawn = (
+        isinstance(sources, Posterior | Mapping)
+        and math.prod(shape) >= MANY
+        and not group.names("scale")
+    )
     objective: Any = cost or ("gaussian" if drawn else "wasserstein")
     require_fit(objective, group)
     every = moments_of(list(given.values()), sites, group, COSTS[objective])
@@ -175,37 +221,60 @@ def align_many(
     if objective == "gaussian":  # spreads are differences of squares
         moments = {site: value.double() for site, value in moments.items()}
     scales, _ = evening(group, moments)
-    even = {s: act(scales, s, v) for s, v in moments.items()} if group.names("scale") else moments
+    even = (
+        {s: act(scales, s, v) for s, v in moments.items()}
+        if group.names("scale")
+        else moments
+    )
     rounds = _Rounds(group, objective, even)
     with (
         contextlib.nullcontext() if seed is None else forked(seed),
-        tqdm(total=1 + restarts, desc="align many", unit="start", disable=not progress, delay=BAR_DELAY) as bar,
+        tqdm(
+            total=1 + restarts,
+            desc="align many",
+            unit="start",
+            disable=not progress,
+            delay=BAR_DELAY,
+        ) as bar,
     ):
         ends = []
         for number in range(1 + restarts):
             if objective == "gaussian" and number == 0:
                 by_distance = _Rounds(group, "wasserstein", even)
-                start = by_distance.alternate(by_distance.aligned_to_one(), DISTANCE_ROUNDS).element
+                start = by_distance.alternate(
+                    by_distance.aligned_to_one(), DISTANCE_ROUNDS
+                ).element
             else:
                 start = rounds.aligned_to_one()
             ends.append(rounds.alternate(start))
             bar.update()
         best = min(ends, key=lambda end: end.history[-1])
-        if best.history[-1] > rounds.given:  # the frame in which the members were given is better
+        # the frame in which the members were given is better
+        if best.history[-1] > rounds.given:
             best = rounds.alternate(rounds.identity)
     rounds.place(best.element)
     element = recentre(best.element).within(group) @ scales
     element = reshape(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
     costs = tuple(end.history[-1] for end in ends)
-    return Frame(element, _as_given(sources, element), rounds.costs(), history, best.converged, objective, costs)
+    return Frame(
+        element,
+        _as_given(sources, element),
+        rounds.costs(),
+        history,
+        best.converged,
+        objective,
+        costs,
+    )
 
 
-# rounds of alignment and barycentre -----------------------------------------------------------------------------------
+# rounds of alignment and barycentre ---------------------------------------------------
 
 
 class _End(NamedTuple):
-    """The members' elements, the mean cost at the start and after each round, and whether rounds converged."""
+    """The members' elements, the mean cost at the start and after each round, and
+    whether rounds converged.
+    """
 
     element: Element
     history: tuple[float, ...]
@@ -224,11 +293,17 @@ class _Rounds:
         self._count = next(iter(moments.values())).shape[1]
         self.identity = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
-        scores = sum(u.count**2 * len(u.axes) for u in self._group.units.values() if "permute" in u.moves)
+        scores = sum(
+            u.count**2 * len(u.axes)
+            for u in self._group.units.values()
+            if "permute" in u.moves
+        )
         together = max(1, CHUNK_ENTRIES // (3 * weights + 2 * scores))
         self._chunks = torch.arange(self._count, device="cpu").split(together)
         self._moments = moments
-        self._source = {site: self._cost.of_source(value) for site, value in moments.items()}
+        self._source = {
+            site: self._cost.of_source(value) for site, value in moments.items()
+        }
         self._present = dict(self._source)
         self.given = float(self.costs().mean())
 
@@ -240,18 +315,35 @@ class _Rounds:
             if not self._cost.squared:
                 scale = self._cost.centre(self._source[site].mean(1, keepdim=True))[1]
                 axes = [
-                    axis for one in self._group.permutations.units.values() for axis in one.axes if axis.site == site
+                    axis
+                    for one in self._group.permutations.units.values()
+                    for axis in one.axes
+                    if axis.site == site
                 ]
-                if dims := {dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}:
-                    scale = scale.square().mean([1 + dim for dim in sorted(dims)], keepdim=True).sqrt()
-                alone[site] = torch.stack([alone[site][0], scale.expand_as(alone[site][0])])
+                if dims := {
+                    dim
+                    for axis in axes
+                    for dim in range(axis.dim, axis.dim + axis.span)
+                }:
+                    scale = (
+                        scale.square()
+                        .mean([1 + dim for dim in sorted(dims)], keepdim=True)
+                        .sqrt()
+                    )
+                alone[site] = torch.stack(
+                    [alone[site][0], scale.expand_as(alone[site][0])]
+                )
         element = self.identity
         for rows in self._chunks:
-            element = put(element, rows, self._descent(alone, rows).search(0)[0].element)
+            element = put(
+                element, rows, self._descent(alone, rows).search(0)[0].element
+            )
         return element
 
     def alternate(self, element: Element, max_rounds: int = MAX_ROUNDS) -> _End:
-        """Align all members and update the reference, until nothing changes; then few members each to the others."""
+        """Align all members and update the reference, until nothing changes; then few
+        members each to the others.
+        """
         self.place(element)
         history, converged = [float(self.costs().mean())], False
         for alone in (False, True) if 2 <= self._count <= FEW else (False,):
@@ -267,24 +359,41 @@ class _Rounds:
         return _End(element, tuple(history), converged)
 
     def costs(self) -> Tensor:
-        """Return the cost of each member against the common reference, float64 ``(S,)``."""
-        centre = self._centre({site: value.sum(1, keepdim=True) for site, value in self._present.items()}, self._count)
-        parts = ({site: value[:, rows] for site, value in self._present.items()} for rows in self._chunks)
+        """Return the cost of each member against the common reference, float64
+        ``(S,)``.
+        """
+        centre = self._centre(
+            {site: value.sum(1, keepdim=True) for site, value in self._present.items()},
+            self._count,
+        )
+        parts = (
+            {site: value[:, rows] for site, value in self._present.items()}
+            for rows in self._chunks
+        )
         return torch.cat([self._cost.total(centre, part) for part in parts])
 
     def place(self, element: Element) -> None:
         """Move the members by their elements."""
-        self._present = {site: act(element, site, value) for site, value in self._source.items()}
+        self._present = {
+            site: act(element, site, value) for site, value in self._source.items()
+        }
 
     def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
-        """Align all members to the common reference, or each in turn to that of the others.
+        """Align all members to the common reference, or each in turn to that of the
+        others.
 
         :param fresh: whether to try a forward start besides the present element.
         """
-        total = {site: value.sum(1, keepdim=True) for site, value in self._present.items()}
+        total = {
+            site: value.sum(1, keepdim=True) for site, value in self._present.items()
+        }
         singles = torch.randperm(self._count, device="cpu").split(1)
         for rows in singles if alone else self._chunks:
-            rest = {s: v - self._present[s][:, rows] for s, v in total.items()} if alone else total
+            rest = (
+                {s: v - self._present[s][:, rows] for s, v in total.items()}
+                if alone
+                else total
+            )
             descent = self._descent(self._centre(rest, self._count - alone), rows)
             best = descent.descend(descent.at(element.select(rows)), descent.roots)
             if fresh:
@@ -300,18 +409,26 @@ class _Rounds:
         return Descent(self._group, self._cost, reference, source, 0.1 * TOLERANCE)
 
     def _centre(self, total: Moments, count: int) -> Moments:
-        """Return the best reference for ``count`` members, by the sum of their features."""
+        """Return the best reference for ``count`` members, by the sum of their
+        features.
+        """
         return {site: self._cost.centre(value / count) for site, value in total.items()}
 
 
-# input and output -----------------------------------------------------------------------------------------------------
+# input and output ---------------------------------------------------------------------
 
 
 def _two_sided(group: Group) -> Group:
     """Drop scales that multiply the compared sites with exponents of one sign only."""
     sites = set(group.site_shapes) - set(group.buffers)
-    exponents = {n: [a.exponent for a in group.axes(n) if a.site in sites and a.exponent] for n in group.names("scale")}
-    return group.without([n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0], "scale")
+    exponents = {
+        n: [a.exponent for a in group.axes(n) if a.site in sites and a.exponent]
+        for n in group.names("scale")
+    }
+    return group.without(
+        [n for n, own in exponents.items() if not own or min(own) > 0 or max(own) < 0],
+        "scale",
+    )
 
 
 def _as_given(sources: Any, element: Element) -> Any:
@@ -322,17 +439,29 @@ def _as_given(sources: Any, element: Element) -> Any:
         return element(sources)
     if isinstance(sources, GaussianWeights):
         # No element moves unconstrained values of another shape (of a simplex).
-        held = {site for site in sources.supports if (b := sources.bijection(site)) is not None and b.domain.event_dim}
+        held = {
+            site
+            for site in sources.supports
+            if (b := sources.bijection(site)) is not None and b.domain.event_dim
+        }
         loc, scale = (
-            own | element({site: value for site, value in own.items() if site not in held})
+            own
+            | element({site: value for site, value in own.items() if site not in held})
             for own in (sources.loc, sources.scale)
         )
-        return GaussianWeights(loc, {site: value.abs() for site, value in scale.items()}, sources.supports)
+        return GaussianWeights(
+            loc, {site: value.abs() for site, value in scale.items()}, sources.supports
+        )
     members: list[Any] = []
     for k, own in enumerate(sources):
         weights, one = plain(own), element.select(k)
         if isinstance(own, nn.Module) and isinstance(weights, Mapping):
             members.append(with_weights(own, one(weights)))
         else:
-            members.append(_as_given(weights if isinstance(weights, Mapping) else to_gaussian(weights), one))
+            members.append(
+                _as_given(
+                    weights if isinstance(weights, Mapping) else to_gaussian(weights),
+                    one,
+                )
+            )
     return members

@@ -1,15 +1,18 @@
 r"""Mean-field Gaussian moments by site, and the costs and features of pairs of them.
 
-:func:`to_gaussian` converts guides (with a parameter for each site, a flat vector, a Cholesky factor), plain weights,
-networks and draws to one form. Correlations are dropped: deviations are marginal. For independent Gaussians
+:func:`to_gaussian` converts guides (with a parameter for each site, a flat vector, a
+Cholesky factor), plain weights, networks and draws to one form. Correlations are
+dropped: deviations are marginal. For independent Gaussians
 
 .. math:: W_2^2(q_0, q_1) = \|m_0 - m_1\|^2 + \|s_0 - s_1\|^2, \qquad
           \bar m = \sum_i \lambda_i m_i, \quad \bar s = \sum_i \lambda_i s_i ,
 
-and the geodesic is the barycentre of two with weights :math:`(1 - t, t)` (Rossi et al. 2023, arXiv 2310.10171).
+and the geodesic is the barycentre of two with weights :math:`(1 - t, t)` (Rossi et al.
+2023, arXiv 2310.10171).
 
-A cost is an elementwise function. Over all permutations and signs it is, up to a constant, minus the score: the inner
-product of features of the reference and of the moved source.
+A cost is an elementwise function. Over all permutations and signs it is, up to a
+constant, minus the score: the inner product of features of the reference and of the
+moved source.
 
 ========================  ==================================  ===========================  =============================
 cost                      cost of one weight                  features of the reference    features of the source
@@ -21,15 +24,18 @@ cost                      cost of one weight                  features of the re
 activations               minus the product                   standardised                 standardised
 ========================  ==================================  ===========================  =============================
 
-``"l2"``, and ``"wasserstein"`` of plain networks, is weight matching (Ainsworth et al. 2023, arXiv 2209.04836).
-``"gaussian"`` is, up to the source's entropy, the Kullback-Leibler divergence to the reference: weights count by their
-precision, whatever their units of measurement, and the few weights known best decide.
+``"l2"``, and ``"wasserstein"`` of plain networks, is weight matching (Ainsworth et al.
+2023, arXiv 2209.04836). ``"gaussian"`` is, up to the source's entropy, the
+Kullback-Leibler divergence to the reference: weights count by their precision, whatever
+their units of measurement, and the few weights known best decide.
 
-Activations are correlated over inputs (and pixels, and tokens), separately for each set of units (Li et al. 2016, arXiv
-1511.07543). They are read at the inputs of layers: channel ``j`` of a layer's input belongs to the unit on column ``j``
-of its weight. So a layer's input is a site, ``(columns, samples)``, on which the group acts as on the weight's columns,
-with nested units, heads and flattened pixels. Units that are no layer's whole input (such as those of the lower layers
-of an ``nn.LSTM``) are matched by their weights.
+Activations are correlated over inputs (and pixels, and tokens), separately for each set
+of units (Li et al. 2016, arXiv 1511.07543). They are read at the inputs of layers:
+channel ``j`` of a layer's input belongs to the unit on column ``j`` of its weight. So a
+layer's input is a site, ``(columns, samples)``, on which the group acts as on the
+weight's columns, with nested units, heads and flattened pixels. Units that are no
+layer's whole input (such as those of the lower layers of an ``nn.LSTM``) are matched by
+their weights.
 """
 
 from __future__ import annotations
@@ -57,7 +63,8 @@ from pyro_symmetric.weights import Weights, batch_shape, require_finite
 
 Moments = dict[str, Tensor]
 
-# A weight that varies by less than this fraction, such as the zeros of a triangle, carries no information on labels.
+# A weight that varies by less than this fraction, such as the zeros of a triangle,
+# carries no information on labels.
 LEAST_SPREAD = 1e-7
 # Layers, and the weight whose columns multiply their first input.
 LAYERS = (
@@ -73,15 +80,20 @@ LAYERS = (
 class GaussianWeights:
     """Independent Gaussians over weights, by means and standard deviations.
 
-    >>> first = ps.alignment.GaussianWeights({"w": torch.zeros(2)}, {"w": torch.ones(2)})
-    >>> second = ps.alignment.GaussianWeights({"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)})
+    >>> first = ps.alignment.GaussianWeights(
+    ...     {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    ... )
+    >>> second = ps.alignment.GaussianWeights(
+    ...     {"w": torch.tensor([3.0, 4.0])}, {"w": torch.ones(2)}
+    ... )
     >>> ps.interpolate(first, second, 0.5).loc
     {'w': tensor([1.5000, 2.0000])}
 
     :param loc: site -> means, of the site's shape.
-    :param scale: site -> standard deviations of the same shape; zero where a weight is known exactly.
-    :param supports: site -> support of the model's site, for those sites whose moments are those of the unconstrained
-        value ``biject_to(support).inv(weight)``.
+    :param scale: site -> standard deviations of the same shape; zero where a weight is
+        known exactly.
+    :param supports: site -> support of the model's site, for those sites whose moments
+        are those of the unconstrained value ``biject_to(support).inv(weight)``.
     """
 
     loc: Weights
@@ -92,25 +104,46 @@ class GaussianWeights:
         arguments.weights("loc", self.loc)
         arguments.weights("scale", self.scale)
         if odd := set(self.loc) ^ set(self.scale) | set(self.supports) - set(self.loc):
-            raise ValueError(f"loc and scale must hold the same sites, supports none but theirs: {sorted(odd)}")
+            raise ValueError(
+                "loc and scale must hold the same sites, supports none but theirs: "
+                f"{sorted(odd)}"
+            )
         for site, loc in self.loc.items():
             scale = self.scale[site]
-            if scale.shape != loc.shape or not (loc.is_floating_point() and scale.is_floating_point()):
+            if scale.shape != loc.shape or not (
+                loc.is_floating_point() and scale.is_floating_point()
+            ):
                 raise ValueError(
-                    f"loc[{site!r}] is {described(loc)}, scale[{site!r}] {described(scale)}; both must "
-                    "be real numbers of one shape (of complex ones pass torch.view_as_real, counters leave out)"
+                    f"loc[{site!r}] is {described(loc)}, scale[{site!r}] "
+                    f"{described(scale)}; both must "
+                    "be real numbers of one shape (of complex ones pass "
+                    "torch.view_as_real, counters leave out)"
                 )
             if not bool((scale >= 0).all()):
-                raise ValueError(f"scale[{site!r}] holds negative values or NaN; standard deviations are at least 0")
+                raise ValueError(
+                    f"scale[{site!r}] holds negative values or NaN; standard "
+                    "deviations are at least 0"
+                )
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{site} {tuple(loc.shape)}" for site, loc in self.loc.items())
-        widest = max((float(scale.max()) for scale in self.scale.values() if scale.numel()), default=0.0)
+        shapes = ", ".join(
+            f"{site} {tuple(loc.shape)}" for site, loc in self.loc.items()
+        )
+        widest = max(
+            (float(scale.max()) for scale in self.scale.values() if scale.numel()),
+            default=0.0,
+        )
         return f"GaussianWeights({shapes}; deviations up to {widest:.3g})"
 
     def bijection(self, site: str) -> Transform | None:
-        """Return the map from the unconstrained to the constrained value of a site; ``None`` for the identity."""
-        return biject_to(of_entries(self.supports[site])) if site in self.supports else None
+        """Return the map from the unconstrained to the constrained value of a site;
+        ``None`` for the identity.
+        """
+        return (
+            biject_to(of_entries(self.supports[site]))
+            if site in self.supports
+            else None
+        )
 
     def shape_of(self, site: str, shape: torch.Size) -> torch.Size:
         """Return the shape of the moments of a site whose values have this shape."""
@@ -122,7 +155,9 @@ class GaussianWeights:
 def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     """Return the mean-field Gaussian moments of ``weights``, detached.
 
-    >>> draws = ps.Posterior({"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, kind="independent")
+    >>> draws = ps.Posterior(
+    ...     {"w": torch.tensor([[[0.0, 1.0], [2.0, 3.0]]])}, kind="independent"
+    ... )
     >>> moments = ps.alignment.to_gaussian(draws)
     >>> moments.loc["w"], moments.scale["w"]
     (tensor([1., 2.]), tensor([1., 1.]))
@@ -130,40 +165,68 @@ def to_gaussian(weights: Any, name: str = "weights") -> GaussianWeights:
     :param weights: one of
 
         * :class:`GaussianWeights`, returned unchanged;
-        * plain weights (site -> tensor), or a network (its parameters and running statistics), with deviations of zero;
+        * plain weights (site -> tensor), or a network (its parameters and running
+          statistics), with deviations of zero;
         * a ``Posterior``: means and deviations over all of its draws;
-        * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one flat vector (any
-          ``AutoContinuous`` whose ``_loc_scale`` gives the marginal means and deviations). Moments are those of
-          unconstrained values; ``supports`` names the sites where these differ.
+        * a Pyro guide that keeps Gaussian moments per site (``AutoNormal``) or in one
+          flat vector (any ``AutoContinuous`` whose ``_loc_scale`` gives the marginal
+          means and deviations). Moments are those of unconstrained values; ``supports``
+          names the sites where these differ.
 
     :param name: of the argument, in messages.
-    :raises ValueError: if there are no weights or draws, or the guide has no parameters yet.
+    :raises ValueError: if there are no weights or draws, or the guide has no parameters
+        yet.
     :raises TypeError: if ``weights`` is none of these.
     """
     if isinstance(weights, GaussianWeights):
         return weights
     loc, scale, supports = _read(plain(weights), name)
-    return GaussianWeights(loc, scale or {site: torch.zeros_like(value) for site, value in loc.items()}, supports)
+    return GaussianWeights(
+        loc,
+        scale or {site: torch.zeros_like(value) for site, value in loc.items()},
+        supports,
+    )
 
 
-def on_host(weights: Any, name: str = "weights") -> tuple[GaussianWeights, torch.device]:
-    """Return the moments on the CPU, and their device. On a GPU each decision of a descent would synchronise."""
+def on_host(
+    weights: Any, name: str = "weights"
+) -> tuple[GaussianWeights, torch.device]:
+    """Return the moments on the CPU, and their device. On a GPU each decision of a
+    descent would synchronise.
+    """
     gaussian = to_gaussian(weights, name)
-    device = next((value.device for value in gaussian.loc.values()), torch.device("cpu"))
-    loc, scale = ({site: value.cpu() for site, value in part.items()} for part in (gaussian.loc, gaussian.scale))
+    device = next(
+        (value.device for value in gaussian.loc.values()), torch.device("cpu")
+    )
+    loc, scale = (
+        {site: value.cpu() for site, value in part.items()}
+        for part in (gaussian.loc, gaussian.scale)
+    )
     return GaussianWeights(loc, scale, gaussian.supports), device
 
 
 def plain(weights: Any) -> Any:
-    """Return the parameters and running statistics of a network; all else (a guide, say) unchanged."""
-    if not isinstance(weights, nn.Module) or isinstance(weights, AutoGuide) or hasattr(weights, "prototype_trace"):
+    """Return the parameters and running statistics of a network; all else (a guide,
+    say) unchanged.
+    """
+    if (
+        not isinstance(weights, nn.Module)
+        or isinstance(weights, AutoGuide)
+        or hasattr(weights, "prototype_trace")
+    ):
         return weights
-    buffers = {name: value for name, value in weights.named_buffers() if value.is_floating_point()}
+    buffers = {
+        name: value
+        for name, value in weights.named_buffers()
+        if value.is_floating_point()
+    }
     return {**dict(weights.named_parameters()), **buffers}
 
 
 def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Constraint]]:
-    """Return means, deviations (none for plain weights) and supports, on their device."""
+    """Return means, deviations (none for plain weights) and supports, on their
+    device.
+    """
     if isinstance(weights, Posterior):
         flat = weights.get_samples()
         require_finite(flat, name)
@@ -173,51 +236,95 @@ def _read(weights: Any, name: str) -> tuple[Weights, Weights, Mapping[str, Const
         arguments.weights(name, weights)
         return {site: value.detach() for site, value in weights.items()}, {}, {}
     by_site = hasattr(weights, "_get_loc_and_scale")
-    if not by_site and not (hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")):
+    if not by_site and not (
+        hasattr(weights, "_unpack_latent") and hasattr(weights, "_loc_scale")
+    ):
         raise TypeError(
-            f"{name} is {described(weights)}, which has no Gaussian moments that can be read. Pass GaussianWeights, "
-            "a dict of site -> tensor (for a network, dict(net.named_parameters())), AutoNormal, or a Gaussian "
+            f"{name} is {described(weights)}, which has no Gaussian moments that can "
+            "be read. Pass GaussianWeights, "
+            "a dict of site -> tensor (for a network, dict(net.named_parameters())), "
+            "AutoNormal, or a Gaussian "
             "AutoContinuous guide; of an AutoDelta guide pass guide.median()"
         )
     if weights.prototype_trace is None:
         raise ValueError(
-            f"this {type(weights).__name__} has no parameters yet; call guide.setup(...) or run one SVI step first"
+            f"this {type(weights).__name__} has no parameters yet; call "
+            "guide.setup(...) or run one SVI step first"
         )
-    sites = {site: node["fn"].support for site, node in weights.prototype_trace.iter_stochastic_nodes()}
+    sites = {
+        site: node["fn"].support
+        for site, node in weights.prototype_trace.iter_stochastic_nodes()
+    }
     if by_site:
         moments = {site: weights._get_loc_and_scale(site) for site in sites}
     else:  # a flat vector, in the order of the guide's own layout
-        both = [{s["name"]: value for s, value in weights._unpack_latent(flat)} for flat in weights._loc_scale()]
+        both = [
+            {s["name"]: value for s, value in weights._unpack_latent(flat)}
+            for flat in weights._loc_scale()
+        ]
         moments = {site: (both[0][site], both[1][site]) for site in sites}
     # Cloned, as later training steps change the guide's parameters in place.
-    loc, scale = ({site: pair[k].detach().clone() for site, pair in moments.items()} for k in (0, 1))
-    return loc, scale, {site: support for site, support in sites.items() if not is_real(support)}
+    loc, scale = (
+        {site: pair[k].detach().clone() for site, pair in moments.items()}
+        for k in (0, 1)
+    )
+    return (
+        loc,
+        scale,
+        {site: support for site, support in sites.items() if not is_real(support)},
+    )
 
 
-# barycentres ----------------------------------------------------------------------------------------------------------
+# barycentres --------------------------------------------------------------------------
 
 
-def barycentre_gaussians(gaussians: Sequence[GaussianWeights], shares: Sequence[float]) -> GaussianWeights:
-    """Return the barycentre of mean-field Gaussians of the same sites, with weights ``shares`` of sum one."""
+def barycentre_gaussians(
+    gaussians: Sequence[GaussianWeights], shares: Sequence[float]
+) -> GaussianWeights:
+    """Return the barycentre of mean-field Gaussians of the same sites, with weights
+    ``shares`` of sum one.
+    """
 
     def mean(values: Sequence[Weights]) -> Weights:
         return {
-            site: torch.stack([s * own[site].to(like.device) for s, own in zip(shares, values, strict=True)]).sum(0)
+            site: torch.stack(
+                [
+                    s * own[site].to(like.device)
+                    for s, own in zip(shares, values, strict=True)
+                ]
+            ).sum(0)
             for site, like in values[0].items()
         }
 
-    return GaussianWeights(mean([g.loc for g in gaussians]), mean([g.scale for g in gaussians]), gaussians[0].supports)
+    return GaussianWeights(
+        mean([g.loc for g in gaussians]),
+        mean([g.scale for g in gaussians]),
+        gaussians[0].supports,
+    )
 
 
 def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
-    """Raise ``ValueError`` unless both ends of a path are finite and have the same sites, shapes and supports."""
-    shapes = [{site: tuple(value.shape) for site, value in end.loc.items()} for end in (first, second)]
+    """Raise ``ValueError`` unless both ends of a path are finite and have the same
+    sites, shapes and supports.
+    """
+    shapes = [
+        {site: tuple(value.shape) for site, value in end.loc.items()}
+        for end in (first, second)
+    ]
     if shapes[0] != shapes[1]:
-        odd = sorted(s for s in shapes[0].keys() | shapes[1] if shapes[0].get(s) != shapes[1].get(s))
-        raise ValueError(f"both ends must have the same sites, of the same shapes; they differ in {odd}")
+        odd = sorted(
+            s
+            for s in shapes[0].keys() | shapes[1]
+            if shapes[0].get(s) != shapes[1].get(s)
+        )
+        raise ValueError(
+            "both ends must have the same sites, of the same shapes; they differ in "
+            f"{odd}"
+        )
     if differing := set(first.supports) ^ set(second.supports):
         raise ValueError(
-            f"the sites {sorted(differing)} are unconstrained, as a guide has them, at one end only; map them by "
+            f"the sites {sorted(differing)} are unconstrained, as a guide has them, at "
+            "one end only; map them by "
             "biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
         )
     for gaussian, end in ((first, "the first end"), (second, "the second end")):
@@ -225,41 +332,55 @@ def require_ends(first: GaussianWeights, second: GaussianWeights) -> None:
         require_finite(gaussian.scale, f"scale of {end}")
 
 
-# costs ----------------------------------------------------------------------------------------------------------------
+# costs --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cost:
     """The cost of aligning moments, and its features.
 
-    :param distance: moments of the reference and features of the moved source -> costs, elementwise.
+    :param distance: moments of the reference and features of the moved source -> costs,
+        elementwise.
     :param of_reference: moments -> features; ``of_source``: likewise.
-    :param centre: the mean of the features of many sources -> the moments of their best reference.
+    :param centre: the mean of the features of many sources -> the moments of their best
+        reference.
     :param deviations: whether deviations count.
-    :param squared: whether the cost is a squared distance, which has a minimum over scales.
+    :param squared: whether the cost is a squared distance, which has a minimum over
+        scales.
     """
 
-    distance: Callable[[Tensor, Tensor], Tensor] = lambda reference, moved: (reference - moved).square()
+    distance: Callable[[Tensor, Tensor], Tensor] = lambda reference, moved: (
+        reference - moved
+    ).square()
     of_reference: Callable[[Tensor], Tensor] = lambda moments: moments
     of_source: Callable[[Tensor], Tensor] = lambda moments: moments
     centre: Callable[[Tensor], Tensor] = lambda features: features
     deviations: bool = True
     squared: bool = True
 
-    def total(self, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> Tensor:
+    def total(
+        self, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]
+    ) -> Tensor:
         """Return the cost of each source over all sites, float64 ``(B,)``."""
         parts = [self.of_site(reference[site], value) for site, value in moved.items()]
-        return torch.stack(parts).sum(0) if parts else torch.zeros(1, dtype=torch.float64, device="cpu")
+        return (
+            torch.stack(parts).sum(0)
+            if parts
+            else torch.zeros(1, dtype=torch.float64, device="cpu")
+        )
 
     def of_site(self, reference: Tensor, moved: Tensor) -> Tensor:
         """Return the cost of one site, float64 ``(B,)``."""
         distance = self.distance(reference, moved)
-        return distance.reshape(-1, moved.shape[1], moved[0, 0].numel()).sum((0, 2), dtype=torch.float64)
+        return distance.reshape(-1, moved.shape[1], moved[0, 0].numel()).sum(
+            (0, 2), dtype=torch.float64
+        )
 
 
 def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
     loc, scale = reference
-    variance = moved[0].square().neg_().add_(moved[1])  # in place: it takes most of the time with many draws
+    # in place: it takes most of the time with many draws
+    variance = moved[0].square().neg_().add_(moved[1])
     variance.add_((moved[0] - loc).square_()).mul_(0.5 / scale.square())
     return variance.add_(scale.log() + 0.5 * math.log(2 * math.pi))
 
@@ -267,7 +388,9 @@ def _divergence(reference: Tensor, moved: Tensor) -> Tensor:
 def _fitted(features: Tensor) -> Tensor:
     loc, square = features
     variance = square - loc**2
-    return torch.stack([loc, torch.where(variance > LEAST_SPREAD**2 * square, variance, 1.0).sqrt()])
+    return torch.stack(
+        [loc, torch.where(variance > LEAST_SPREAD**2 * square, variance, 1.0).sqrt()]
+    )
 
 
 COSTS = {
@@ -275,8 +398,12 @@ COSTS = {
     "l2": Cost(deviations=False),
     "gaussian": Cost(
         _divergence,
-        lambda moments: torch.stack([moments[0] / moments[1] ** 2, -0.5 / moments[1] ** 2]),
-        lambda moments: torch.stack([moments[0], moments[0] ** 2 + moments[1:].square().sum(0)]),
+        lambda moments: torch.stack(
+            [moments[0] / moments[1] ** 2, -0.5 / moments[1] ** 2]
+        ),
+        lambda moments: torch.stack(
+            [moments[0], moments[0] ** 2 + moments[1:].square().sum(0)]
+        ),
         _fitted,
         squared=False,
     ),
@@ -288,12 +415,13 @@ def require_fit(cost: str, group: Group) -> None:
     """Raise ``ValueError`` if a cost has no minimum over the scales of a group."""
     if not COSTS[cost].squared and group.names("scale"):
         raise ValueError(
-            f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and scales make any density as high "
+            f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and "
+            "scales make any density as high "
             "as one likes: use cost='wasserstein', or the symmetry's .finite part"
         )
 
 
-# checks ---------------------------------------------------------------------------------------------------------------
+# checks -------------------------------------------------------------------------------
 
 
 def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.Size:
@@ -302,12 +430,17 @@ def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.S
     :raises ValueError: naming the site that doesn't fit, or if the batch is empty.
     """
     group.require_own(weights.loc, name)
-    shapes = {site: weights.shape_of(site, group.site_shapes[site]) for site in _comparable(group)}
+    shapes = {
+        site: weights.shape_of(site, group.site_shapes[site])
+        for site in _comparable(group)
+    }
     if shapes.keys().isdisjoint(weights.loc):
         return torch.Size()
     shape = batch_shape(weights.loc, shapes, name)
     if 0 in shape:
-        raise ValueError(f"{name} has batch shape {tuple(shape)}, so it holds no weights at all")
+        raise ValueError(
+            f"{name} has batch shape {tuple(shape)}, so it holds no weights at all"
+        )
     return shape
 
 
@@ -315,66 +448,126 @@ def compared_sites(given: Mapping[str, GaussianWeights], group: Group) -> list[s
     """Return the sites to compare: those that the group knows, without buffers.
 
     :param given: name in messages -> moments.
-    :raises ValueError: naming the site that some lack, or whose values don't suit the group or one another.
+    :raises ValueError: naming the site that some lack, or whose values don't suit the
+        group or one another.
     """
     required = set(group.required_sites)
-    sites = [s for s in _comparable(group) if s in required or any(s in own.loc for own in given.values())]
+    sites = [
+        s
+        for s in _comparable(group)
+        if s in required or any(s in own.loc for own in given.values())
+    ]
     for site in sites:
         for name, weights in given.items():
             if site not in weights.loc:
-                raise ValueError(f"{name} lacks the site {site!r}, which alignment needs; it has {sorted(weights.loc)}")
+                raise ValueError(
+                    f"{name} lacks the site {site!r}, which alignment needs; it has "
+                    f"{sorted(weights.loc)}"
+                )
             require_finite({site: weights.loc[site]}, name)
             require_finite({site: weights.scale[site]}, f"scale of {name}")
-            members = [(other, axis) for by_dim in group.members(site).values() for other, axis in by_dim]
+            members = [
+                (other, axis)
+                for by_dim in group.members(site).values()
+                for other, axis in by_dim
+            ]
             rescaled = any(axis.exponent for _, axis in members)
             bijection = weights.bijection(site)
-            if bijection is not None and members and (rescaled or bijection.domain.event_dim):
+            if (
+                bijection is not None
+                and members
+                and (rescaled or bijection.domain.event_dim)
+            ):
                 raise ValueError(
-                    f"the group moves site {site!r} of {name}, whose support {weights.supports[site]} isn't mapped to "
-                    "unconstrained values as the group moves it: linearly if it is rescaled, else element by element"
+                    f"the group moves site {site!r} of {name}, whose support "
+                    f"{weights.supports[site]} isn't mapped to "
+                    "unconstrained values as the group moves it: linearly if it is "
+                    "rescaled, else element by element"
                 )
-        if len(kinds := {site in weights.supports: name for name, weights in given.items()}) > 1:
+        if (
+            len(
+                kinds := {
+                    site in weights.supports: name for name, weights in given.items()
+                }
+            )
+            > 1
+        ):
             raise ValueError(
-                f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but {kinds[False]}[{site!r}] isn't: "
-                "give draws, or map it by biject_to(support).inv and pass GaussianWeights(loc, scale, supports)"
+                f"{kinds[True]}[{site!r}] is unconstrained, as a guide has it, but "
+                f"{kinds[False]}[{site!r}] isn't: "
+                "give draws, or map it by biject_to(support).inv and pass "
+                "GaussianWeights(loc, scale, supports)"
             )
     return sites
 
 
-def members_of(sources: Any, group: Group) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
-    """Return the moments of a list, a batch or a posterior by name; their device; the batch shape of their elements.
+def members_of(
+    sources: Any, group: Group
+) -> tuple[dict[str, GaussianWeights], torch.device, tuple[int, ...]]:
+    """Return the moments of a list, a batch or a posterior by name; their device; the
+    batch shape of their elements.
 
-    :raises ValueError: if there are none, or naming the member and the site that doesn't fit.
+    :raises ValueError: if there are none, or naming the member and the site that
+        doesn't fit.
     """
     if not isinstance(sources, Posterior | Mapping | GaussianWeights):
         members = arguments.listed("sources", sources, object, "members, or a batch")
         if not members:
-            raise ValueError("sources is an empty list; it must hold at least one set of weights, network or guide")
-        moments = {f"sources[{k}]": on_host(own, f"sources[{k}]") for k, own in enumerate(members)}
+            raise ValueError(
+                "sources is an empty list; it must hold at least one set of weights, "
+                "network or guide"
+            )
+        moments = {
+            f"sources[{k}]": on_host(own, f"sources[{k}]")
+            for k, own in enumerate(members)
+        }
         for name, (one, _) in moments.items():
             if batch_shape_of(one, group, name):
-                raise ValueError(f"{name} has batch dimensions; a list holds one set of weights in each place")
+                raise ValueError(
+                    f"{name} has batch dimensions; a list holds one set of weights in "
+                    "each place"
+                )
             require_buffers(one.loc, group.buffers, name)
-        return {name: one for name, (one, _) in moments.items()}, moments["sources[0]"][1], (len(moments),)
+        return (
+            {name: one for name, (one, _) in moments.items()},
+            moments["sources[0]"][1],
+            (len(moments),),
+        )
     shape, samples = None, sources
     if isinstance(sources, Posterior):
-        shape, samples = (sources.num_chains, sources.num_samples), sources.get_samples()
-    if isinstance(samples, Mapping):  # without the counters and labels that the group doesn't know
-        samples = {s: v for s, v in samples.items() if v.is_floating_point() or s in group.site_shapes}
+        shape, samples = (
+            (sources.num_chains, sources.num_samples),
+            sources.get_samples(),
+        )
+    # without the counters and labels that the group doesn't know
+    if isinstance(samples, Mapping):
+        samples = {
+            s: v
+            for s, v in samples.items()
+            if v.is_floating_point() or s in group.site_shapes
+        }
     gaussian, device = on_host(samples, "sources")
     batch = tuple(batch_shape_of(gaussian, group, "sources"))
     if len(batch) != 1:
-        raise ValueError(f"sources has batch shape {batch}; it must be (number of members,), or a list of members")
+        raise ValueError(
+            f"sources has batch shape {batch}; it must be (number of members,), or a "
+            "list of members"
+        )
     require_buffers(gaussian.loc, group.buffers, "sources")
     return {"sources": gaussian}, device, shape or batch
 
 
-def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost) -> list[Moments]:
-    """Stack means and deviations (unless all are zero), site -> ``(channels, B, *site_shape)``.
+def moments_of(
+    given: Sequence[GaussianWeights], sites: Sequence[str], group: Group, cost: Cost
+) -> list[Moments]:
+    """Stack means and deviations (unless all are zero), site -> ``(channels, B,
+    *site_shape)``.
 
     The dtype is the widest of all, at least float32, as inner products need.
     """
-    varies = cost.deviations and any(bool(weights.scale[site].any()) for weights in given for site in sites)
+    varies = cost.deviations and any(
+        bool(weights.scale[site].any()) for weights in given for site in sites
+    )
     result: list[Moments] = [{} for _ in given]
     for site in sites:
         dtype = torch.float32
@@ -383,7 +576,9 @@ def moments_of(given: Sequence[GaussianWeights], sites: Sequence[str], group: Gr
         for moments, weights in zip(result, given, strict=True):
             shape = weights.shape_of(site, group.site_shapes[site])
             channels = (weights.loc[site], weights.scale[site])[: 1 + varies]
-            moments[site] = torch.stack([value.to(dtype).reshape(-1, *shape) for value in channels])
+            moments[site] = torch.stack(
+                [value.to(dtype).reshape(-1, *shape) for value in channels]
+            )
     return result
 
 
@@ -392,15 +587,18 @@ def _comparable(group: Group) -> list[str]:
     return [site for site in group.site_shapes if site not in buffers]
 
 
-# activations ----------------------------------------------------------------------------------------------------------
+# activations --------------------------------------------------------------------------
 
 
 class Shown(NamedTuple):
     """Features of activations.
 
-    :ivar group: the units whose activations enter a layer, with the signs that these determine, along the inputs.
-    :ivar remaining: the permutations and signs of the weights' group that activations don't determine.
-    :ivar reference: the layer's weight -> features ``(1, 1, columns, samples)``; ``source``: ``(1, B, ...)``.
+    :ivar group: the units whose activations enter a layer, with the signs that these
+        determine, along the inputs.
+    :ivar remaining: the permutations and signs of the weights' group that activations
+        don't determine.
+    :ivar reference: the layer's weight -> features ``(1, 1, columns, samples)``;
+        ``source``: ``(1, B, ...)``.
     """
 
     group: Group
@@ -409,10 +607,14 @@ class Shown(NamedTuple):
     source: Weights
 
 
-def shown_by(activations: Sequence[Any], sources: Weights, reference: Weights, group: Group) -> Shown:
-    """Run the network with all weights; return the standardised activations of the units that enter a layer whole.
+def shown_by(
+    activations: Sequence[Any], sources: Weights, reference: Weights, group: Group
+) -> Shown:
+    """Run the network with all weights; return the standardised activations of the
+    units that enter a layer whole.
 
-    :param activations: the network, run in eval mode with each set of weights, and the inputs of its ``forward``.
+    :param activations: the network, run in eval mode with each set of weights, and the
+        inputs of its ``forward``.
     :param sources: weights with one leading batch dimension.
     :raises ValueError: if there are no such units.
     """
@@ -420,31 +622,70 @@ def shown_by(activations: Sequence[Any], sources: Weights, reference: Weights, g
     arguments.instance("activations[0]", net, nn.Module, "a torch.nn.Module")
     of_reference = _layer_inputs(net, inputs, reference, group)
     count = len(next(iter(sources.values())))
-    of_sources = [_layer_inputs(net, inputs, {s: v[k] for s, v in sources.items()}, group) for k in range(count)]
-    shown = _on_inputs(group.finite, {site: value.shape for site, value in of_reference.items()})
+    of_sources = [
+        _layer_inputs(net, inputs, {s: v[k] for s, v in sources.items()}, group)
+        for k in range(count)
+    ]
+    shown = _on_inputs(
+        group.finite, {site: value.shape for site, value in of_reference.items()}
+    )
     if not shown.units:
-        raise ValueError(f"no layer of the network reads any of the units {list(group.names('permute'))} whole")
+        raise ValueError(
+            "no layer of the network reads any of the units "
+            f"{list(group.names('permute'))} whole"
+        )
     remaining = group.finite.without(shown.names("permute"), "permute")
-    remaining = remaining.without([name for name in shown.names("flip") if name in remaining.names("flip")], "flip")
-    blocks = {site: min(len(axis.index) for _, axis in shown.members(site)[0]) for site in shown.sites}
-    features = {site: of_reference[site][None, None] / number for site, number in blocks.items()}
-    source = {site: torch.stack([own[site] for own in of_sources])[None] for site in blocks}
+    remaining = remaining.without(
+        [name for name in shown.names("flip") if name in remaining.names("flip")],
+        "flip",
+    )
+    blocks = {
+        site: min(len(axis.index) for _, axis in shown.members(site)[0])
+        for site in shown.sites
+    }
+    features = {
+        site: of_reference[site][None, None] / number for site, number in blocks.items()
+    }
+    source = {
+        site: torch.stack([own[site] for own in of_sources])[None] for site in blocks
+    }
     return Shown(shown, remaining, features, source)
 
 
-def _layer_inputs(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group) -> Weights:
-    """Return a layer's weight -> its inputs, ``(columns, samples)``, of mean zero and norm one, or zero if constant."""
+def _layer_inputs(
+    net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group
+) -> Weights:
+    """Return a layer's weight -> its inputs, ``(columns, samples)``, of mean zero and
+    norm one, or zero if constant.
+    """
     own = dict(net.named_parameters()) | dict(net.named_buffers())
-    net = with_weights(net, {name: value for name, value in weights.items() if name in own}).eval()
+    net = with_weights(
+        net, {name: value for name, value in weights.items() if name in own}
+    ).eval()
     recorded: dict[str, list[Tensor]] = {}
     for name, module in net.named_modules():
-        site = next((f"{name}.{weight}".lstrip(".") for kind, weight in LAYERS if isinstance(module, kind)), "")
+        site = next(
+            (
+                f"{name}.{weight}".lstrip(".")
+                for kind, weight in LAYERS
+                if isinstance(module, kind)
+            ),
+            "",
+        )
         if site in group.site_shapes and not getattr(module, "transposed", False):
             axis = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
             calls = recorded.setdefault(site, [])
 
-            def record(module: nn.Module, args: Any, calls: list[Tensor] = calls, axis: int = axis) -> None:
-                calls += [value.detach().movedim(axis, 0).flatten(1).double() for value in args[:1]]
+            def record(
+                module: nn.Module,
+                args: Any,
+                calls: list[Tensor] = calls,
+                axis: int = axis,
+            ) -> None:
+                calls += [
+                    value.detach().movedim(axis, 0).flatten(1).double()
+                    for value in args[:1]
+                ]
 
             module.register_forward_pre_hook(record)
     net(*inputs)
@@ -454,18 +695,33 @@ def _layer_inputs(net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, T
             value = torch.cat(calls, 1)
             value = value - value.mean(1, keepdim=True)
             norm = value.norm(dim=1, keepdim=True)
-            result[site] = torch.where(norm > 0, value / norm.clamp_min(1e-300), 0.0).cpu()
+            result[site] = torch.where(
+                norm > 0, value / norm.clamp_min(1e-300), 0.0
+            ).cpu()
     return result
 
 
 def _on_inputs(group: Group, shapes: Mapping[str, torch.Size]) -> Group:
-    """Return the units along columns of these weights, acting on the inputs; with signs if these columns flip."""
+    """Return the units along columns of these weights, acting on the inputs; with signs
+    if these columns flip.
+    """
     units, parents = [], set()
     for one in reversed(group.units.values()):
-        axes = tuple(replace(a, dim=0) for a in one.axes if a.site in shapes and (a.dim, a.span) == (1, 1))
-        moves = one.moves & ({"permute", "flip"} if any(axis.exponent % 2 for axis in axes) else {"permute"})
+        axes = tuple(
+            replace(a, dim=0)
+            for a in one.axes
+            if a.site in shapes and (a.dim, a.span) == (1, 1)
+        )
+        moves = one.moves & (
+            {"permute", "flip"}
+            if any(axis.exponent % 2 for axis in axes)
+            else {"permute"}
+        )
         if (axes and moves) or one.name in parents:
             parents.add(one.parent)
             units.append(replace(one, axes=axes, moves=moves if axes else frozenset()))
     sites = {axis.site for one in units for axis in one.axes}
-    return Group(reversed(units), {site: shape for site, shape in shapes.items() if site in sites})
+    return Group(
+        reversed(units),
+        {site: shape for site, shape in shapes.items() if site in sites},
+    )

@@ -1,22 +1,29 @@
-r"""Positive scales: minima over all rescalings of a network, among them the minimum scaled representation.
+r"""Positive scales: minima over all rescalings of a network, among them the minimum
+scaled representation.
 
-For a multilayer perceptron with squared weights :math:`M_l` and log-scales :math:`u_l` of hidden units the mass is
+For a multilayer perceptron with squared weights :math:`M_l` and log-scales :math:`u_l`
+of hidden units the mass is
 
 .. math:: \sum_l \sum_{ij} M_l[i, j] \exp(2 u_l[i] - 2 u_{l-1}[j]),
 
-and for any network a sum of exponentials, :math:`f(u) = \sum_t m_t e^{2 a_t \cdot u}`: each squared weight :math:`m_t`
-is multiplied by :math:`e^{2 e u_i}` for each unit ``i`` on its row, column, ..., with the exponent ``e`` of that axis.
-This is convex, and strictly so in the scales of all units on a path of nonzero weights from inputs to outputs, which
-aren't rescaled: then the minimum is unique, and every point of an orbit leads to it. Units have one log-multiplier for
-positive exponents, ``u``, and one for negative ones, ``-u``: the gradients by these are the masses that pull a unit
-down and up.
+and for any network a sum of exponentials, :math:`f(u) = \sum_t m_t e^{2 a_t \cdot u}`:
+each squared weight :math:`m_t` is multiplied by :math:`e^{2 e u_i}` for each unit ``i``
+on its row, column, ..., with the exponent ``e`` of that axis. This is convex, and
+strictly so in the scales of all units on a path of nonzero weights from inputs to
+outputs, which aren't rescaled: then the minimum is unique, and every point of an orbit
+leads to it. Units have one log-multiplier for positive exponents, ``u``, and one for
+negative ones, ``-u``: the gradients by these are the masses that pull a unit down and
+up.
 
-Coordinate steps come first; once every unit is near its balance, Newton's method with conjugate gradients. Along a
-direction ``p``, :math:`|\varphi'''| \le L \varphi''` with :math:`L = \max_t |2 a_t \cdot p|`, so that a step of length
-:math:`\log(1 + L) / L` never raises the sum and tends to a full one: no line search is needed.
+Coordinate steps come first; once every unit is near its balance, Newton's method with
+conjugate gradients. Along a direction ``p``, :math:`|\varphi'''| \le L \varphi''` with
+:math:`L = \max_t |2 a_t \cdot p|`, so that a step of length
+:math:`\log(1 + L) / L` never raises the sum and tends to a full one: no line search is
+    needed.
 
-Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3.3 and appendix (minimum scaled network mass); Sun &
-Tran-Dinh 2019, "Generalized self-concordant functions", case nu = 2 (the step).
+Source: Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 3.3 and appendix
+(minimum scaled network mass); Sun & Tran-Dinh 2019, "Generalized self-concordant
+functions", case nu = 2 (the step).
 """
 
 from __future__ import annotations
@@ -39,7 +46,8 @@ from pyro_symmetric.weights import Weights, require_finite, require_sites
 
 STEPS, CG_STEPS = 500, 400
 FAR, TOLERANCE = 0.5, 1e-12  # imbalances at which Newton's method begins, and ends
-ROUNDED = 1e-14  # an imbalance, or a curvature relative to the diagonal's, of the size of rounding
+# an imbalance, or a curvature relative to the diagonal's, of the size of rounding
+ROUNDED = 1e-14
 GONE = -1e3  # a log-multiplier whose exponential is zero
 CHUNK_ENTRIES = 2**26  # entries of weights that are minimised together
 
@@ -47,13 +55,18 @@ CHUNK_ENTRIES = 2**26  # entries of weights that are minimised together
 class MinimalMass(NamedTuple):
     """The minimum scaled representation of a batch of weights.
 
-    :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights`` without biases and entries that
-        pinned units multiply; ``given``: the same before.
-    :ivar log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of each unit's multiplier.
-    :ivar weights: the rescaled weights, all sites, in their own dtypes; a new network or posterior, if one was given.
-    :ivar pinned: name -> bool ``batch_shape + units.shape``, units whose best scale isn't finite: they stay.
-    :ivar imbalance: float64 ``batch_shape``: at a minimum the squared weights that enter a unit equal those that leave
-        it; the largest remaining difference, relative to their sum.
+    :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights``
+        without biases and entries that pinned units multiply; ``given``: the same
+        before.
+    :ivar log_scales: name -> float64 ``batch_shape + units.shape``, the logarithm of
+        each unit's multiplier.
+    :ivar weights: the rescaled weights, all sites, in their own dtypes; a new network
+        or posterior, if one was given.
+    :ivar pinned: name -> bool ``batch_shape + units.shape``, units whose best scale
+        isn't finite: they stay.
+    :ivar imbalance: float64 ``batch_shape``: at a minimum the squared weights that
+        enter a unit equal those that leave it; the largest remaining difference,
+        relative to their sum.
     """
 
     mass: Tensor
@@ -66,30 +79,46 @@ class MinimalMass(NamedTuple):
 
 @torch.no_grad()
 def minimal_mass(
-    weights: Mapping[str, Tensor] | Posterior | nn.Module, symmetry: Any, sites: Iterable[str] | None = None
+    weights: Mapping[str, Tensor] | Posterior | nn.Module,
+    symmetry: Any,
+    sites: Iterable[str] | None = None,
 ) -> MinimalMass:
-    """Minimise the squared L2 norm of weights, biases left out, over all positive scalings, which keep the function.
+    """Minimise the squared L2 norm of weights, biases left out, over all positive
+    scalings, which keep the function.
 
     The weights of normalisations count, as in the paper. The minimum has no gradients.
 
-    *Pinned units* have no best scale: the mass decreases for ever as they grow or shrink. Their incoming or outgoing
-    weights are all zero, or their output is scale-free (before batch normalisation), or they trade scale with a bias,
-    or they feed only such units, or are fed by them. They stay, and the weights that they multiply, which vanish at the
-    infimum, are left out of the mass, so that all points of an orbit have the same minimum.
+    *Pinned units* have no best scale: the mass decreases for ever as they grow or
+    shrink. Their incoming or outgoing weights are all zero, or their output is
+    scale-free (before batch normalisation), or they trade scale with a bias, or they
+    feed only such units, or are fed by them. They stay, and the weights that they
+    multiply, which vanish at the infimum, are left out of the mass, so that all points
+    of an orbit have the same minimum.
 
-    >>> net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False))
+    >>> net = nn.Sequential(
+    ...     nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False)
+    ... )
     >>> symmetry = ps.find_symmetry(net, torch.randn(3, 1))
-    >>> result = ps.minimal_mass({"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])}, symmetry)
-    >>> round(float(result.mass), 3), {name: round(float(w), 3) for name, w in result.weights.items()}
+    >>> result = ps.minimal_mass(
+    ...     {"0.weight": torch.tensor([[4.0]]), "2.weight": torch.tensor([[1.0]])},
+    ...     symmetry,
+    ... )
+    >>> (
+    ...     round(float(result.mass), 3),
+    ...     {name: round(float(w), 3) for name, w in result.weights.items()},
+    ... )
     (8.0, {'0.weight': 2.0, '2.weight': 2.0})
 
-    :param weights: site -> tensor ``batch_shape + site_shape``; each sample is minimised by itself, in float64. Or a
-        ``Posterior``, draws chain after chain; or a network.
-    :param symmetry: a symmetry or a group; its scalings count. Without any (tanh, say) the weights stay.
+    :param weights: site -> tensor ``batch_shape + site_shape``; each sample is
+        minimised by itself, in float64. Or a ``Posterior``, draws chain after chain; or
+        a network.
+    :param symmetry: a symmetry or a group; its scalings count. Without any (tanh, say)
+        the weights stay.
     :param sites: the sites whose squared norm is the mass; by default all weights, see
         :attr:`~pyro_symmetric.groups.group.Group.weight_sites`.
-    :raises ValueError: if weights (with running statistics that scales move) are missing, misshaped, NaN or infinite,
-        or another network's; if ``sites`` are unknown.
+    :raises ValueError: if weights (with running statistics that scales move) are
+        missing, misshaped, NaN or infinite, or another network's; if ``sites`` are
+        unknown.
     """
     whole = group_of(symmetry)
     group = whole.scalings
@@ -99,29 +128,59 @@ def minimal_mass(
     counted = [site for site in whole.weight_sites if site in weights]
     if sites is not None:
         counted = arguments.listed("sites", sites, str, "sites")
-        require_sites({site: value for site, value in weights.items() if site in whole.site_shapes}, counted)
-    flat = {site: weights[site].reshape(shape.numel(), *group.view_shapes[site]) for site in counted}
-    size = max(1, CHUNK_ENTRIES // max(1, sum(math.prod(value.shape[1:]) for value in flat.values())))
+        require_sites(
+            {
+                site: value
+                for site, value in weights.items()
+                if site in whole.site_shapes
+            },
+            counted,
+        )
+    flat = {
+        site: weights[site].reshape(shape.numel(), *group.view_shapes[site])
+        for site in counted
+    }
+    size = max(
+        1,
+        CHUNK_ENTRIES
+        // max(1, sum(math.prod(value.shape[1:]) for value in flat.values())),
+    )
     parts = [
         _minimum({site: value[i : i + size] for site, value in flat.items()}, group)
         for i in range(0, max(shape.numel(), 1), size)
     ]
-    mass, before, u, pinned, imbalance = (torch.cat(part) for part in zip(*parts, strict=True))
+    mass, before, u, pinned, imbalance = (
+        torch.cat(part) for part in zip(*parts, strict=True)
+    )
     if bool((imbalance > 1e-8).any()):
         warnings.warn(
-            f"minimal_mass stopped with a relative imbalance of {float(imbalance.max()):.1e}; the mass is close to its "
+            "minimal_mass stopped with a relative imbalance of "
+            f"{float(imbalance.max()):.1e}; the mass is close to its "
             "minimum, the scales of weakly connected units may be off",
             stacklevel=3,  # past no_grad
         )
-    log_scales, held = (group.by_name(value.reshape(*shape, group.size), "scale") for value in (u, pinned))
+    log_scales, held = (
+        group.by_name(value.reshape(*shape, group.size), "scale")
+        for value in (u, pinned)
+    )
     scaled = group.element(log_scales=log_scales).expand(shape)(weights)
-    mass, before, imbalance = (value.reshape(shape) for value in (mass, before, imbalance))
-    return MinimalMass(mass, before, log_scales, as_it_came(given, scaled), held, imbalance)
+    mass, before, imbalance = (
+        value.reshape(shape) for value in (mass, before, imbalance)
+    )
+    return MinimalMass(
+        mass, before, log_scales, as_it_came(given, scaled), held, imbalance
+    )
 
 
-def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return mass, mass before, log-scales, pinned units and imbalance of weights of the view, ``(samples, ...)``."""
-    whole = Mass(group, {site: value.double().square() for site, value in weights.items()})
+def _minimum(
+    weights: Mapping[str, Tensor], group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return mass, mass before, log-scales, pinned units and imbalance of weights of
+    the view, ``(samples, ...)``.
+    """
+    whole = Mass(
+        group, {site: value.double().square() for site, value in weights.items()}
+    )
     free = whole.bounded()
     left = whole.without(~free)
     u, imbalance = left.minimise(free)
@@ -129,7 +188,9 @@ def _minimum(weights: Mapping[str, Tensor], group: Group) -> tuple[Tensor, Tenso
 
 
 def weights_of(given: Any, group: Group) -> Weights:
-    """Return the weights of a network, or the draws of a posterior, chain after chain; return weights unchanged."""
+    """Return the weights of a network, or the draws of a posterior, chain after chain;
+    return weights unchanged.
+    """
     if isinstance(given, nn.Module):
         return plain_weights(given, group)
     return given.get_samples() if isinstance(given, Posterior) else given
@@ -137,17 +198,23 @@ def weights_of(given: Any, group: Group) -> Weights:
 
 def as_it_came(given: Any, weights: Weights) -> Any:
     """Return changed weights in the form in which :func:`weights_of` received them."""
-    return with_weights(given, weights) if isinstance(given, nn.Module) else as_given(given, weights)
+    return (
+        with_weights(given, weights)
+        if isinstance(given, nn.Module)
+        else as_given(given, weights)
+    )
 
 
-# sums of squares as functions of log-scales ---------------------------------------------------------------------------
+# sums of squares as functions of log-scales -------------------------------------------
 
 
 class Mass:
-    """The sum of squares of rescaled weights as a function of log-scales ``(samples, units)``.
+    """The sum of squares of rescaled weights as a function of log-scales ``(samples,
+    units)``.
 
     :param group: scalings; their units are the unknowns.
-    :param squares: site -> squares, ``(samples, *view_shape)``, float64; one site at least.
+    :param squares: site -> squares, ``(samples, *view_shape)``, float64; one site at
+        least.
     """
 
     def __init__(self, group: Group, squares: Mapping[str, Tensor]):
@@ -159,12 +226,18 @@ class Mass:
                 dims = sorted(group.members(site))
                 rest = [dim + 1 for dim in range(value.dim() - 1) if dim not in dims]
                 axes = [_Multiplied(group, site, dim) for dim in dims]
-                self._terms.append((value.detach().sum(rest) if rest else value.detach().clone(), axes))
+                self._terms.append(
+                    (value.detach().sum(rest) if rest else value.detach().clone(), axes)
+                )
 
     def without(self, removed: Tensor) -> Mass:
-        """Return the sum without the entries that removed units multiply, bool ``(samples, units)``."""
+        """Return the sum without the entries that removed units multiply, bool
+        ``(samples, units)``.
+        """
         left = copy.copy(self)
-        left._base = torch.zeros_like(self._base).masked_fill(removed.unsqueeze(1), GONE)
+        left._base = torch.zeros_like(self._base).masked_fill(
+            removed.unsqueeze(1), GONE
+        )
         return left
 
     def __call__(self, u: Tensor) -> Tensor:
@@ -172,28 +245,42 @@ class Mass:
         return self.total(torch.stack([u, -u], 1))
 
     def total(self, logs: Tensor) -> Tensor:
-        """Return the sum at log-multipliers of positive and of negative exponents, ``(samples, 2, units)``."""
-        logs, total = logs + self._base, 0.0 * logs.sum((1, 2))  # which has a gradient, even without units
+        """Return the sum at log-multipliers of positive and of negative exponents,
+        ``(samples, 2, units)``.
+        """
+        # which has a gradient, even without units
+        logs, total = logs + self._base, 0.0 * logs.sum((1, 2))
         for term, axes in self._terms:
             factors = [(2 * axis(logs)).exp() for axis in axes]
-            for own in factors[:0:-1]:  # row vectors from the left: columns take a batch up to twenty times as long
-                term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(term.shape[:-1])
+            # row vectors from the left: columns take a batch up to twenty times as long
+            for own in factors[:0:-1]:
+                term = (own.unsqueeze(-2) @ term.flatten(1, -2).mT).reshape(
+                    term.shape[:-1]
+                )
             total = total + ((term * factors[0]).sum(-1) if factors else term)
         return total
 
     def sides(self, logs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the masses that pull each unit down, entries times positive exponents, and those that pull it up."""
-        slope, _ = self._slope(torch.zeros_like(self._base) if logs is None else logs, False)
+        """Return the masses that pull each unit down, entries times positive exponents,
+        and those that pull it up.
+        """
+        slope, _ = self._slope(
+            torch.zeros_like(self._base) if logs is None else logs, False
+        )
         return slope[:, 0], slope[:, 1]
 
     def bounded(self) -> Tensor:
         """Find the units whose best scale is finite, bool ``(samples, units)``.
 
-        Mass flows along entries from units with negative exponents to those with positive ones. A unit that no flow
-        from outside reaches can shrink, with all before it, at no cost; one from which none reaches outside can grow.
-        The entries that such units multiply vanish, which may cut off others.
+        Mass flows along entries from units with negative exponents to those with
+        positive ones. A unit that no flow from outside reaches can shrink, with all
+        before it, at no cost; one from which none reaches outside can grow. The entries
+        that such units multiply vanish, which may cut off others.
         """
-        free, left = torch.ones(self.shape, dtype=torch.bool, device=self._base.device), self
+        free, left = (
+            torch.ones(self.shape, dtype=torch.bool, device=self._base.device),
+            self,
+        )
         while True:
             bounded_units = left._reached(0) & left._reached(1) & free
             if torch.equal(bounded_units, free):
@@ -201,34 +288,52 @@ class Mass:
             free, left = bounded_units, self.without(~bounded_units)
 
     def _reached(self, side: int) -> Tensor:
-        """Find the units reached by an entry all of whose units on the other side are reached, to a fixed point."""
-        reached, count = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device), -1
+        """Find the units reached by an entry all of whose units on the other side are
+        reached, to a fixed point.
+        """
+        reached, count = (
+            torch.zeros(self.shape, dtype=torch.bool, device=self._base.device),
+            -1,
+        )
         while count < (count := int(reached.sum())):
             logs = torch.zeros_like(self._base)
             logs[:, 1 - side] = torch.where(reached, 0.0, GONE)
             reached = reached | (self.sides(logs)[side] > 0)
         return reached
 
-    def minimise(self, free: Tensor, counts: Mass | None = None) -> tuple[Tensor, Tensor]:
-        r"""Minimise the sum over the free units, bool ``(samples, units)``; the others stay at zero.
+    def minimise(
+        self, free: Tensor, counts: Mass | None = None
+    ) -> tuple[Tensor, Tensor]:
+        r"""Minimise the sum over the free units, bool ``(samples, units)``; the others
+        stay at zero.
 
-        :param counts: the slope of this sum at zero is a linear term; without it, each free unit must have mass on both
-            sides.
-        :returns: ``u`` and each sample's imbalance: the largest difference of a unit's pulls, relative to their sum.
+        :param counts: the slope of this sum at zero is a linear term; without it, each
+            free unit must have mass on both sides.
+        :returns: ``u`` and each sample's imbalance: the largest difference of a unit's
+            pulls, relative to their sum.
         """
         with torch.inference_mode(False):
-            u, imbalance = torch.zeros_like(free, dtype=torch.float64), free.new_zeros(len(free), dtype=torch.float64)
+            u, imbalance = (
+                torch.zeros_like(free, dtype=torch.float64),
+                free.new_zeros(len(free), dtype=torch.float64),
+            )
             linear = counts.sides() if counts is not None else (u, u)
             powers = [axis.largest for _, axes in self._terms for axis in axes]
-            # With exponents of p at most, a unit's own best step is log(up / down) / 4 p or more. If k units at most
-            # multiply one entry, a k-th of all these steps at once never raises the sum, by convexity.
-            overlap = max((sum(axis.depth for axis in axes) for _, axes in self._terms), default=1)
+            # With exponents of p at most, a unit's own best step is log(up / down) / 4
+            # p or more. If k units at most multiply one entry, a k-th of all these
+            # steps at once never raises the sum, by convexity.
+            overlap = max(
+                (sum(axis.depth for axis in axes) for _, axes in self._terms), default=1
+            )
             divisor = 4 * overlap * max(powers, default=1)
             worst = math.inf
             for _ in range(STEPS if free.numel() and powers else 0):
                 slope, hessian = self._slope(torch.stack([u, -u], 1))
                 pulls = [slope[:, side].clamp_min(1e-300) for side in (0, 1)]
-                down, up = (torch.where(free, pull + term, 1.0) for pull, term in zip(pulls, linear[::-1], strict=True))
+                down, up = (
+                    torch.where(free, pull + term, 1.0)
+                    for pull, term in zip(pulls, linear[::-1], strict=True)
+                )
                 imbalance = ((up - down).abs() / (up + down)).amax(-1)
                 before, worst = worst, float(imbalance.max())
                 # One step beyond the tolerance mostly reaches rounding.
@@ -237,52 +342,90 @@ class Mass:
                 if worst > FAR:
                     u = u + (up.log() - down.log()) / divisor
                 else:
-                    p = _newton_step(hessian, up - down, torch.where(free, pulls[0] + pulls[1], 1.0), free)
+                    p = _newton_step(
+                        hessian,
+                        up - down,
+                        torch.where(free, pulls[0] + pulls[1], 1.0),
+                        free,
+                    )
                     bound = divisor / 2 * p.abs().amax(-1, keepdim=True)
                     u = u + p * torch.where(bound > 0, bound.log1p() / bound, 1.0)
         return u, imbalance
 
-    # small steps ----------------------------------------------------------------------------------------------------
+    # small steps ----------------------------------------------------------------------
 
-    def _slope(self, logs: Tensor, twice: bool = True) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return half the gradient by log-multipliers, and half the Hessian's product with directions."""
+    def _slope(
+        self, logs: Tensor, twice: bool = True
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return half the gradient by log-multipliers, and half the Hessian's product
+        with directions.
+        """
         with torch.inference_mode(False), torch.enable_grad():
             here = logs.detach().clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(self.total(here).sum() / 2, here, create_graph=twice)
-        return gradient.detach(), lambda p: torch.autograd.grad(gradient, here, p, retain_graph=True)[0]
+            (gradient,) = torch.autograd.grad(
+                self.total(here).sum() / 2, here, create_graph=twice
+            )
+        return gradient.detach(), lambda p: torch.autograd.grad(
+            gradient, here, p, retain_graph=True
+        )[0]
 
 
 class _Multiplied:
-    """An axis of a site, and the units that multiply entries along it; at most ``depth`` share a position."""
+    """An axis of a site, and the units that multiply entries along it; at most
+    ``depth`` share a position.
+    """
 
     def __init__(self, group: Group, site: str, dim: int):
         members = group.members(site)[dim]
-        self._length, self.largest = group.view_shapes[site][dim], max(abs(axis.exponent) for _, axis in members)
+        self._length, self.largest = (
+            group.view_shapes[site][dim],
+            max(abs(axis.exponent) for _, axis in members),
+        )
         self._members = [(group.slots[name], axis) for name, axis in members]
-        self.depth = int(torch.cat([axis.index.flatten() for _, axis in members]).bincount().max())
+        self.depth = int(
+            torch.cat([axis.index.flatten() for _, axis in members]).bincount().max()
+        )
 
     def __call__(self, logs: Tensor) -> Tensor:
-        """Sum log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples, length)``."""
-        own = ((abs(axis.exponent) * logs[:, int(axis.exponent < 0), slot], axis) for slot, axis in self._members)
-        return torch.stack([laid_out(value, axis, self._length, 0.0) for value, axis in own]).sum(0)
+        """Sum log-multipliers, ``(samples, 2, units)``, at all positions, ``(samples,
+        length)``.
+        """
+        own = (
+            (abs(axis.exponent) * logs[:, int(axis.exponent < 0), slot], axis)
+            for slot, axis in self._members
+        )
+        return torch.stack(
+            [laid_out(value, axis, self._length, 0.0) for value, axis in own]
+        ).sum(0)
 
 
 def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
-    r"""Return the log-scales of the free units at which weights are nearest to one, ``(samples, units)``.
+    r"""Return the log-scales of the free units at which weights are nearest to one,
+    ``(samples, units)``.
 
-    With :math:`x_t` the squares of all nonzero weights after rescaling, they minimise :math:`\sum_t x_t - \log x_t`,
-    which has a minimum for all weights, the same for every point of an orbit.
+    With :math:`x_t` the squares of all nonzero weights after rescaling, they minimise
+    :math:`\sum_t x_t - \log x_t`, which has a minimum for all weights, the same for
+    every point of an orbit.
 
     :param weights: sites of the view, ``(samples, *view_shape)``.
     :param free: bool ``(samples, units)``; the others stay at zero.
     """
     squares = {site: value.double().square() for site, value in weights.items()}
-    counts = Mass(group, {site: (value > 0).double() for site, value in squares.items()})
+    counts = Mass(
+        group, {site: (value > 0).double() for site, value in squares.items()}
+    )
     return Mass(group, squares).minimise(free, counts)[0]
 
 
-def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
-    """Solve for Newton's step, the more exactly the smaller the gradient, so that convergence is superlinear."""
+def _newton_step(
+    hessian: Callable[[Tensor], Tensor],
+    downhill: Tensor,
+    diagonal: Tensor,
+    free: Tensor,
+) -> Tensor:
+    """Solve for Newton's step, the more exactly the smaller the gradient, so that
+    convergence is superlinear.
+    """
     size = (downhill / diagonal).abs().amax(-1, keepdim=True).clamp_min(1e-300)
     goal = torch.maximum(size, 0.1 * ROUNDED / size).clamp_max(0.1) ** 2
 
@@ -294,12 +437,16 @@ def _newton_step(hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal
 
 
 def conjugate_gradients(
-    hessian: Callable[[Tensor], Tensor], downhill: Tensor, diagonal: Tensor, goal: Tensor
+    hessian: Callable[[Tensor], Tensor],
+    downhill: Tensor,
+    diagonal: Tensor,
+    goal: Tensor,
 ) -> Tensor:
-    """Solve ``H p = downhill`` for each sample by conjugate gradients, preconditioned by (about) the diagonal.
+    """Solve ``H p = downhill`` for each sample by conjugate gradients, preconditioned
+    by (about) the diagonal.
 
-    A sample stops at a direction without positive curvature: units that scale the same entries have directions of
-    curvature zero, and a gradient of rounding along them.
+    A sample stops at a direction without positive curvature: units that scale the same
+    entries have directions of curvature zero, and a gradient of rounding along them.
 
     :param goal: the share of the squared residual that may remain, ``(samples, 1)``.
     """
@@ -313,10 +460,14 @@ def conjugate_gradients(
             break
         h = hessian(direction)
         curvature = (direction * h).sum(-1, keepdim=True)
-        running = running & (curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True))
+        running = running & (
+            curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True)
+        )
         alpha = torch.where(running, rho / curvature.clamp_min(1e-300), 0.0)
         p, residual = p + alpha * direction, residual - alpha * h
         z = residual / diagonal
         before, rho = rho, (residual * z).sum(-1, keepdim=True)
-        direction = z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
+        direction = (
+            z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
+        )
     return p

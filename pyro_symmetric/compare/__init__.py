@@ -1,4 +1,6 @@
-"""Comparison of draws and their predictions: distances, tests, diagnosis, functional diversity, scores."""
+"""Comparison of draws and their predictions: distances, tests, diagnosis, functional
+diversity, scores.
+"""
 
 from pyro_symmetric.compare import scores
 from pyro_symmetric.compare.diagnosis import Diagnosis, diagnose

@@ -1,15 +1,19 @@
-r"""Convergence diagnostics of chains: of raw weights, modulo symmetry, and of predictions.
+r"""Convergence diagnostics of chains: of raw weights, modulo symmetry, and of
+predictions.
 
-Chains in different copies of a mode have a raw R-hat far above 1 although their predictions agree. So chains are
-compared in three spaces: weights as drawn; weights modulo symmetry, with all draws aligned; and invariants, namely
-predictions and the log density. The aligned frame depends on the orbits of all draws, not on the chain that a draw
-belongs to: chains whose orbits have the same distribution agree in it.
+Chains in different copies of a mode have a raw R-hat far above 1 although their
+predictions agree. So chains are compared in three spaces: weights as drawn; weights
+modulo symmetry, with all draws aligned; and invariants, namely predictions and the log
+density. The aligned frame depends on the orbits of all draws, not on the chain that a
+draw belongs to: chains whose orbits have the same distribution agree in it.
 
-With model and data, the spread of the draws is compared with the energy's gradient. Integration by parts gives the
-virial theorem :math:`\mathbb E[(z - a) \cdot \nabla U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose
-density vanishes at infinity and every point :math:`a` independent of :math:`z`; here the mean of the other chains. The
-average divided by :math:`D` is the *temperature* of the draws: above 1 they spread too widely, below 1 too little. The
-theorem holds for the coordinates of each site, too.
+With model and data, the spread of the draws is compared with the energy's gradient.
+Integration by parts gives the virial theorem :math:`\mathbb E[(z - a) \cdot \nabla
+U(z)] = D` for every posterior over :math:`z \in \mathbb R^D` whose density vanishes at
+infinity and every point :math:`a` independent of :math:`z`; here the mean of the other
+chains. The average divided by :math:`D` is the *temperature* of the draws: above 1 they
+spread too widely, below 1 too little. The theorem holds for the coordinates of each
+site, too.
 """
 
 from __future__ import annotations
@@ -32,10 +36,21 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import diagnostics
-from pyro_symmetric.posterior.diagnostics import EFFECTIVE_DRAWS, R_HAT, Check, Status, checked
+from pyro_symmetric.posterior.diagnostics import (
+    EFFECTIVE_DRAWS,
+    R_HAT,
+    Check,
+    Status,
+    checked,
+)
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 from pyro_symmetric.posterior.predict import predict
-from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics, evenly_spaced, exceeded_by_few
+from pyro_symmetric.posterior.statistics import (
+    ChainStatistics,
+    chain_statistics,
+    evenly_spaced,
+    exceeded_by_few,
+)
 from pyro_symmetric.posterior.tables import HEAD, site_row, table
 
 MOST_ROWS = 256  # of inputs to predict at
@@ -43,21 +58,29 @@ MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
 LEAST_DRAWS = 8  # of a chain: halves of four
 STANDS_OUT = 1.1  # R-hat above which a single entry isn't an outlier by chance
 CHUNK = 32  # chains whose energy is evaluated at once
-WEIGHTS, MODULO, PREDICTIONS, DENSITY = "weights", "modulo symmetry", "predictions", "log density"
+WEIGHTS, MODULO, PREDICTIONS, DENSITY = (
+    "weights",
+    "modulo symmetry",
+    "predictions",
+    "log density",
+)
 
-Statistics = dict[str, dict[str, ChainStatistics]]  # space -> site -> statistics of every entry
+# space -> site -> statistics of every entry
+Statistics = dict[str, dict[str, ChainStatistics]]
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Checks of a posterior's draws, and the statistics behind them; see :func:`diagnose`.
+    """Checks of a posterior's draws, and the statistics behind them; see
+    :func:`diagnose`.
 
     >>> diagnosis["weights"].status
     'pass'
 
     :param checks: all checks; ``diagnosis[name]`` is one of them.
-    :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log density"``, as far as available
-        -> site -> R-hat and effective sample sizes of every entry.
+    :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log
+        density"``, as far as available -> site -> R-hat and effective sample sizes of
+        every entry.
     :param draws: their number, such as ``4 chains of 100 draws``.
     """
 
@@ -67,14 +90,18 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """True if every check passes or warns. Chains in different copies of a mode are only a warning."""
+        """True if every check passes or warns. Chains in different copies of a mode are
+        only a warning.
+        """
         return all(check.status in ("pass", "warn") for check in self.checks)
 
     @property
     def failed(self) -> list[Check]:
         """The checks that don't pass, worst first."""
         order: list[Status] = ["fail", "unknown", "warn"]
-        return [check for status in order for check in self.checks if check.status == status]
+        return [
+            check for status in order for check in self.checks if check.status == status
+        ]
 
     def __getitem__(self, name: str) -> Check:
         return {check.name: check for check in reversed(self.checks)}[name]
@@ -85,14 +112,29 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return checks and statistics as JSON."""
         summaries = {
-            space: {site: s.summary() for site, s in sites.items()} for space, sites in self.statistics.items()
+            space: {site: s.summary() for site, s in sites.items()}
+            for space, sites in self.statistics.items()
         }
-        return plain({"ok": self.ok, "checks": {c.name: vars(c) for c in self.checks}, "statistics": summaries})
+        return plain(
+            {
+                "ok": self.ok,
+                "checks": {c.name: vars(c) for c in self.checks},
+                "statistics": summaries,
+            }
+        )
 
     def full(self) -> str:
         """Format all checks, and a table of each space by site."""
-        rows = {space: [site_row(site, s) for site, s in sites.items()] for space, sites in self.statistics.items()}
-        return "\n\n".join([self._format(self.checks), *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items())])
+        rows = {
+            space: [site_row(site, s) for site, s in sites.items()]
+            for space, sites in self.statistics.items()
+        }
+        return "\n\n".join(
+            [
+                self._format(self.checks),
+                *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items()),
+            ]
+        )
 
     def __repr__(self) -> str:
         """Show the outcome, and the checks that don't pass."""
@@ -115,8 +157,8 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose draws: whether they can be trusted, and which checks don't pass.
 
-    ``print(diagnosis.full())`` shows all checks, and tables of the statistics behind them. The checks and their limits
-    are explained in :doc:`/explanation/chains`.
+    ``print(diagnosis.full())`` shows all checks, and tables of the statistics behind
+    them. The checks and their limits are explained in :doc:`/explanation/chains`.
 
     >>> draws = torch.randn(4, 200, 3)  # of four chains
     >>> ps.diagnose({"w": draws}).ok
@@ -125,61 +167,98 @@ def diagnose(
     >>> diagnosis.ok, diagnosis["weights"].status
     (False, 'fail')
 
-    A symmetry takes the memory of a copy of all draws, and a few seconds to align 4,000 draws of 50 units.
+    A symmetry takes the memory of a copy of all draws, and a few seconds to align 4,000
+    draws of 50 units.
 
-    :param posterior: a ``Posterior`` with the sampler's statistics (``lp`` is the log density), or site -> chains
-        ``(chains, draws, *site_shape)``. If it has its model and data (from ``sample``, or after loading by
-        ``posterior.attach(model, x, y)``), temperature and predictions at the data are checked.
+    :param posterior: a ``Posterior`` with the sampler's statistics (``lp`` is the log
+        density), or site -> chains ``(chains, draws, *site_shape)``. If it has its
+        model and data (from ``sample``, or after loading by ``posterior.attach(model,
+        x, y)``), temperature and predictions at the data are checked.
     :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)``.
     :param model: the network's model, for predictions; by default the posterior's own.
-    :param x: inputs to predict at, at most 256 evenly spaced rows of them; by default the data.
-    :param predictions: in place of ``model`` and ``x``, any function of the weights, ``(chains, draws, ...)``, such as
-        ``predict(posterior.samples, any_model, x, kind="mean")``.
-    :param num_draws: the number of draws, over all chains, at which to evaluate the energy's gradient.
-    :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a declared group.
+    :param x: inputs to predict at, at most 256 evenly spaced rows of them; by default
+        the data.
+    :param predictions: in place of ``model`` and ``x``, any function of the weights,
+        ``(chains, draws, ...)``, such as ``predict(posterior.samples, any_model, x,
+        kind="mean")``.
+    :param num_draws: the number of draws, over all chains, at which to evaluate the
+        energy's gradient.
+    :raises ValueError: if arguments don't fit, there are no draws, or the model lacks a
+        declared group.
     """
     arguments.whole("num_draws", num_draws, 1)
-    posterior = chains_of(posterior, shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes)
+    posterior = chains_of(
+        posterior,
+        shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes,
+    )
     if not any(value.numel() for value in posterior.samples.values()):
-        raise ValueError("posterior is empty; it must have a chain, a draw and an entry")
+        raise ValueError(
+            "posterior is empty; it must have a chain, a draw and an entry"
+        )
     shape = (posterior.num_chains, posterior.num_samples)
     if predictions is not None and tuple(predictions.shape[:2]) != shape:
-        raise ValueError(f"predictions has shape {tuple(predictions.shape)}; it must be (chains, draws, ...), {shape}")
+        raise ValueError(
+            f"predictions has shape {tuple(predictions.shape)}; it must be (chains, "
+            f"draws, ...), {shape}"
+        )
     require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
     given = {WEIGHTS: posterior.samples}
-    given |= {DENSITY: {DENSITY: posterior.statistics["lp"]}} if "lp" in posterior.statistics else {}
+    given |= (
+        {DENSITY: {DENSITY: posterior.statistics["lp"]}}
+        if "lp" in posterior.statistics
+        else {}
+    )
     given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
     checks = list(_soundness(posterior, given))
-    if posterior.kind == "independent" or any(check.status == "fail" for check in checks):
+    if posterior.kind == "independent" or any(
+        check.status == "fail" for check in checks
+    ):
         return Diagnosis(tuple(checks), {}, posterior.counted())
     spaces = _spaces(posterior, symmetry, model, x, given)
     if (finite := _finite(spaces)).status == "fail":
         return Diagnosis((finite,), {}, posterior.counted())
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
-        statistics = {k: {s: chain_statistics(_subset(v)) for s, v in own.items()} for k, own in spaces.items()}
+        statistics = {
+            k: {s: chain_statistics(_subset(v)) for s, v in own.items()}
+            for k, own in spaces.items()
+        }
     checks += _convergence(posterior, symmetry, statistics, num_draws)
     return Diagnosis(tuple(checks), statistics, posterior.counted())
 
 
 def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:
-    """Check that draws are finite; then count independent ones, or find chains that are copies of others."""
+    """Check that draws are finite; then count independent ones, or find chains that are
+    copies of others.
+    """
     yield (finite := _finite(spaces))
     if finite.status == "pass" and posterior.kind == "independent":
         count = posterior.num_chains * posterior.num_samples
         limits = (EFFECTIVE_DRAWS[0], 0.0)
-        yield checked("effective draws", float(count), limits, f"{count} independent draws", "means are rough")
+        yield checked(
+            "effective draws",
+            float(count),
+            limits,
+            f"{count} independent draws",
+            "means are rough",
+        )
     elif finite.status == "pass":
         yield from diagnostics.copies(posterior.samples)
 
 
-def _convergence(posterior: Posterior, symmetry: Any, statistics: Statistics, num_draws: int) -> list[Check]:
-    """Check movement and agreement of the chains, the sampler's statistics, and the temperature."""
+def _convergence(
+    posterior: Posterior, symmetry: Any, statistics: Statistics, num_draws: int
+) -> list[Check]:
+    """Check movement and agreement of the chains, the sampler's statistics, and the
+    temperature.
+    """
     agreement = _agreement(statistics, _is_network(posterior))
     arrived = all(check.status != "fail" for check in agreement)
     recorded = posterior.source and posterior.source.subsampled
-    subsampled = "acceptance_rate" not in posterior.statistics if recorded is None else recorded
+    subsampled = (
+        "acceptance_rate" not in posterior.statistics if recorded is None else recorded
+    )
     return [
         diagnostics.moving(posterior.samples),
         *agreement,
@@ -191,11 +270,21 @@ def _convergence(posterior: Posterior, symmetry: Any, statistics: Statistics, nu
 
 def _finite(spaces: dict[str, Any]) -> Check:
     """Check that the values of all spaces are finite."""
-    return diagnostics.finite({f"{space} {s!r}": value for space, own in spaces.items() for s, value in own.items()})
+    return diagnostics.finite(
+        {
+            f"{space} {s!r}": value
+            for space, own in spaces.items()
+            for s, value in own.items()
+        }
+    )
 
 
-def _to_predict(posterior: Posterior, model: BayesianModel | None, x: Tensor | None) -> tuple[Any, Any]:
-    """Return the network's model and inputs: the given ones, or those that the posterior was drawn from."""
+def _to_predict(
+    posterior: Posterior, model: BayesianModel | None, x: Tensor | None
+) -> tuple[Any, Any]:
+    """Return the network's model and inputs: the given ones, or those that the
+    posterior was drawn from.
+    """
     wanted = "a BayesianModel; for another model pass predictions=predict(posterior.samples, model, x, kind='mean')"
     arguments.instance("model", model, (BayesianModel, type(None)), wanted)
     source = posterior.source
@@ -203,78 +292,121 @@ def _to_predict(posterior: Posterior, model: BayesianModel | None, x: Tensor | N
         model = source.model
         x = source.kwargs.get("x", next(iter(source.args), None)) if x is None else x
     elif model is None and x is not None:
-        raise ValueError("x needs a model; pass model=, or predictions= in place of both")
+        raise ValueError(
+            "x needs a model; pass model=, or predictions= in place of both"
+        )
     return model, x
 
 
 def _is_network(posterior: Posterior) -> bool:
-    """Return whether the sites are a network's weights: by the model or, without one, by names like ``0.weight``."""
+    """Return whether the sites are a network's weights: by the model or, without one,
+    by names like ``0.weight``.
+    """
     if posterior.source is not None:
         return isinstance(posterior.source.model, nn.Module)
     return any("." in site for site in posterior.samples)
 
 
-# agreement of chains ------------------------------------------------------------------------------------------------
+# agreement of chains ------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _spaces(
     posterior: Posterior, symmetry: Any, model: Any, x: Any, given: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
-    """Collect the spaces in which chains are compared: space -> site -> ``(chains, draws, ...)``."""
+    """Collect the spaces in which chains are compared: space -> site -> ``(chains,
+    draws, ...)``.
+    """
     spaces = {WEIGHTS: given[WEIGHTS]}
     if symmetry is not None:
-        spaces[MODULO] = one_frame(canonical_frame(posterior, symmetry), symmetry).samples
+        spaces[MODULO] = one_frame(
+            canonical_frame(posterior, symmetry), symmetry
+        ).samples
     spaces |= given
     if PREDICTIONS not in given and model is not None and x is not None:
         rows = x if len(x) <= MOST_ROWS else x[evenly_spaced(len(x), MOST_ROWS)]
-        spaces[PREDICTIONS] = {PREDICTIONS: predict(posterior.samples, model, rows, kind="mean", progress=False)}
-    nonempty = {space: {site: v for site, v in by_site.items() if v.numel()} for space, by_site in spaces.items()}
+        spaces[PREDICTIONS] = {
+            PREDICTIONS: predict(
+                posterior.samples, model, rows, kind="mean", progress=False
+            )
+        }
+    nonempty = {
+        space: {site: v for site, v in by_site.items() if v.numel()}
+        for space, by_site in spaces.items()
+    }
     return {space: by_site for space, by_site in nonempty.items() if by_site}
 
 
 def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
-    """Check the R-hat of each space, and the effective draws of the decisive ones: predictions, else weights modulo
-    symmetry, else raw weights (of a network, the log density if it is known), each with the log density."""
+    """Check the R-hat of each space, and the effective draws of the decisive ones:
+    predictions, else weights modulo symmetry, else raw weights (of a network, the log
+    density if it is known), each with the log density."""
     if not statistics:
         words = f"too few draws to tell whether chains agree: at least {LEAST_DRAWS} of each are needed"
         return [Check(WEIGHTS, "unknown", words)]
     density = [DENSITY] if DENSITY in statistics else []
     best = next((name for name in (PREDICTIONS, MODULO) if name in statistics), None)
-    decisive = [best, *density] if best else density if density and is_network else [WEIGHTS, *density]
-    # Raw weights of a network may disagree because chains are in different copies of a mode.
+    decisive = (
+        [best, *density]
+        if best
+        else density
+        if density and is_network
+        else [WEIGHTS, *density]
+    )
+    # Raw weights of a network may disagree because chains are in different copies of a
+    # mode.
     downgraded: Status = "unknown" if is_network and decisive == [WEIGHTS] else "warn"
-    hint = ", as they do in copies of a mode" if best else ", or sit in copies of a mode (symmetry= tells)"
+    hint = (
+        ", as they do in copies of a mode"
+        if best
+        else ", or sit in copies of a mode (symmetry= tells)"
+    )
     checks = []
     for name, by_site in statistics.items():
         may_fail = name in decisive and (name != WEIGHTS or not is_network)
         check = _r_hat(name, by_site, hint if name == WEIGHTS else "")
-        checks.append(replace(check, status=downgraded) if check.status == "fail" and not may_fail else check)
+        checks.append(
+            replace(check, status=downgraded)
+            if check.status == "fail" and not may_fail
+            else check
+        )
     return [*checks, _effective({name: statistics[name] for name in decisive})]
 
 
 def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
-    """Check the R-hat of the worst site: its 99 % quantile over entries, or the largest if that is above 1.1 and five
-    times as far from 1. (Of chains that agree, the largest of 2,000 entries is at most three times as far, in the worst
-    case of two chains of 8 draws.)
+    """Check the R-hat of the worst site: its 99 % quantile over entries, or the largest
+    if that is above 1.1 and five times as far from 1. (Of chains that agree, the
+    largest of 2,000 entries is at most three times as far, in the worst case of two
+    chains of 8 draws.)
 
     :param hint: another reason for disagreement.
     """
     worst = {}
     for site, numbers in by_site.items():
         r_hats = numbers.r_hat[~numbers.r_hat.isnan()]
-        quantile, largest = exceeded_by_few(r_hats), float(r_hats.max()) if len(r_hats) else math.nan
-        worst[site] = largest if largest > STANDS_OUT and largest - 1 > 5 * (quantile - 1) else quantile
+        quantile, largest = (
+            exceeded_by_few(r_hats),
+            float(r_hats.max()) if len(r_hats) else math.nan,
+        )
+        worst[site] = (
+            largest
+            if largest > STANDS_OUT and largest - 1 > 5 * (quantile - 1)
+            else quantile
+        )
     site = max(worst, key=lambda site: (not math.isnan(worst[site]), worst[site]))
     if math.isnan(worst[site]):
         return Check(space, "unknown", "R-hat is undefined: the draws never change")
     of_site = "" if site == space else f" of site {site!r}"
     advice = "run longer" if worst[site] <= R_HAT[1] else f"the chains disagree{hint}"
-    return checked(space, worst[site], R_HAT, f"R-hat{of_site} {worst[site]:.3f}", advice)
+    return checked(
+        space, worst[site], R_HAT, f"R-hat{of_site} {worst[site]:.3f}", advice
+    )
 
 
 def _effective(statistics: Statistics) -> Check:
-    """Check the least effective sample size of bulk and tails over sites, of each the 1 % quantile over entries."""
+    """Check the least effective sample size of bulk and tails over sites, of each the 1
+    % quantile over entries.
+    """
     least = {}
     for space, by_site in statistics.items():
         for site, numbers in by_site.items():
@@ -284,53 +416,99 @@ def _effective(statistics: Statistics) -> Check:
     if math.isnan(least[space, site]):
         return Check("effective draws", "unknown", "undefined: the draws never change")
     measured = f"{least[space, site]:.0f} of {space if site == space else f'site {site!r} ({space})'}"
-    return checked("effective draws", least[space, site], EFFECTIVE_DRAWS, measured, "more draws, or more chains")
+    return checked(
+        "effective draws",
+        least[space, site],
+        EFFECTIVE_DRAWS,
+        measured,
+        "more draws, or more chains",
+    )
 
 
 def _subset(draws: Tensor) -> Tensor:
-    """Return all entries, or evenly spaced ones if all would take more than a few seconds."""
-    most, entries = max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel())), draws.shape[2:].numel()
-    return draws if entries <= most else draws.flatten(2)[..., evenly_spaced(entries, most)]
+    """Return all entries, or evenly spaced ones if all would take more than a few
+    seconds.
+    """
+    most, entries = (
+        max(LEAST_ENTRIES, MOST_NUMBERS // max(1, draws.shape[:2].numel())),
+        draws.shape[2:].numel(),
+    )
+    return (
+        draws
+        if entries <= most
+        else draws.flatten(2)[..., evenly_spaced(entries, most)]
+    )
 
 
-# temperature ---------------------------------------------------------------------------------------------------------
+# temperature --------------------------------------------------------------------------
 
 
-def _temperature(posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool) -> list[Check]:
-    """Check the temperature of the draws or, if it is too uncertain, accept that of the aligned draws if it passes.
+def _temperature(
+    posterior: Posterior, symmetry: Any, num_draws: int, subsampled: bool, arrived: bool
+) -> list[Check]:
+    """Check the temperature of the draws or, if it is too uncertain, accept that of the
+    aligned draws if it passes.
 
-    Copies far apart make the temperature uncertain: most of a draw's distance from the other chains is that between
-    copies. The density between such copies is practically zero, so the theorem holds for aligned draws, too. If
-    copies overlap it doesn't, so a failure of aligned draws doesn't count.
+    Copies far apart make the temperature uncertain: most of a draw's distance from the
+    other chains is that between copies. The density between such copies is practically
+    zero, so the theorem holds for aligned draws, too. If copies overlap it doesn't, so
+    a failure of aligned draws doesn't count.
     """
     drawn = list(_virial(posterior, num_draws, subsampled, arrived))
     if symmetry is None or all(check.status != "unknown" for check in drawn):
         return drawn
-    aligned = list(_virial(one_frame(posterior, symmetry), num_draws, subsampled, arrived))
+    aligned = list(
+        _virial(one_frame(posterior, symmetry), num_draws, subsampled, arrived)
+    )
     return aligned if all(check.status == "pass" for check in aligned) else drawn
 
 
-def _virial(posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool) -> Iterator[Check]:
-    """Check the temperature of all coordinates, or of the worst site if one is off; needs the posterior's model."""
+def _virial(
+    posterior: Posterior, num_draws: int, subsampled: bool, arrived: bool
+) -> Iterator[Check]:
+    """Check the temperature of all coordinates, or of the worst site if one is off;
+    needs the posterior's model.
+    """
     if posterior.source is None:
         return
     source, device = posterior.source[:3], posterior.source.device
-    options: dict[str, Any] = {"device": device, "chain_chunk": CHUNK, "subsampled": True}
-    with without_warnings(UserWarning):  # about the scale of mini-batches; the run has given it
-        full = Density(*source, dtype=next(iter(posterior.samples.values())).dtype, **options)
+    options: dict[str, Any] = {
+        "device": device,
+        "chain_chunk": CHUNK,
+        "subsampled": True,
+    }
+    # about the scale of mini-batches; the run has given it
+    with without_warnings(UserWarning):
+        full = Density(
+            *source, dtype=next(iter(posterior.samples.values())).dtype, **options
+        )
     if full.row_counts:
         return  # the model draws mini-batches itself, which Pyro's plates scale
     per_chain = max(1, min(posterior.num_samples, num_draws // posterior.num_chains))
     draws = posterior.thin(max(1, posterior.num_samples // per_chain))
-    z = full.unconstrain({site: draws.samples[site] for site in full.layout.site_shapes})
+    z = full.unconstrain(
+        {site: draws.samples[site] for site in full.layout.site_shapes}
+    )
     _, gradient = full.energy_and_gradient(z.flatten(0, 1))
     means = z.mean(1, keepdim=True)
     others = (means.sum(0) - means) / max(1, len(z) - 1)  # mean of the other chains
     virial = ((z - others) * gradient.reshape(z.shape)).detach().double().cpu()
     sizes = [shape.numel() for shape in full.layout.unconstrained_shapes.values()]
-    checks = [diagnostics.temperature("temperature", virial.mean(-1), subsampled, arrived)]
-    for site, value in zip(full.layout.unconstrained_shapes, virial.split(sizes, dim=-1), strict=True):
+    checks = [
+        diagnostics.temperature("temperature", virial.mean(-1), subsampled, arrived)
+    ]
+    for site, value in zip(
+        full.layout.unconstrained_shapes, virial.split(sizes, dim=-1), strict=True
+    ):
         if len(sizes) > 1 and value.shape[-1]:
-            checks.append(diagnostics.temperature("temperature", value.mean(-1), subsampled, arrived, site))
+            checks.append(
+                diagnostics.temperature(
+                    "temperature", value.mean(-1), subsampled, arrived, site
+                )
+            )
     off = [check for check in checks if check.status in ("warn", "fail")]
-    yield max(off, key=lambda check: (check.status == "fail", abs(check.value - 1)), default=checks[0])
+    yield max(
+        off,
+        key=lambda check: (check.status == "fail", abs(check.value - 1)),
+        default=checks[0],
+    )

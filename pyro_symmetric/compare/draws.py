@@ -1,7 +1,8 @@
-"""The draws of a comparison: two sides, layer by layer; Markov chains thinned to independent draws.
+"""The draws of a comparison: two sides, layer by layer; Markov chains thinned to
+independent draws.
 
-Sites whose names agree up to the last dot form a layer: ``0.weight`` and ``0.bias`` are the layer ``0``. A site without
-a dot (``noise_scale``) is a layer of its own.
+Sites whose names agree up to the last dot form a layer: ``0.weight`` and ``0.bias`` are
+the layer ``0``. A site without a dot (``noise_scale``) is a layer of its own.
 """
 
 from __future__ import annotations
@@ -13,25 +14,41 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
-from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, evenly_spaced
+from pyro_symmetric.posterior.statistics import (
+    chain_statistics,
+    copied_chains,
+    evenly_spaced,
+)
 from pyro_symmetric.weights import is_running_statistic, require_finite
 
 SIDES = ("weights_p", "weights_q")
 
 
 def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
-    """Return samples ``(samples, *site_shape)``; refuse a dictionary that seems to hold chains.
+    """Return samples ``(samples, *site_shape)``; refuse a dictionary that seems to hold
+    chains.
 
-    If three sites or more have few samples and all the same, longer axis next, these are nearly always chains and
-    draws. Fewer sites (a layer's weight and bias) may agree by accident.
+    If three sites or more have few samples and all the same, longer axis next, these
+    are nearly always chains and draws. Fewer sites (a layer's weight and bias) may
+    agree by accident.
     """
     samples = samples_of(draws, name)
-    leading = {tuple(value.shape[:2]) for site, value in samples.items() if not is_running_statistic(site)}
-    shape = leading.pop() if isinstance(draws, Mapping) and len(samples) > 2 and len(leading) == 1 else ()
+    leading = {
+        tuple(value.shape[:2])
+        for site, value in samples.items()
+        if not is_running_statistic(site)
+    }
+    shape = (
+        leading.pop()
+        if isinstance(draws, Mapping) and len(samples) > 2 and len(leading) == 1
+        else ()
+    )
     if len(shape) == 2 and shape[0] < shape[1]:
         raise ValueError(
-            f"{name} has {shape[0]} samples, and all its sites have an axis of size {shape[1]} next; of chains, "
-            "pass Posterior(weights, kind='chains'), otherwise Posterior.from_samples(weights, kind='independent')"
+            f"{name} has {shape[0]} samples, and all its sites have an axis of size "
+            f"{shape[1]} next; of chains, "
+            "pass Posterior(weights, kind='chains'), otherwise "
+            "Posterior.from_samples(weights, kind='independent')"
         )
     return samples
 
@@ -39,7 +56,8 @@ def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
 class PairedSamples:
     """Two sets of samples with the same sites and shapes.
 
-    Running statistics are left out: they aren't weights, and would dominate the distances.
+    Running statistics are left out: they aren't weights, and would dominate the
+    distances.
 
     :param weights_p: a ``Posterior``, or site -> samples ``(samples, *site_shape)``.
     :param weights_q: the same sites; the number of samples may differ.
@@ -47,28 +65,44 @@ class PairedSamples:
     """
 
     def __init__(self, weights_p: Draws, weights_q: Draws, *, minimum: int = 1):
-        p, q = self.weights = (samples_given(weights_p, SIDES[0]), samples_given(weights_q, SIDES[1]))
-        sites, others = ([site for site in side if not is_running_statistic(site)] for side in self.weights)
+        p, q = self.weights = (
+            samples_given(weights_p, SIDES[0]),
+            samples_given(weights_q, SIDES[1]),
+        )
+        sites, others = (
+            [site for site in side if not is_running_statistic(site)]
+            for side in self.weights
+        )
         if unpaired := set(sites) ^ set(others):
-            raise ValueError(f"weights_p and weights_q must have the same sites; only one has {sorted(unpaired)}")
+            raise ValueError(
+                "weights_p and weights_q must have the same sites; only one has "
+                f"{sorted(unpaired)}"
+            )
         self.layers: dict[str, list[str]] = {}
         for site in sites:
             _require_alike(site, p[site], q[site])
             self.layers.setdefault(site.rpartition(".")[0] or site, []).append(site)
         self.shapes = {site: p[site].shape[1:] for site in sites}
         self.num_samples = (len(p[sites[0]]), len(q[sites[0]]))
-        for name, side, count in zip(SIDES, self.weights, self.num_samples, strict=True):
+        for name, side, count in zip(
+            SIDES, self.weights, self.num_samples, strict=True
+        ):
             if count < minimum or any(len(side[site]) != count for site in sites):
                 counts = {site: len(side[site]) for site in sites}
                 raise ValueError(
-                    f"{name} holds {counts} samples; all sites must have the same number, at least {minimum}"
+                    f"{name} holds {counts} samples; all sites must have the same "
+                    f"number, at least {minimum}"
                 )
 
     def columns(self, layer: str, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the samples of both sides as matrices of at most ``chunk`` weights; half precision becomes float32."""
+        """Yield the samples of both sides as matrices of at most ``chunk`` weights;
+        half precision becomes float32.
+        """
         for site in self.layers[layer]:
             p, q = (side[site].detach()[..., None].flatten(1) for side in self.weights)
-            dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
+            dtype = torch.promote_types(
+                torch.promote_types(p.dtype, q.dtype), torch.float32
+            )
             for pair in zip(p.split(chunk, 1), q.split(chunk, 1), strict=True):
                 yield pair[0].to(dtype), pair[1].to(dtype)
 
@@ -86,49 +120,71 @@ def _require_alike(site: str, p: Tensor, q: Tensor) -> None:
     """Check that both sides of a site are floating-point samples of one shape."""
     if p.dim() == 0 or q.dim() == 0 or q.shape[1:] != p.shape[1:]:
         raise ValueError(
-            f"{site!r} has shape {tuple(p.shape)} in weights_p and {tuple(q.shape)} in weights_q; both must be "
+            f"{site!r} has shape {tuple(p.shape)} in weights_p and {tuple(q.shape)} in "
+            "weights_q; both must be "
             "(samples, *site_shape). For chains (chains, draws, ...) pass a Posterior"
         )
     if not p.is_floating_point() or not q.is_floating_point():
-        raise ValueError(f"{site!r} holds {p.dtype} and {q.dtype}; only floating-point weights have distances")
+        raise ValueError(
+            f"{site!r} holds {p.dtype} and {q.dtype}; only floating-point weights have "
+            "distances"
+        )
 
 
 def independent_draws(posterior: Posterior) -> int:
     """Count the evenly spaced draws that may be taken as independent.
 
-    Independent draws all count. Of chains, half of the least effective sample size does: thinned to all of it, draws
-    keep a correlation of about 0.1. At least one draw of each chain counts, as chains are independent of each other.
-    The least is over bulk and tails, and over each weight and its distance from its mean: tests see more than means,
-    and a weight whose sign alternates may keep its size for long. Weights that never change are left out.
+    Independent draws all count. Of chains, half of the least effective sample size
+    does: thinned to all of it, draws keep a correlation of about 0.1. At least one draw
+    of each chain counts, as chains are independent of each other. The least is over
+    bulk and tails, and over each weight and its distance from its mean: tests see more
+    than means, and a weight whose sign alternates may keep its size for long. Weights
+    that never change are left out.
     """
     total = posterior.num_chains * posterior.num_samples
     if posterior.kind == "independent":
         return total
     values = list(posterior.samples.values())
-    distances = ((v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in values)
+    distances = (
+        (v - v.mean((0, 1), keepdim=True, dtype=torch.float64)).abs() for v in values
+    )
     statistics = map(chain_statistics, itertools.chain(values, distances))
-    sizes = torch.cat([size.reshape(-1) for numbers in statistics for size in (numbers.ess_bulk, numbers.ess_tail)])
+    sizes = torch.cat(
+        [
+            size.reshape(-1)
+            for numbers in statistics
+            for size in (numbers.ess_bulk, numbers.ess_tail)
+        ]
+    )
     least = min(sizes[~sizes.isnan()].tolist(), default=0.0)
     return min(max(posterior.num_chains, int(least) // 2), total)
 
 
 def thinned(weights: Draws, name: str = "weights") -> Posterior:
-    """Thin draws, evenly spaced over all chains, to as many as :func:`independent_draws` counts.
+    """Thin draws, evenly spaced over all chains, to as many as
+    :func:`independent_draws` counts.
 
     One draw per chain is each chain's last. If all draws count, they are views.
 
     :param weights: a ``Posterior``; or site -> independent samples, which all count.
-    :raises ValueError: if fewer than 2 draws count, a draw isn't finite, or chains are copies of each other.
+    :raises ValueError: if fewer than 2 draws count, a draw isn't finite, or chains are
+        copies of each other.
     """
     if not isinstance(weights, Posterior):
-        weights = Posterior.from_samples(samples_given(weights, name), kind="independent")
+        weights = Posterior.from_samples(
+            samples_given(weights, name), kind="independent"
+        )
     require_finite(weights.samples, name)
     if weights.kind == "chains" and (copies := copied_chains(weights.samples)):
-        raise ValueError(f"the chains {copies} are copies of others, as if drawn with the same seed; leave them out")
+        raise ValueError(
+            f"the chains {copies} are copies of others, as if drawn with the same "
+            "seed; leave them out"
+        )
     total, count = weights.num_chains * weights.num_samples, independent_draws(weights)
     if count < 2:
         raise ValueError(
-            f"of {total} draws only {count} may be taken as independent; a test needs at least 2. Draw more, or run "
+            f"of {total} draws only {count} may be taken as independent; a test needs "
+            "at least 2. Draw more, or run "
             "more chains"
         )
     keep = slice(None) if count == total else evenly_spaced(total, count)

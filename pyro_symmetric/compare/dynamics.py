@@ -1,8 +1,10 @@
 r"""Symmetries during training: how much the order of units changes from step to step.
 
-The units of a layer are sorted by a key of their weights (see :func:`~pyro_symmetric.canonical.forms.canonicalize`).
-Kendall's :math:`\tau` between the sorting permutations of two successive training steps tells whether training moves
-from one copy of a mode to another (Laurent et al. 2024, arXiv 2310.08287, section 5 and figure 4):
+The units of a layer are sorted by a key of their weights (see
+:func:`~pyro_symmetric.canonical.forms.canonicalize`). Kendall's :math:`\tau` between
+the sorting permutations of two successive training steps tells whether training moves
+from one copy of a mode to another (Laurent et al. 2024, arXiv 2310.08287, section 5 and
+figure 4):
 
 .. math:: \tau = 1 - \frac{4 \cdot \#\text{swapped pairs}}{n (n - 1)} \in [-1, 1],
 
@@ -28,23 +30,37 @@ from pyro_symmetric.weights import require_finite
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """Compute Kendall's rank correlation between batches of permutations.
 
-    Permutations are those of :class:`~pyro_symmetric.groups.units.Element`: entry ``i`` is the unit at position ``i``.
-    Time and memory are ``n²`` for each pair.
+    Permutations are those of :class:`~pyro_symmetric.groups.units.Element`: entry ``i``
+    is the unit at position ``i``. Time and memory are ``n²`` for each pair.
 
-    >>> kendall_tau(torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]]))
+    >>> kendall_tau(
+    ...     torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+    ... )
     tensor([ 1.0000, -1.0000,  0.3333], dtype=torch.float64)
 
-    :param first: ``batch_shape + (n,)``, each row a permutation of ``0 .. n-1``; batch shapes broadcast.
+    :param first: ``batch_shape + (n,)``, each row a permutation of ``0 .. n-1``; batch
+        shapes broadcast.
     :param second: likewise.
     :returns: ``batch_shape``, float64; 1 if ``n < 2``.
     """
     n = first.shape[-1]
     for name, value in (("first", first), ("second", second)):
-        if value.shape[-1] != n or not bool((value.sort(-1).values == torch.arange(n, device=value.device)).all()):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; each row must be a permutation of 0 .. {n - 1}")
+        if value.shape[-1] != n or not bool(
+            (value.sort(-1).values == torch.arange(n, device=value.device)).all()
+        ):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; each row must be a "
+                f"permutation of 0 .. {n - 1}"
+            )
     shape = torch.broadcast_shapes(first.shape[:-1], second.shape[:-1])
-    # The position in the second order of each unit, listed in the first order: descents are swapped pairs.
-    positions = second.argsort(-1).expand(*shape, n).gather(-1, first.expand(*shape, n)).reshape(-1, n)
+    # The position in the second order of each unit, listed in the first order: descents
+    # are swapped pairs.
+    positions = (
+        second.argsort(-1)
+        .expand(*shape, n)
+        .gather(-1, first.expand(*shape, n))
+        .reshape(-1, n)
+    )
     later = torch.ones(n, n, dtype=torch.bool, device=positions.device).triu(1)
     swapped = ((positions[:, :, None] > positions[:, None, :]) & later).sum((1, 2))
     return (1 - 4 * swapped.double() / max(1, n * (n - 1))).reshape(shape)
@@ -53,9 +69,10 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
 class SortingTracker:
     """A recorder of the order of units in any training loop.
 
-    Call it after every step, or every few steps; it keeps one number for each set of units, and no weights. Removing
-    the scales of units may change their order: for that of the canonical form pass weights of unit norms,
-    ``tracker(canonicalize(weights, symmetry, permutations=None))``.
+    Call it after every step, or every few steps; it keeps one number for each set of
+    units, and no weights. Removing the scales of units may change their order: for that
+    of the canonical form pass weights of unit norms, ``tracker(canonicalize(weights,
+    symmetry, permutations=None))``.
 
     >>> net = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
     >>> tracker = ps.compare.SortingTracker(ps.find_symmetry(net, torch.randn(3, 2)))
@@ -65,7 +82,8 @@ class SortingTracker:
     torch.Size([9])
 
     :param symmetry: the group, or a network's symmetry.
-    :param key: the sorting key of units, see :func:`~pyro_symmetric.canonical.forms.canonicalize`.
+    :param key: the sorting key of units, see
+        :func:`~pyro_symmetric.canonical.forms.canonicalize`.
     """
 
     def __init__(self, symmetry: Symmetry | Group, key: PermutationKey = "max"):
@@ -73,15 +91,22 @@ class SortingTracker:
         self.group: Group = group_of(symmetry, "symmetry").permutations
         self.key: PermutationKey = key
         self._last: Element | None = None
-        self._taus: dict[str, list[Tensor]] = {name: [] for name, size in self.group.factors.items() if size > 1}
+        self._taus: dict[str, list[Tensor]] = {
+            name: [] for name, size in self.group.factors.items() if size > 1
+        }
 
     @torch.no_grad()
     def __call__(self, weights: nn.Module | Mapping[str, Tensor]) -> None:
         """Record the present order.
 
-        :param weights: the network, or weights of any batch shape (an ensemble in training) that stays the same.
+        :param weights: the network, or weights of any batch shape (an ensemble in
+            training) that stays the same.
         """
-        weights = plain_weights(weights, self.group) if isinstance(weights, nn.Module) else weights
+        weights = (
+            plain_weights(weights, self.group)
+            if isinstance(weights, nn.Module)
+            else weights
+        )
         require_finite(weights)
         order = sorting_permutation(weights, self.group, self.key)
         last, self._last = self._last, order
@@ -89,7 +114,8 @@ class SortingTracker:
             return
         if last.batch_shape != order.batch_shape:
             raise ValueError(
-                f"weights has batch shape {tuple(order.batch_shape)}, but {tuple(last.batch_shape)} the last time; a "
+                f"weights has batch shape {tuple(order.batch_shape)}, but "
+                f"{tuple(last.batch_shape)} the last time; a "
                 "tracker follows one run (or one batch of runs)"
             )
         for name, taus in self._taus.items():
@@ -98,12 +124,21 @@ class SortingTracker:
 
     @property
     def history(self) -> dict[str, Tensor]:
-        """Set of units -> Kendall's tau between successive calls, ``(calls - 1,) + batch_shape``. Copies of units (the
-        rows of each attention head) are averaged over."""
-        return {name: torch.stack(taus) if taus else torch.zeros(0, device="cpu") for name, taus in self._taus.items()}
+        """Set of units -> Kendall's tau between successive calls, ``(calls - 1,) +
+        batch_shape``. Copies of units (the rows of each attention head) are averaged
+        over."""
+        return {
+            name: torch.stack(taus) if taus else torch.zeros(0, device="cpu")
+            for name, taus in self._taus.items()
+        }
 
     @property
     def mean(self) -> Tensor:
         """Kendall's tau averaged over all pairs of units."""
-        pairs = {name: self.group[name].count * (self.group[name].size - 1) / 2 for name in self._taus}
-        return torch.stack([pairs[name] * value for name, value in self.history.items()]).sum(0) / sum(pairs.values())
+        pairs = {
+            name: self.group[name].count * (self.group[name].size - 1) / 2
+            for name in self._taus
+        }
+        return torch.stack(
+            [pairs[name] * value for name, value in self.history.items()]
+        ).sum(0) / sum(pairs.values())

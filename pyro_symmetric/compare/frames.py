@@ -1,9 +1,12 @@
-"""Draws with their symmetries removed: one representative of each orbit, in a frame common to all draws.
+"""Draws with their symmetries removed: one representative of each orbit, in a frame
+common to all draws.
 
-A *canonical form* is a function of a draw's orbit alone. It sorts units by one key, and mixes units whose keys overlap.
-The *aligned frame* moves units and signs to where all draws lie closest together, by all weights of a unit. Both are
-functions of the orbits and of the set of all draws, not of the chain or sample that a draw belongs to. So exchangeable
-draws stay exchangeable, and a comparison in the frame sees no difference where there is none.
+A *canonical form* is a function of a draw's orbit alone. It sorts units by one key, and
+mixes units whose keys overlap. The *aligned frame* moves units and signs to where all
+draws lie closest together, by all weights of a unit. Both are functions of the orbits
+and of the set of all draws, not of the chain or sample that a draw belongs to. So
+exchangeable draws stay exchangeable, and a comparison in the frame sees no difference
+where there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from pyro_symmetric.canonical.forms import RARE, canonicalize, uncertain_share
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.posterior.posterior import Draws, Posterior, as_given, chains_of, samples_of
+from pyro_symmetric.posterior.posterior import (
+    Draws,
+    Posterior,
+    as_given,
+    chains_of,
+    samples_of,
+)
 from pyro_symmetric.weights import Weights
 
 SEED = 0  # of the alignment, so that a frame is a function of the draws
@@ -30,53 +39,77 @@ Other = TypeVar("Other", Weights, Posterior)
 
 
 def canonical_frame(draws: Side, symmetry: Symmetry | Group) -> Side:
-    """Bring draws to canonical form, at the scales that minimise the norm of all parameters, biases included.
+    """Bring draws to canonical form, at the scales that minimise the norm of all
+    parameters, biases included.
 
-    With unit norms, or the least norm of the weights alone, the bias of a nearly dead unit is unbounded, and a few such
-    units dominate a distance.
+    With unit norms, or the least norm of the weights alone, the bias of a nearly dead
+    unit is unbounded, and a few such units dominate a distance.
     """
     flat = dict(samples_of(draws))
-    return as_given(draws, canonicalize(flat, _group_on(symmetry, flat), scalings="minimal_norm", warn=False))
+    return as_given(
+        draws,
+        canonicalize(
+            flat, _group_on(symmetry, flat), scalings="minimal_norm", warn=False
+        ),
+    )
 
 
 def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
-    """Align canonical forms: move units and signs to where draws lie closest to their common mean; scales stay.
+    """Align canonical forms: move units and signs to where draws lie closest to their
+    common mean; scales stay.
 
-    Starting from canonical forms, the result depends on the draws' orbits, not on the copies in which they came. The
-    draws are aligned in the order of their norms, with a fixed seed, so that the frame is a function of the set of
-    draws, whichever chain or sample each belongs to.
+    Starting from canonical forms, the result depends on the draws' orbits, not on the
+    copies in which they came. The draws are aligned in the order of their norms, with a
+    fixed seed, so that the frame is a function of the set of draws, whichever chain or
+    sample each belongs to.
     """
     flat = samples_of(canonical)
-    squares = [value.reshape(len(value), -1).square().sum(1, dtype=torch.float64) for value in flat.values()]
+    squares = [
+        value.reshape(len(value), -1).square().sum(1, dtype=torch.float64)
+        for value in flat.values()
+    ]
     order = torch.stack(squares).sum(0).argsort()  # by an invariant of each draw
     group = _group_on(group_of(symmetry, "symmetry").finite, flat)
     aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
     return as_given(canonical, _select(aligned, order.argsort()))
 
 
-def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) -> tuple[Side, Other]:
-    """Bring two sets of draws into one frame, in which distances and tests compare them modulo a symmetry.
+def common_frame(
+    weights_p: Side, weights_q: Other, symmetry: Symmetry | Group
+) -> tuple[Side, Other]:
+    """Bring two sets of draws into one frame, in which distances and tests compare them
+    modulo a symmetry.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> p = {"w": torch.randn(100, 3, 2) + 5 * torch.arange(3.0)[:, None]}
-    >>> q = group.sample((80,))({"w": torch.randn(80, 3, 2) + 5 * torch.arange(3.0)[:, None]})
+    >>> q = group.sample((80,))(
+    ...     {"w": torch.randn(80, 3, 2) + 5 * torch.arange(3.0)[:, None]}
+    ... )
     >>> abs(ps.mmd(*ps.common_frame(p, q, group)).value) < 0.05 < ps.mmd(p, q).value
     True
 
-    Units are scaled to the least norm of all parameters. If the prior isn't invariant under scaling (a Gaussian one is
-    not), scalings are no symmetry of the posterior: pass ``symmetry.finite``. Then units are permuted, and signs
-    flipped, to where the draws of both sides lie closest to their common mean (see
-    :func:`~pyro_symmetric.alignment.align_many`). The frame doesn't depend on which side a draw is on, so equal
-    distributions show no difference in it. ``canonicalize(draws, symmetry)`` is a frame of each draw by itself, but
-    mixes units whose largest weights overlap, and so blurs differences.
+    Units are scaled to the least norm of all parameters. If the prior isn't invariant
+    under scaling (a Gaussian one is not), scalings are no symmetry of the posterior:
+    pass ``symmetry.finite``. Then units are permuted, and signs flipped, to where the
+    draws of both sides lie closest to their common mean (see
+    :func:`~pyro_symmetric.alignment.align_many`). The frame doesn't depend on which
+    side a draw is on, so equal distributions show no difference in it.
+    ``canonicalize(draws, symmetry)`` is a frame of each draw by itself, but mixes units
+    whose largest weights overlap, and so blurs differences.
 
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; sites that one side lacks are left out.
-    :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net, x)``.
+    :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net,
+        x)``.
     :returns: both sides, a ``Posterior`` for a ``Posterior``.
-    :raises ValueError: if shapes don't fit, or the model of a posterior lacks a declared group.
+    :raises ValueError: if shapes don't fit, or the model of a posterior lacks a
+        declared group.
     """
-    shapes, sides, flat = group_of(symmetry, "symmetry").site_shapes, (weights_p, weights_q), []
+    shapes, sides, flat = (
+        group_of(symmetry, "symmetry").site_shapes,
+        (weights_p, weights_q),
+        [],
+    )
     for name, side in zip(("weights_p", "weights_q"), sides, strict=True):
         require_of_posterior(symmetry, side)
         flat.append(canonical_frame(dict(samples_of(side, name, shapes)), symmetry))
@@ -84,22 +117,41 @@ def common_frame(weights_p: Side, weights_q: Other, symmetry: Symmetry | Group) 
     return tuple(as_given(*pair) for pair in moved)
 
 
-def pooled_frame(samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group) -> list[Weights]:
-    """Align canonical forms ``(draws, *site_shape)`` of several samples with each other, in the sites that all have."""
+def pooled_frame(
+    samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group
+) -> list[Weights]:
+    """Align canonical forms ``(draws, *site_shape)`` of several samples with each
+    other, in the sites that all have.
+    """
     shared = [site for site in samples[0] if all(site in other for other in samples)]
     sizes = [len(sample[shared[0]]) for sample in samples]
-    moved = one_frame({site: torch.cat([sample[site].detach() for sample in samples]) for site in shared}, symmetry)
+    moved = one_frame(
+        {
+            site: torch.cat([sample[site].detach() for sample in samples])
+            for site in shared
+        },
+        symmetry,
+    )
     parts = {site: value.split(sizes) for site, value in moved.items()}
-    return [{site: part[i] for site, part in parts.items()} for i in range(len(samples))]
+    return [
+        {site: part[i] for site, part in parts.items()} for i in range(len(samples))
+    ]
 
 
-def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob: float = 0.9, **alignment: Any) -> None:
+def summary(
+    posterior: Draws,
+    symmetry: Symmetry | Group | None = None,
+    *,
+    prob: float = 0.9,
+    **alignment: Any,
+) -> None:
     """Print the summary of a posterior; modulo a symmetry, its draws are aligned first.
 
-    Without a symmetry this is ``posterior.summary()``. With one, the lines above the table say how many draws were
-    moved, which sites the symmetry doesn't act on, and in how many draws labels are uncertain: units that can't be told
-    apart get means of their own nevertheless. Labels are those of the majority of draws. A declared group that the
-    posterior's model lacks is refused.
+    Without a symmetry this is ``posterior.summary()``. With one, the lines above the
+    table say how many draws were moved, which sites the symmetry doesn't act on, and in
+    how many draws labels are uncertain: units that can't be told apart get means of
+    their own nevertheless. Labels are those of the majority of draws. A declared group
+    that the posterior's model lacks is refused.
 
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> locs = torch.tensor([-3.0, 5.0]) + 0.01 * torch.randn(4, 50, 2)
@@ -113,8 +165,10 @@ def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob:
 
     The aligned draws themselves are ``align_many(posterior, symmetry).posterior``.
 
-    :param posterior: a ``Posterior``, or site -> chains ``(chains, draws, *site_shape)``.
-    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)`` or a declared group; ``None``: none.
+    :param posterior: a ``Posterior``, or site -> chains ``(chains, draws,
+        *site_shape)``.
+    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)`` or a
+        declared group; ``None``: none.
     :param prob: the probability of the intervals, between quantiles.
     :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
     """
@@ -123,18 +177,26 @@ def summary(posterior: Draws, symmetry: Symmetry | Group | None = None, *, prob:
         chains_of(posterior).summary(prob)
         return
     group = group_of(symmetry, "symmetry")
-    frame = align_many(chains_of(posterior, shapes=group.site_shapes), group, **alignment)
+    frame = align_many(
+        chains_of(posterior, shapes=group.site_shapes), group, **alignment
+    )
     print("\n".join([*_remarks(frame, group), ""]))
     frame.posterior.summary(prob)
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# small steps --------------------------------------------------------------------------
 
 
 def _group_on(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
-    """Return the group that acts on weights to be compared: without running statistics, if these are missing."""
+    """Return the group that acts on weights to be compared: without running statistics,
+    if these are missing.
+    """
     group = group_of(symmetry, "symmetry")
-    return group if all(site in weights for site in group.buffers) else group.without_buffers()
+    return (
+        group
+        if all(site in weights for site in group.buffers)
+        else group.without_buffers()
+    )
 
 
 def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:
@@ -142,25 +204,36 @@ def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:
 
 
 def _remarks(frame: Frame, group: Group) -> Iterator[str]:
-    """Yield remarks on the alignment: draws moved, sites left as drawn, uncertain labels, starts that disagree."""
+    """Yield remarks on the alignment: draws moved, sites left as drawn, uncertain
+    labels, starts that disagree.
+    """
     posterior, cost = frame.posterior, frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
     yield (
-        f"modulo {str(group).splitlines()[0]}: aligned, {int(displaced.sum()):,} of {displaced.numel():,} draws moved, "
-        f"mean {frame.objective} cost {cost[0]:.4g} -> {cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
+        f"modulo {str(group).splitlines()[0]}: aligned, {int(displaced.sum()):,} of "
+        f"{displaced.numel():,} draws moved, "
+        f"mean {frame.objective} cost {cost[0]:.4g} -> "
+        f"{cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
     )
     counts, moved = {one.count for one in group.units.values()}, {*group.site_shapes}
     if not group.of_network:  # its example may hold sites that its axes don't name
-        moved -= {s for s, shape in group.site_shapes.items() if s not in group.sites and counts & {*shape}}
+        moved -= {
+            s
+            for s, shape in group.site_shapes.items()
+            if s not in group.sites and counts & {*shape}
+        }
     if unknown := [site for site in posterior.samples if site not in moved]:
         yield (
-            f"left as drawn: the sites {unknown}, on which the symmetry doesn't act. If their entries belong to its "
+            f"left as drawn: the sites {unknown}, on which the symmetry doesn't act. "
+            "If their entries belong to its "
             "units, declare them too, or they no longer match the aligned sites"
         )
     if (share := uncertain_share(posterior.samples, group)) > RARE:
         yield (
-            f"labels are uncertain: in {share:.0%} of the draws units could as well swap, or change signs (odds under "
-            "3 : 1), so the means and standard deviations of single units depend on their labels"
+            f"labels are uncertain: in {share:.0%} of the draws units could as well "
+            "swap, or change signs (odds under "
+            "3 : 1), so the means and standard deviations of single units depend on "
+            "their labels"
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)

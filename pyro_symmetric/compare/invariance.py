@@ -1,22 +1,28 @@
 r"""Tests of whether weight samples are invariant under a permutation group.
 
-If prior and likelihood are invariant under a group, the posterior is, too: ``w`` and ``p(w)`` have the same
-distribution for every element ``p``. A corollary that samples can show (Laurent et al. 2024, arXiv 2310.08287, section
-3.3 and appendix B): all units of a layer have equal marginals. A chain that stays in one copy of a mode violates it,
+If prior and likelihood are invariant under a group, the posterior is, too: ``w`` and
+``p(w)`` have the same distribution for every element ``p``. A corollary that samples
+can show (Laurent et al. 2024, arXiv 2310.08287, section 3.3 and appendix B): all units
+of a layer have equal marginals. A chain that stays in one copy of a mode violates it,
 and so does an approximation of a single mode.
 
-For each set of :math:`n` units that the group permutes, two null hypotheses follow from invariance:
+For each set of :math:`n` units that the group permutes, two null hypotheses follow from
+invariance:
 
-* **index**: the index of the unit with the layer's largest weight is uniform. Pearson's :math:`\chi^2` test of its
-  counts over :math:`S` draws, with simulated multinomial counts if :math:`S/n < 5` makes the :math:`\chi^2` law
-  unreliable. If units have several copies (the rows of each attention head), each copy is tested, and the smallest
-  p-value is multiplied by their number (Bonferroni).
-* **marginals**: corresponding weights of two units have the same distribution. Two-sample Kolmogorov-Smirnov tests of
-  all pairs of units and positions, with exact p-values, adjusted by Holm's method.
+* **index**: the index of the unit with the layer's largest weight is uniform. Pearson's
+  :math:`\chi^2` test of its counts over :math:`S` draws, with simulated multinomial
+  counts if :math:`S/n < 5` makes the :math:`\chi^2` law unreliable. If units have
+  several copies (the rows of each attention head), each copy is tested, and the
+  smallest p-value is multiplied by their number (Bonferroni).
+* **marginals**: corresponding weights of two units have the same distribution.
+  Two-sample Kolmogorov-Smirnov tests of all pairs of units and positions, with exact
+  p-values, adjusted by Holm's method.
 
-Both need independent draws: autocorrelation makes every p-value too small, so that chains are thinned to as many draws
-as count as independent. The weights of different units in *one* draw may depend on each other. The Kolmogorov-Smirnov
-law needs two independent samples, so one unit's is taken from the even draws and the other's from the odd ones.
+Both need independent draws: autocorrelation makes every p-value too small, so that
+chains are thinned to as many draws as count as independent. The weights of different
+units in *one* draw may depend on each other. The Kolmogorov-Smirnov law needs two
+independent samples, so one unit's is taken from the even draws and the other's from the
+odd ones.
 """
 
 from __future__ import annotations
@@ -37,7 +43,9 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, rows
 from pyro_symmetric.posterior.posterior import Draws, Posterior, samples_of
 
-MOST_TESTS = 50_000  # Kolmogorov-Smirnov tests of a set of units; of more, a fixed pseudo-random subset is made
+# Kolmogorov-Smirnov tests of a set of units; of more, a fixed pseudo-random subset is
+# made
+MOST_TESTS = 50_000
 SIMULATIONS = 9_999
 _CHUNK_ENTRIES = 2**22
 
@@ -46,14 +54,16 @@ _CHUNK_ENTRIES = 2**22
 def invariance_tests(
     weights: Draws, group: Group | Symmetry, *, level: float = 0.05, thin: bool = True
 ) -> SignificanceTest:
-    """Test whether draws are invariant under the permutations of a group: both tests of all sets of units, adjusted by
-    Holm's method.
+    """Test whether draws are invariant under the permutations of a group: both tests of
+    all sets of units, adjusted by Holm's method.
 
-    The weights of a unit are those of sites whose first axis indexes units (a layer's incoming weights and bias), or of
-    all its sites if there is none. Sites with two axes of the same units, such as recurrent weights, are left out.
-    The result's parts are the sets of units, with ``index_counts`` (copy by unit: the number of draws in which it has
-    the largest weight), the p-values of both tests, raw and adjusted (``index_adjusted``, ``marginal_adjusted``), and
-    the numbers of Kolmogorov-Smirnov tests and of their rejections.
+    The weights of a unit are those of sites whose first axis indexes units (a layer's
+    incoming weights and bias), or of all its sites if there is none. Sites with two
+    axes of the same units, such as recurrent weights, are left out. The result's parts
+    are the sets of units, with ``index_counts`` (copy by unit: the number of draws in
+    which it has the largest weight), the p-values of both tests, raw and adjusted
+    (``index_adjusted``, ``marginal_adjusted``), and the numbers of Kolmogorov-Smirnov
+    tests and of their rejections.
 
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> draws = torch.randn(200, 3, 2)
@@ -61,97 +71,179 @@ def invariance_tests(
     >>> ps.invariance_tests({"w": draws}, group, level=1e-6).rejected
     True
 
-    :param weights: a ``Posterior``, or site -> independent samples ``(S,) + site_shape``. Chains are thinned to as many
-        draws as :func:`~pyro_symmetric.compare.independent_draws` counts.
+    :param weights: a ``Posterior``, or site -> independent samples ``(S,) +
+        site_shape``. Chains are thinned to as many draws as
+        :func:`~pyro_symmetric.compare.independent_draws` counts.
     :param group: the group, or a network's symmetry; only its permutations are tested.
     :param level: the family-wise error rate of the tests.
-    :param thin: ``False`` takes all draws of chains as independent, as the paper does; p-values are then too small.
-    :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2 draws are left.
+    :param thin: ``False`` takes all draws of chains as independent, as the paper does;
+        p-values are then too small.
+    :raises ValueError: if weights don't fit the group, aren't finite, or fewer than 2
+        draws are left.
     """
     arguments.fraction("level", level)
     group = group_of(group).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
-    unit_axes = {name: axes for name, size in group.factors.items() if size > 1 and (axes := _unit_axes(group, name))}
+    unit_axes = {
+        name: axes
+        for name, size in group.factors.items()
+        if size > 1 and (axes := _unit_axes(group, name))
+    }
     if not unit_axes:
         draws = len(next(iter(samples.values())))
         verdict = "nothing to test: the group permutes no two units"
         return SignificanceTest("Invariance", (draws,), 1.0, level, verdict, {})
     if isinstance(weights, Posterior) and thin:
-        posterior = Posterior({site: weights.samples[site] for site in group.required_sites}, kind=weights.kind)
+        posterior = Posterior(
+            {site: weights.samples[site] for site in group.required_sites},
+            kind=weights.kind,
+        )
     else:
-        posterior = Posterior.from_samples({site: samples[site] for site in group.required_sites}, kind="independent")
+        posterior = Posterior.from_samples(
+            {site: samples[site] for site in group.required_sites}, kind="independent"
+        )
     kept = thinned(posterior).get_samples()
     draws, parts, floors = len(kept[group.required_sites[0]]), Parts(), []
     for name, axes in unit_axes.items():
         shape = (group[name].copies, group[name].size)
-        values = [kept[axis.site].detach().reshape(-1, *group.view_shapes[axis.site]) for axis in axes]
-        units = torch.cat([rows(v, a, v.dim() - 1).unflatten(1, shape) for v, a in zip(values, axes, strict=True)], -1)
+        values = [
+            kept[axis.site].detach().reshape(-1, *group.view_shapes[axis.site])
+            for axis in axes
+        ]
+        units = torch.cat(
+            [
+                rows(v, a, v.dim() - 1).unflatten(1, shape)
+                for v, a in zip(values, axes, strict=True)
+            ],
+            -1,
+        )
         marginal, floor = _marginal_tests(units.transpose(1, 2).flatten(2), level)
         sites = ", ".join(dict.fromkeys(axis.site for axis in axes))
-        parts[name] = {"size": group[name].size, "sites": sites, **_index_test(units), **marginal}
+        parts[name] = {
+            "size": group[name].size,
+            "sites": sites,
+            **_index_test(units),
+            **marginal,
+        }
         floors.append(floor)
-    p_values = [part[test] for part in parts.values() for test in ("index_p_value", "marginal_p_value")]
+    p_values = [
+        part[test]
+        for part in parts.values()
+        for test in ("index_p_value", "marginal_p_value")
+    ]
     adjusted = holm(torch.tensor(p_values, dtype=torch.float64, device="cpu"))
-    for part, (index, marginal) in zip(parts.values(), adjusted.reshape(-1, 2).tolist(), strict=True):
+    for part, (index, marginal) in zip(
+        parts.values(), adjusted.reshape(-1, 2).tolist(), strict=True
+    ):
         part |= {"index_adjusted": index, "marginal_adjusted": marginal}
-    p_value, weak = float(adjusted.min()), sum(floor * 2 * len(parts) > level for floor in floors)
-    return SignificanceTest("Invariance", (draws,), p_value, level, _verdict(parts, p_value, level, draws, weak), parts)
+    p_value, weak = (
+        float(adjusted.min()),
+        sum(floor * 2 * len(parts) > level for floor in floors),
+    )
+    return SignificanceTest(
+        "Invariance",
+        (draws,),
+        p_value,
+        level,
+        _verdict(parts, p_value, level, draws, weak),
+        parts,
+    )
 
 
 def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) -> str:
     """State the outcome in one line."""
     basis = f"at level {level:g} (p-value {'< 1e-12' if p_value < 1e-12 else f'{p_value:.2g}'}, {draws:,} draws)"
-    smallest = {name: min(part["index_adjusted"], part["marginal_adjusted"]) for name, part in parts.items()}
+    smallest = {
+        name: min(part["index_adjusted"], part["marginal_adjusted"])
+        for name, part in parts.items()
+    }
     if p_value <= level:
-        rejected, worst = sum(p <= level for p in smallest.values()), min(smallest, key=smallest.__getitem__)
+        rejected, worst = (
+            sum(p <= level for p in smallest.values()),
+            min(smallest, key=smallest.__getitem__),
+        )
         return f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most clearly {worst!r}"
-    few = f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of units" if weak else ""
+    few = (
+        f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of "
+        "units"
+        if weak
+        else ""
+    )
     return f"no evidence against invariance {basis}{few}"
 
 
 def _unit_axes(group: Group, name: str) -> list[Axis]:
-    """Return the axes, in the group's view, that index the tested weights of units: first axes if there are any."""
-    pairs = [pair for pair in zip(group[name].axes, group.axes(name), strict=True) if not pair[0].buffer]
+    """Return the axes, in the group's view, that index the tested weights of units:
+    first axes if there are any.
+    """
+    pairs = [
+        pair
+        for pair in zip(group[name].axes, group.axes(name), strict=True)
+        if not pair[0].buffer
+    ]
     sites = [axis.site for _, axis in pairs]
-    alone = [(declared, axis) for declared, axis in pairs if sites.count(axis.site) == 1]
-    first = [axis for declared, axis in alone if declared.dim == 0 and declared.span == 1]
+    alone = [
+        (declared, axis) for declared, axis in pairs if sites.count(axis.site) == 1
+    ]
+    first = [
+        axis for declared, axis in alone if declared.dim == 0 and declared.span == 1
+    ]
     return first or [axis for _, axis in alone]
 
 
 def _index_test(units: Tensor) -> dict[str, Any]:
-    """Count the draws in which each unit of each copy has the largest weight, and test that the counts are uniform.
+    """Count the draws in which each unit of each copy has the largest weight, and test
+    that the counts are uniform.
 
     :param units: ``(draws, copies, n, positions)``.
     """
     largest = units.amax(-1)
     winners = largest == largest.amax(-1, keepdim=True)
-    # Ties, as of weights that are exactly 0, are broken at random: the index stays uniform under invariance.
+    # Ties, as of weights that are exactly 0, are broken at random: the index stays
+    # uniform under invariance.
     tied = bool((winners.sum(-1) > 1).any())
-    index = (winners * torch.rand(winners.shape, device=winners.device).add_(1) if tied else winners.long()).argmax(-1)
+    index = (
+        winners * torch.rand(winners.shape, device=winners.device).add_(1)
+        if tied
+        else winners.long()
+    ).argmax(-1)
     copies, n = largest.shape[1:]
-    counts = torch.bincount((index + n * torch.arange(copies, device=index.device)).flatten(), minlength=copies * n)
+    counts = torch.bincount(
+        (index + n * torch.arange(copies, device=index.device)).flatten(),
+        minlength=copies * n,
+    )
     counts = counts.reshape(copies, n).cpu()
-    return {"index_counts": counts.numpy(), "index_p_value": min(1.0, copies * float(chi_square_uniform(counts).min()))}
+    return {
+        "index_counts": counts.numpy(),
+        "index_p_value": min(1.0, copies * float(chi_square_uniform(counts).min())),
+    }
 
 
 def _marginal_tests(units: Tensor, level: float) -> tuple[dict[str, Any], float]:
     """Test pairs of units for equal marginals.
 
-    :param units: ``(draws, n, positions)``; the positions of several copies are concatenated.
-    :returns: the results by name, and the smallest joint p-value that so many draws can give.
+    :param units: ``(draws, n, positions)``; the positions of several copies are
+        concatenated.
+    :returns: the results by name, and the smallest joint p-value that so many draws can
+        give.
     """
     draws, n, positions = units.shape
     first, second = torch.triu_indices(n, n, 1, device="cpu")
-    fixed = torch.Generator("cpu").manual_seed(0)  # the same subset at every call; the user's stream is left alone
+    # the same subset at every call; the user's stream is left alone
+    fixed = torch.Generator("cpu").manual_seed(0)
     kept = max(1, min(positions, MOST_TESTS // len(first)))
     chosen = torch.randperm(positions, generator=fixed, device="cpu")[:kept]
     if len(first) > MOST_TESTS:
         subset = torch.randperm(len(first), generator=fixed, device="cpu")[:MOST_TESTS]
         first, second = first[subset], second[subset]
     half, samples = draws // 2, units[..., chosen.to(units.device)]
-    even, odd = (samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half) for start in (0, 1))
-    offset = n * torch.arange(kept, device="cpu")[:, None]  # row of (position, unit) in the flattened samples
+    even, odd = (
+        samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half)
+        for start in (0, 1)
+    )
+    # row of (position, unit) in the flattened samples
+    offset = n * torch.arange(kept, device="cpu")[:, None]
     pairs = [(offset + side).reshape(-1).to(units.device) for side in (first, second)]
     p_values, floor = kolmogorov_smirnov(even, odd, *pairs)
     tests = p_values.numel()
@@ -163,38 +255,47 @@ def _marginal_tests(units: Tensor, level: float) -> tuple[dict[str, Any], float]
     return results, min(1.0, tests * floor)
 
 
-# classical tests, many at once ----------------------------------------------------------------------------------------
+# classical tests, many at once --------------------------------------------------------
 
 
 def chi_square_uniform(counts: Tensor) -> Tensor:
-    """Test by Pearson's statistic that ``counts`` ``batch_shape + (n,)`` of equal totals are uniform multinomial.
+    """Test by Pearson's statistic that ``counts`` ``batch_shape + (n,)`` of equal
+    totals are uniform multinomial.
 
-    If the expected count is below 5 (Cochran's rule), the p-value is the rank of the statistic among those of simulated
-    uniform multinomial counts (Davison & Hinkley 1997, section 4.2.1), which is exact in size.
+    If the expected count is below 5 (Cochran's rule), the p-value is the rank of the
+    statistic among those of simulated uniform multinomial counts (Davison & Hinkley
+    1997, section 4.2.1), which is exact in size.
 
     :returns: p-values ``batch_shape``.
     """
     from scipy.stats import chisquare  # takes a quarter of a second to import
 
-    statistic, upper = map(np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1))
+    statistic, upper = map(
+        np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1)
+    )
     n, draws = counts.shape[-1], int(counts.sum(-1).max())
     if draws >= 5 * n:
         return torch.from_numpy(upper)
-    simulated = np.random.default_rng(drawn_seed()).multinomial(draws, np.full(n, 1 / n), size=SIMULATIONS)
+    simulated = np.random.default_rng(drawn_seed()).multinomial(
+        draws, np.full(n, 1 / n), size=SIMULATIONS
+    )
     drawn = np.sort(chisquare(simulated, axis=1).statistic)
     reached = SIMULATIONS - np.searchsorted(drawn, statistic * (1 - 1e-12))
     return torch.from_numpy(np.asarray((reached + 1) / (SIMULATIONS + 1)))
 
 
-def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, float]:
-    """Test ``x[first[t]]`` against ``y[second[t]]`` for all ``t``: two-sample Kolmogorov-Smirnov, two-sided and exact.
-    (SciPy's takes a millisecond each.)
+def kolmogorov_smirnov(
+    x: Tensor, y: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, float]:
+    """Test ``x[first[t]]`` against ``y[second[t]]`` for all ``t``: two-sample
+    Kolmogorov-Smirnov, two-sided and exact. (SciPy's takes a millisecond each.)
 
     :param x: samples in rows, ``(rows, h)``.
     :param y: samples of the same size, ``(rows, h)``.
     :param first: row indices of ``x``, ``(T,)``.
     :param second: row indices of ``y``, ``(T,)``.
-    :returns: p-values ``(T,)`` (conservative if values are tied), and the smallest possible one.
+    :returns: p-values ``(T,)`` (conservative if values are tied), and the smallest
+        possible one.
     """
     h = x.shape[-1]
     x, y = x.sort(-1).values.contiguous(), y.sort(-1).values.contiguous()
@@ -214,16 +315,20 @@ def kolmogorov_smirnov(x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> t
 
 
 def _exact_table(h: int) -> Tensor:
-    r"""Tabulate P(D >= d / h), d = 0 .. h, of two samples of size h (Gnedenko & Korolyuk 1951: a bridge is reflected),
+    r"""Tabulate P(D >= d / h), d = 0 .. h, of two samples of size h (Gnedenko &
+    Korolyuk 1951: a bridge is reflected),
 
     .. math:: 2 \sum_{k \ge 1} (-1)^{k-1} \binom{2h}{h - kd} \Big/ \binom{2h}{h}.
     """
     top = math.lgamma(h + 1)
     shifts = torch.arange(1, h + 1, dtype=torch.float64, device="cpu")
     total = torch.zeros(h, dtype=torch.float64, device="cpu")
-    for k in range(1, min(h, math.ceil(9 * math.sqrt(h))) + 1):  # terms beyond kd = 9 sqrt(h) are below 1e-35
+    # terms beyond kd = 9 sqrt(h) are below 1e-35
+    for k in range(1, min(h, math.ceil(9 * math.sqrt(h))) + 1):
         shift = k * shifts[: h // k]
-        ratio = (2 * top - torch.lgamma(h - shift + 1) - torch.lgamma(h + shift + 1)).exp()
+        ratio = (
+            2 * top - torch.lgamma(h - shift + 1) - torch.lgamma(h + shift + 1)
+        ).exp()
         total[: h // k] += ratio if k % 2 else -ratio
     return torch.cat([total.new_ones(1), (2 * total).clamp(0, 1)])
 
@@ -231,7 +336,13 @@ def _exact_table(h: int) -> Tensor:
 def holm(p_values: Tensor) -> Tensor:
     """Adjust p-values ``(T,)`` by Holm's method (1979), in the given order."""
     ordered, order = p_values.sort()
-    factors = torch.arange(p_values.numel(), 0, -1, dtype=p_values.dtype, device=p_values.device)
+    factors = torch.arange(
+        p_values.numel(), 0, -1, dtype=p_values.dtype, device=p_values.device
+    )
     adjusted = torch.empty_like(p_values)
-    adjusted[order] = (ordered * factors).cummax(0).values.clamp(max=1) if p_values.numel() else ordered
+    adjusted[order] = (
+        (ordered * factors).cummax(0).values.clamp(max=1)
+        if p_values.numel()
+        else ordered
+    )
     return adjusted

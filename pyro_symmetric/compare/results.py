@@ -19,7 +19,10 @@ Parts = dict[str, dict[str, Any]]  # part -> name -> number or array
 class DistanceResult:
     """The distance between two sets of draws.
 
-    >>> p, q = ({"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)} for _ in range(2))
+    >>> p, q = (
+    ...     {"0.weight": torch.randn(50, 2, 3), "2.weight": torch.randn(50, 2)}
+    ...     for _ in range(2)
+    ... )
     >>> result = ps.mmd(p, q)
     >>> isinstance(result, ps.compare.DistanceResult), result.value == result["median"]
     (True, True)
@@ -28,9 +31,11 @@ class DistanceResult:
 
     :param title: the name of the distance.
     :param num_samples: the number of draws on each side.
-    :param totals: name -> the distance of all layers (or inputs) together; the first is :attr:`value`.
+    :param totals: name -> the distance of all layers (or inputs) together; the first is
+        :attr:`value`.
     :param parts: layer -> name -> a number, or an array with one for each kernel.
-    :param each: the distances of single weights, site -> tensor; of predictions, those of single inputs.
+    :param each: the distances of single weights, site -> tensor; of predictions, those
+        of single inputs.
     """
 
     title: str
@@ -55,7 +60,9 @@ class DistanceResult:
     def __repr__(self) -> str:
         against = " against ".join(f"{count:,}" for count in self.num_samples)
         totals = ", ".join(f"{name} {value:.3g}" for name, value in self.totals.items())
-        return f"{self.title}, {against} samples: {totals}\n{by_part(self.parts)}".rstrip()
+        return (
+            f"{self.title}, {against} samples: {totals}\n{by_part(self.parts)}".rstrip()
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,7 +115,11 @@ class Scores(dict[str, Any]):
 
     def __repr__(self) -> str:
         """Show single numbers, and the names of other entries."""
-        numbers = [f"{name} {value:.4g}" for name, value in self.items() if isinstance(value, float)]
+        numbers = [
+            f"{name} {value:.4g}"
+            for name, value in self.items()
+            if isinstance(value, float)
+        ]
         return f"Scores({', '.join([*numbers, *(name for name in self if not isinstance(self[name], float))])})"
 
 
@@ -116,8 +127,14 @@ def by_part(parts: Parts) -> str:
     """Format a line for each part, with a column for each of its single numbers."""
     first = next(iter(parts.values()), {})
     names = [name for name, value in first.items() if isinstance(value, int | float)]
-    rows = [(part, *(_short(own[name]) for name in names)) for part, own in parts.items()]
-    return table([("", *(name.replace("_", " ") for name in names)), *rows]) if rows else ""
+    rows = [
+        (part, *(_short(own[name]) for name in names)) for part, own in parts.items()
+    ]
+    return (
+        table([("", *(name.replace("_", " ") for name in names)), *rows])
+        if rows
+        else ""
+    )
 
 
 def _short(value: float) -> str:

@@ -1,15 +1,20 @@
-r"""Scores of predictions: accuracy, proper scores, calibration, out-of-distribution detection, functional diversity.
+r"""Scores of predictions: accuracy, proper scores, calibration, out-of-distribution
+detection, functional diversity.
 
-The prediction of an approximation is the mean of its members' predictive distributions (members are draws of the
-weights), :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x, w_s)`. Lower is better for NLL, Brier, calibration errors, RMSE
-and FPR95; higher for the others. The log predictive density is a proper score (Gneiting & Raftery 2007, JASA 102); the
-calibration of a regression compares levels of central intervals with their coverage (Kuleshov et al. 2018, arXiv
-1807.00263).
+The prediction of an approximation is the mean of its members' predictive distributions
+(members are draws of the weights), :math:`\bar p(y|x) = \frac{1}{S} \sum_s p(y|x,
+w_s)`. Lower is better for NLL, Brier, calibration errors, RMSE and FPR95; higher for
+the others. The log predictive density is a proper score (Gneiting & Raftery 2007, JASA
+102); the calibration of a regression compares levels of central intervals with their
+coverage (Kuleshov et al. 2018, arXiv 1807.00263).
 
-Out-of-distribution inputs are the **positive** class of detection. Its scores are one minus the largest probability
-(Hendrycks & Gimpel 2017), the predictive entropy, and the mutual information of prediction and member.
+Out-of-distribution inputs are the **positive** class of detection. Its scores are one
+minus the largest probability (Hendrycks & Gimpel 2017), the predictive entropy, and the
+mutual information of prediction and member.
 
->>> members = torch.tensor([[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]])  # two members, two inputs
+>>> members = torch.tensor(
+...     [[[0.9, 0.1], [0.2, 0.8]], [[0.7, 0.3], [0.4, 0.6]]]
+... )  # two members, two inputs
 >>> result = ps.scores.classification(members, torch.tensor([0, 1]))
 >>> result.accuracy, round(result.nll, 3)
 (1.0, 0.29)
@@ -28,7 +33,8 @@ from pyro_symmetric.compare.results import DistanceResult, Scores
 from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import require_finite
 
-Prediction = Tensor | tuple[Tensor, Tensor | float]  # class probabilities, or a regression's means and noise scale
+# class probabilities, or a regression's means and noise scale
+Prediction = Tensor | tuple[Tensor, Tensor | float]
 
 LEVELS = tuple(k / 20 for k in range(1, 20))  # of central predictive intervals
 BINS = 2048  # of equal mass in each of two mixtures, about
@@ -39,28 +45,38 @@ _CHUNK_ENTRIES = 2**18  # fit into a processor's cache
 
 @torch.no_grad()
 def classification(
-    probabilities: Tensor, labels: Tensor, ood_probabilities: Tensor | None = None, *, num_bins: int = 15
+    probabilities: Tensor,
+    labels: Tensor,
+    ood_probabilities: Tensor | None = None,
+    *,
+    num_bins: int = 15,
 ) -> Scores:
     """Score a classifier's predictive probabilities.
 
     * ``accuracy``: share of inputs whose most probable class is the label.
     * ``nll``: mean negative log probability of the label, in nats.
-    * ``brier``: mean squared distance of the probabilities from the one-hot label, summed over classes: in [0, 2].
-    * ``ece``, ``adaptive_ece``: expected calibration error of the top label, in ``num_bins`` bins of equal width (Guo
-      et al. 2017), and of equal count (Nixon et al. 2019).
-    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"``, and of members ``"mutual_information"`` -> mean, in nats.
-    * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"`` -> scores of :func:`detect`;
-      empty without out-of-distribution inputs.
-    * ``calibration``: the reliability curve: the ``edges`` of the bins, and by bin the mean ``confidence``, the
-      ``accuracy`` (both NaN if it is empty) and the ``count``.
+    * ``brier``: mean squared distance of the probabilities from the one-hot label,
+      summed over classes: in [0, 2].
+    * ``ece``, ``adaptive_ece``: expected calibration error of the top label, in
+      ``num_bins`` bins of equal width (Guo et al. 2017), and of equal count (Nixon et
+      al. 2019).
+    * ``uncertainty``, ``uncertainty_ood``: ``"entropy"``, and of members
+      ``"mutual_information"`` -> mean, in nats.
+    * ``detection``: ``"maximum_probability"``, ``"entropy"``, ``"mutual_information"``
+      -> scores of :func:`detect`; empty without out-of-distribution inputs.
+    * ``calibration``: the reliability curve: the ``edges`` of the bins, and by bin the
+      mean ``confidence``, the ``accuracy`` (both NaN if it is empty) and the ``count``.
 
-    In the NLL a probability of 0, an underflow of the softmax, counts as the smallest normal number of its dtype.
+    In the NLL a probability of 0, an underflow of the softmax, counts as the smallest
+    normal number of its dtype.
 
     :param probabilities: ``(S, N, C)`` of S members, or ``(N, C)``.
     :param labels: ``(N,)``, integers in 0 .. C - 1.
-    :param ood_probabilities: predictions for out-of-distribution inputs, ``(S, M, C)`` or ``(M, C)``.
+    :param ood_probabilities: predictions for out-of-distribution inputs, ``(S, M, C)``
+        or ``(M, C)``.
     :param num_bins: bins of the calibration errors and of the calibration curve.
-    :raises ValueError: if shapes don't fit, values aren't probabilities or labels aren't classes.
+    :raises ValueError: if shapes don't fit, values aren't probabilities or labels
+        aren't classes.
     """
     arguments.whole("num_bins", num_bins, 1)
     members = members_of(probabilities)
@@ -69,24 +85,43 @@ def classification(
     confidence, predicted = mean.max(-1)
     correct = (predicted == labels).double()
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
-    curve, inside, outside = _calibration_curve(confidence, correct, num_bins), _uncertainties(members), {}
+    curve, inside, outside = (
+        _calibration_curve(confidence, correct, num_bins),
+        _uncertainties(members),
+        {},
+    )
     if ood_probabilities is not None:
         ood = members_of(ood_probabilities, "ood_probabilities")
         if ood.shape[::2] != members.shape[::2]:
             raise ValueError(
-                f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but probabilities has "
+                f"ood_probabilities has shape {tuple(ood_probabilities.shape)}, but "
+                "probabilities has "
                 f"{tuple(probabilities.shape)}; members and classes must agree"
             )
         outside = _uncertainties(ood)
     means = [
-        {name: float(v.mean()) for name, v in s.items() if name != "maximum_probability"} for s in (inside, outside)
+        {
+            name: float(v.mean())
+            for name, v in s.items()
+            if name != "maximum_probability"
+        }
+        for s in (inside, outside)
     ]
-    gaps = (correct - confidence)[confidence.argsort(stable=True)].tensor_split(min(num_bins, len(correct)))
+    gaps = (correct - confidence)[confidence.argsort(stable=True)].tensor_split(
+        min(num_bins, len(correct))
+    )
     return Scores(
         accuracy=float(correct.mean()),
-        nll=float(-of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean()),
+        nll=float(
+            -of_label.clamp(min=torch.finfo(probabilities.dtype).tiny).log().mean()
+        ),
         brier=float((mean.square().sum(-1) - 2 * of_label + 1).mean()),
-        ece=float(((curve.accuracy - curve.confidence).abs().nan_to_num(0.0) * curve.count).sum() / len(correct)),
+        ece=float(
+            (
+                (curve.accuracy - curve.confidence).abs().nan_to_num(0.0) * curve.count
+            ).sum()
+            / len(correct)
+        ),
         adaptive_ece=float(sum(part.sum().abs() for part in gaps)) / len(correct),
         uncertainty=means[0],
         uncertainty_ood=means[1],
@@ -97,50 +132,64 @@ def classification(
 
 @torch.no_grad()
 def regression(means: Tensor, noise_scale: Tensor | float, targets: Tensor) -> Scores:
-    r"""Score a regression whose members predict Gaussians; its predictive distribution is their mixture.
+    r"""Score a regression whose members predict Gaussians; its predictive distribution
+    is their mixture.
 
     .. math:: \bar p(y|x) = \frac{1}{S} \sum_s \mathcal{N}(y \mid m_s(x), \sigma_s^2).
 
     * ``log_predictive_density``: mean log density of the targets, in nats per input.
-    * ``rmse``, ``mae``: root mean squared and mean absolute error of the predictive mean.
-    * ``coverage``: level of the central predictive interval, 0.05, 0.1, ... 0.95 -> share of targets inside.
+    * ``rmse``, ``mae``: root mean squared and mean absolute error of the predictive
+      mean.
+    * ``coverage``: level of the central predictive interval, 0.05, 0.1, ... 0.95 ->
+      share of targets inside.
     * ``calibration_error``: mean absolute difference of level and coverage.
 
-    A target is inside the central interval of level ``c`` if the mixture's distribution function there is within
-    ``c / 2`` of one half. With several outputs the density is joint (independent given the member), the rest pooled.
+    A target is inside the central interval of level ``c`` if the mixture's distribution
+    function there is within ``c / 2`` of one half. With several outputs the density is
+    joint (independent given the member), the rest pooled.
 
-    :param means: ``(S, N, D)`` of S members and D outputs, as from ``predict(..., kind="mean")``, or ``(N, D)``.
-    :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)`` with one per member, or a shape
-        that broadcasts with ``(S, N, D)``.
+    :param means: ``(S, N, D)`` of S members and D outputs, as from ``predict(...,
+        kind="mean")``, or ``(N, D)``.
+    :param noise_scale: standard deviation of the noise, positive: a number, ``(S,)``
+        with one per member, or a shape that broadcasts with ``(S, N, D)``.
     :param targets: ``(N, D)``, or ``(N,)`` of a single output.
     :raises ValueError: if shapes don't fit, or values are not finite or not positive.
     """
     means, scale = gaussians(means, noise_scale)
     shape = tuple(arguments.tensor("targets", targets).shape)
     if shape != means.shape[1:] and (*shape, 1) != means.shape[1:]:
-        raise ValueError(f"targets has shape {shape}, but means predicts {tuple(means.shape[1:])}, inputs and outputs")
+        raise ValueError(
+            f"targets has shape {shape}, but means predicts {tuple(means.shape[1:])}, "
+            "inputs and outputs"
+        )
     require_finite({"targets": targets}, "regression")
     targets = targets.reshape(means.shape[1:]).to(means)
     z = (targets - means) / scale
     log_density = -0.5 * z.square() - scale.log() - 0.5 * math.log(2 * math.pi)
     distance = (torch.special.ndtr(z).mean(0) - 0.5).abs().reshape(-1)
-    coverage = {level: float((distance <= level / 2).double().mean()) for level in LEVELS}
+    coverage = {
+        level: float((distance <= level / 2).double().mean()) for level in LEVELS
+    }
     error = means.mean(0) - targets
     return Scores(
-        log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean()) - math.log(len(means)),
+        log_predictive_density=float(log_density.sum(-1).logsumexp(0).mean())
+        - math.log(len(means)),
         rmse=float(error.square().mean().sqrt()),
         mae=float(error.abs().mean()),
         coverage=coverage,
-        calibration_error=sum(abs(share - level) for level, share in coverage.items()) / len(coverage),
+        calibration_error=sum(abs(share - level) for level, share in coverage.items())
+        / len(coverage),
     )
 
 
 def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
-    """Score the detection of out-of-distribution inputs (the positive class) by an uncertainty.
+    """Score the detection of out-of-distribution inputs (the positive class) by an
+    uncertainty.
 
     * ``aupr``: area under the precision-recall curve, as average precision.
     * ``auroc``: area under the receiver operating characteristic, 0.5 by chance.
-    * ``fpr95``: share of in-distribution inputs flagged at the threshold that flags at least 95 % of the others.
+    * ``fpr95``: share of in-distribution inputs flagged at the threshold that flags at
+      least 95 % of the others.
 
     :param scores_in: uncertainties of in-distribution inputs, ``(N,)``.
     :param scores_out: uncertainties of out-of-distribution inputs, ``(M,)``.
@@ -148,9 +197,13 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     require_finite({"scores_in": scores_in, "scores_out": scores_out}, "detect")
     from sklearn import metrics  # from the extra "study"
 
-    score = torch.cat([scores.double().cpu() for scores in (scores_in, scores_out)]).numpy()
+    score = torch.cat(
+        [scores.double().cpu() for scores in (scores_in, scores_out)]
+    ).numpy()
     positive = torch.arange(len(score), device="cpu").numpy() >= len(scores_in)
-    false_rate, true_rate, _ = metrics.roc_curve(positive, score, drop_intermediate=False)
+    false_rate, true_rate, _ = metrics.roc_curve(
+        positive, score, drop_intermediate=False
+    )
     return Scores(
         aupr=float(metrics.average_precision_score(positive, score)),
         auroc=float(metrics.auc(false_rate, true_rate)),
@@ -158,17 +211,21 @@ def detect(scores_in: Tensor, scores_out: Tensor) -> Scores:
     )
 
 
-# functional diversity ------------------------------------------------------------------------------------------------
+# functional diversity -----------------------------------------------------------------
 
 
 def mutual_information(probabilities: Tensor) -> Tensor:
-    r"""Compute the mutual information of prediction and member for each input (Depeweg et al. 2018, arXiv 1710.07283).
+    r"""Compute the mutual information of prediction and member for each input (Depeweg
+    et al. 2018, arXiv 1710.07283).
 
     .. math:: I = H\Big[\frac{1}{S} \sum_s p_s\Big] - \frac{1}{S} \sum_s H[p_s] \in [0, \log \min(S, C)],
 
-    the entropy of the mean prediction minus the mean entropy; zero if all members predict alike.
+    the entropy of the mean prediction minus the mean entropy; zero if all members
+    predict alike.
 
-    >>> mutual_information(torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]]))  # two members, certain of different classes
+    >>> mutual_information(
+    ...     torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    ... )  # two members, certain of different classes
     tensor([0.6931], dtype=torch.float64)
 
     :param probabilities: ``(S, N, C)``, members first, classes last.
@@ -180,10 +237,11 @@ def mutual_information(probabilities: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
-    """Compute the mutual information (Jensen-Shannon divergence) of every pair of members, averaged over inputs.
+    """Compute the mutual information (Jensen-Shannon divergence) of every pair of
+    members, averaged over inputs.
 
-    Many pairs close to 0 mean that the ensemble has collapsed in function space (Laurent et al. 2024, section 5). The
-    time is that of ``S² N C / 2`` logarithms.
+    Many pairs close to 0 mean that the ensemble has collapsed in function space
+    (Laurent et al. 2024, section 5). The time is that of ``S² N C / 2`` logarithms.
 
     :param probabilities: ``(S, N, C)``.
     :returns: ``(S, S)``, symmetric, in [0, log 2] nats with a zero diagonal, float64.
@@ -193,17 +251,23 @@ def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
     flat, entropies = p.flatten(1), entropy(p).sum(1)
     result = p.new_zeros(members, members)
     for k in range(members):
-        result[k, k:] = torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1) - (entropies[k] + entropies[k:]) / 2
+        result[k, k:] = (
+            torch.special.entr((flat[k] + flat[k:]) / 2).sum(-1)
+            - (entropies[k] + entropies[k:]) / 2
+        )
     upper = (result / inputs).triu(1).clamp(min=0)
     return upper + upper.T
 
 
 class FunctionalCollapse(NamedTuple):
-    """Pairwise similarity of an ensemble's members as functions; see :func:`functional_collapse`.
+    """Pairwise similarity of an ensemble's members as functions; see
+    :func:`functional_collapse`.
 
-    :param within: mutual information of every pair of members in distribution, ``(pairs,)`` in nats.
+    :param within: mutual information of every pair of members in distribution,
+        ``(pairs,)`` in nats.
     :param outside: the same out of distribution.
-    :param correlation: Pearson's correlation of the two over pairs; NaN if one of them is constant.
+    :param correlation: Pearson's correlation of the two over pairs; NaN if one of them
+        is constant.
     :param rank_correlation: Spearman's correlation.
     """
 
@@ -214,70 +278,101 @@ class FunctionalCollapse(NamedTuple):
 
 
 @torch.no_grad()
-def functional_collapse(probabilities: Tensor, ood_probabilities: Tensor) -> FunctionalCollapse:
-    """Measure the functional collapse of an ensemble: pairwise mutual information in and out of distribution, and their
-    correlation over pairs (Laurent et al. 2024, figures 3 and 15).
+def functional_collapse(
+    probabilities: Tensor, ood_probabilities: Tensor
+) -> FunctionalCollapse:
+    """Measure the functional collapse of an ensemble: pairwise mutual information in
+    and out of distribution, and their correlation over pairs (Laurent et al. 2024,
+    figures 3 and 15).
 
     >>> probabilities = torch.randn(4, 20, 3).softmax(-1)  # four members at 20 inputs
-    >>> result = ps.compare.functional_collapse(probabilities, torch.randn(4, 50, 3).softmax(-1))
+    >>> result = ps.compare.functional_collapse(
+    ...     probabilities, torch.randn(4, 50, 3).softmax(-1)
+    ... )
     >>> result.within.shape, result.outside.shape  # of six pairs
     (torch.Size([6]), torch.Size([6]))
 
     :param probabilities: predictions in distribution, ``(S, N, C)``.
-    :param ood_probabilities: predictions of the same members out of distribution, ``(S, M, C)``.
+    :param ood_probabilities: predictions of the same members out of distribution, ``(S,
+        M, C)``.
     :raises ValueError: with fewer than 3 members, or if the members differ in number.
     """
     from scipy.stats import rankdata  # takes a quarter of a second to import
 
     within = pairwise_mutual_information(probabilities)
-    outside = pairwise_mutual_information(members_of(ood_probabilities, "ood_probabilities")).to(within.device)
+    outside = pairwise_mutual_information(
+        members_of(ood_probabilities, "ood_probabilities")
+    ).to(within.device)
     if len(within) != len(outside) or len(within) < 3:
         raise ValueError(
-            f"probabilities holds {len(within)} members and ood_probabilities {len(outside)}; both must be predictions "
+            f"probabilities holds {len(within)} members and ood_probabilities "
+            f"{len(outside)}; both must be predictions "
             "of the same members, at least 3"
         )
-    first, second = torch.triu_indices(len(within), len(within), 1, device=within.device)
+    first, second = torch.triu_indices(
+        len(within), len(within), 1, device=within.device
+    )
     pairs = torch.stack([within[first, second], outside[first, second]])
     ranks = torch.from_numpy(rankdata(pairs.cpu().numpy(), axis=1))
-    return FunctionalCollapse(*pairs, *(float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks)))
+    return FunctionalCollapse(
+        *pairs, *(float(torch.corrcoef(rows)[0, 1]) for rows in (pairs, ranks))
+    )
 
 
-# distance -------------------------------------------------------------------------------------------------------------
+# distance -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
-    r"""Compute the total variation distance of two predictive distributions: ``mean`` and ``maximum`` over inputs, and
-    ``each`` input's.
+    r"""Compute the total variation distance of two predictive distributions: ``mean``
+    and ``maximum`` over inputs, and ``each`` input's.
 
     .. math:: \mathrm{TV}(p, q) = \max_A |p(A) - q(A)| = \frac12 \int |p(y) - q(y)| \, dy \in [0, 1].
 
-    Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of HMC by its mean over inputs.
+    Izmailov et al. (2021, arXiv 2104.14421) compare approximations with a long run of
+    HMC by its mean over inputs.
 
-    >>> round(ps.total_variation(torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])).value, 3)
+    >>> round(
+    ...     ps.total_variation(
+    ...         torch.tensor([[0.9, 0.1]]), torch.tensor([[0.6, 0.4]])
+    ...     ).value,
+    ...     3,
+    ... )
     0.3
 
-    A predictive distribution is the mean of its members'. For mixtures of Gaussians the value is a lower bound: that of
-    the exact masses of bins of at most about 1/2048 of each mixture. Only bins in which the densities cross lose
-    anything: about 1e-7 for two Gaussians one standard deviation apart. It is loose for predictives of many members
-    with so little noise that they hardly overlap, which cross in most bins. With several outputs, distances of the
-    marginals are averaged.
+    A predictive distribution is the mean of its members'. For mixtures of Gaussians the
+    value is a lower bound: that of the exact masses of bins of at most about 1/2048 of
+    each mixture. Only bins in which the densities cross lose anything: about 1e-7 for
+    two Gaussians one standard deviation apart. It is loose for predictives of many
+    members with so little noise that they hardly overlap, which cross in most bins.
+    With several outputs, distances of the marginals are averaged.
 
-    :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs, classes)``; or a regression's pair
-        ``(means, noise_scale)`` as in :func:`~pyro_symmetric.compare.scores.regression`, means ``(members, inputs,
+    :param p: class probabilities, ``(members, inputs, classes)`` or ``(inputs,
+        classes)``; or a regression's pair ``(means, noise_scale)`` as in
+        :func:`~pyro_symmetric.compare.scores.regression`, means ``(members, inputs,
         outputs)`` or ``(inputs, outputs)``.
-    :param q: the other predictions, for the same inputs; the number of members may differ.
-    :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or positive.
+    :param q: the other predictions, for the same inputs; the number of members may
+        differ.
+    :raises ValueError: if shapes don't fit, or values aren't probabilities, finite or
+        positive.
     """
     if isinstance(p, tuple) != isinstance(q, tuple):
-        raise TypeError("p and q must both be class probabilities, or both pairs (means, noise_scale)")
+        raise TypeError(
+            "p and q must both be class probabilities, or both pairs (means, "
+            "noise_scale)"
+        )
     sides = [
-        gaussians(*side, name=f"the means of {name}") if isinstance(side, tuple) else (members_of(side, name),)
+        gaussians(*side, name=f"the means of {name}")
+        if isinstance(side, tuple)
+        else (members_of(side, name),)
         for name, side in (("p", p), ("q", q))
     ]
     shapes = [tuple(side[0].shape[1:]) for side in sides]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"p predicts {shapes[0]} and q {shapes[1]}; inputs, and classes or outputs, must be the same")
+        raise ValueError(
+            f"p predicts {shapes[0]} and q {shapes[1]}; inputs, and classes or "
+            "outputs, must be the same"
+        )
     if isinstance(p, tuple):
         by_input = _between_mixtures(*sides)
     else:
@@ -292,62 +387,104 @@ def total_variation(p: Prediction, q: Prediction) -> DistanceResult:
 
 
 def _between_mixtures(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Tensor:
-    """Compute the distance of two mixtures, means and scales ``(S, N, D)``, at each input; a few inputs at a time."""
+    """Compute the distance of two mixtures, means and scales ``(S, N, D)``, at each
+    input; a few inputs at a time.
+    """
     members = max(len(first[0]), len(second[0]))
-    inputs = max(1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel())))
+    inputs = max(
+        1, _POOL_ENTRIES // ((members + BINS) * max(1, first[0][0, 0].numel()))
+    )
     distances = []
-    for m, s, n, t in zip(*(value.split(inputs, 1) for side in (first, second) for value in side), strict=True):
+    for m, s, n, t in zip(
+        *(value.split(inputs, 1) for side in (first, second) for value in side),
+        strict=True,
+    ):
         edges = torch.cat([_quantiles(m, s), _quantiles(n, t)]).sort(0).values
         distances.append((_masses(m, s, edges) - _masses(n, t, edges)).abs().sum(0) / 2)
     return torch.cat(distances).mean(-1)
 
 
 def _quantiles(means: Tensor, scale: Tensor) -> Tensor:
-    """Cut a mixture into bins of about equal mass, at quantiles of its members: ``(bins, N, ...)``.
+    """Cut a mixture into bins of about equal mass, at quantiles of its members:
+    ``(bins, N, ...)``.
 
-    Each member's levels have an offset of their own, so that equal members have different quantiles.
+    Each member's levels have an offset of their own, so that equal members have
+    different quantiles.
     """
     levels = -(-BINS // len(means))
-    offsets = (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5) * GOLDEN % 1
-    z = torch.special.ndtri((torch.arange(levels, device=means.device)[:, None] + offsets) / levels)
-    quantiles = (means + scale * z.reshape(*z.shape, *[1] * (means.dim() - 1))).flatten(0, 1).sort(0).values
+    offsets = (
+        (torch.arange(len(means), dtype=means.dtype, device=means.device) + 0.5)
+        * GOLDEN
+        % 1
+    )
+    z = torch.special.ndtri(
+        (torch.arange(levels, device=means.device)[:, None] + offsets) / levels
+    )
+    quantiles = (
+        (means + scale * z.reshape(*z.shape, *[1] * (means.dim() - 1)))
+        .flatten(0, 1)
+        .sort(0)
+        .values
+    )
     return quantiles[evenly_spaced(len(quantiles), BINS).to(quantiles.device)]
 
 
 def _masses(means: Tensor, scale: Tensor, edges: Tensor) -> Tensor:
-    """Compute a mixture's mass between edges ``(E, N, ...)`` and beyond the outer ones: ``(E + 1, N, ...)``."""
+    """Compute a mixture's mass between edges ``(E, N, ...)`` and beyond the outer ones:
+    ``(E + 1, N, ...)``.
+    """
     chunk = max(1, _CHUNK_ENTRIES // means.numel())
     slope = 0.5**0.5 / scale
-    signs = torch.cat([torch.erf((part[:, None] - means) * slope).mean(1) for part in edges.split(chunk)])
+    signs = torch.cat(
+        [
+            torch.erf((part[:, None] - means) * slope).mean(1)
+            for part in edges.split(chunk)
+        ]
+    )
     below = (1 + signs) / 2
-    return torch.diff(below, dim=0, prepend=torch.zeros_like(below[:1]), append=torch.ones_like(below[:1]))
+    return torch.diff(
+        below,
+        dim=0,
+        prepend=torch.zeros_like(below[:1]),
+        append=torch.ones_like(below[:1]),
+    )
 
 
-# small steps ----------------------------------------------------------------------------------------------------------
+# small steps --------------------------------------------------------------------------
 
 
 def members_of(probabilities: Any, name: str = "probabilities") -> Tensor:
-    """Check class probabilities and return them as ``(members, inputs, classes)``; without members, as those of one.
+    """Check class probabilities and return them as ``(members, inputs, classes)``;
+    without members, as those of one.
 
-    :raises ValueError: if the shape doesn't fit, or the last axis holds no probabilities.
+    :raises ValueError: if the shape doesn't fit, or the last axis holds no
+        probabilities.
     """
     shape = tuple(arguments.tensor(name, probabilities).shape)
     if len(shape) not in (2, 3) or 0 in shape or shape[-1] < 2:
         raise ValueError(
-            f"{name} has shape {shape}; it must be (members, inputs, classes) or (inputs, classes), with two or more "
+            f"{name} has shape {shape}; it must be (members, inputs, classes) or "
+            "(inputs, classes), with two or more "
             "classes"
         )
     # generous for the rounding of a softmax
     floats = probabilities.is_floating_point()
     tolerance = max(1e-6, 32 * torch.finfo(probabilities.dtype).eps) if floats else 0.0
-    worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())  # NaN if any is
+    # NaN if any is
+    worst = float((probabilities.sum(-1, dtype=torch.float64) - 1).abs().max())
     if not floats or not worst <= tolerance or float(probabilities.min()) < -tolerance:
         raise ValueError(
-            f"{name} ({probabilities.dtype}) holds values from {float(probabilities.min()):.3g} to "
-            f"{float(probabilities.max()):.3g}, whose sums over classes differ from 1 by up to {worst:.3g}; they must "
+            f"{name} ({probabilities.dtype}) holds values from "
+            f"{float(probabilities.min()):.3g} to "
+            f"{float(probabilities.max()):.3g}, whose sums over classes differ from 1 "
+            f"by up to {worst:.3g}; they must "
             "be probabilities (are these logits?)"
         )
-    return probabilities.clamp(min=0) if len(shape) == 3 else probabilities.clamp(min=0)[None]
+    return (
+        probabilities.clamp(min=0)
+        if len(shape) == 3
+        else probabilities.clamp(min=0)[None]
+    )
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -355,11 +492,16 @@ def entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p.double()).sum(-1)
 
 
-def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -> tuple[Tensor, Tensor]:
-    """Check means and scales and return both as ``(S, N, D)`` in float64; means ``(N, D)`` are one member's."""
+def gaussians(
+    means: Tensor, noise_scale: Tensor | float, name: str = "means"
+) -> tuple[Tensor, Tensor]:
+    """Check means and scales and return both as ``(S, N, D)`` in float64; means ``(N,
+    D)`` are one member's.
+    """
     if arguments.tensor(name, means).dim() not in (2, 3) or 0 in means.shape:
         raise ValueError(
-            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, outputs) or (inputs, outputs). A "
+            f"{name} has shape {tuple(means.shape)}; it must be (members, inputs, "
+            "outputs) or (inputs, outputs). A "
             "single output needs an axis, too: means[..., None]"
         )
     means = means.double() if means.dim() == 3 else means.double()[None]
@@ -367,34 +509,61 @@ def gaussians(means: Tensor, noise_scale: Tensor | float, name: str = "means") -
     scale = scale[:, None, None] if scale.shape == means.shape[:1] else scale
     require_finite({name: means, "noise_scale": scale}, "predictions")
     if not bool((scale > 0).all()):
-        raise ValueError(f"noise_scale must be positive, but its smallest value is {float(scale.min()):.3g}")
+        raise ValueError(
+            "noise_scale must be positive, but its smallest value is "
+            f"{float(scale.min()):.3g}"
+        )
     return means, scale.expand(means.shape)
 
 
 def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
     """Check labels and return them as int64."""
-    if arguments.tensor("labels", labels).shape != (inputs,) or labels.is_floating_point() or labels.is_complex():
-        raise ValueError(f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be {inputs} integers")
+    if (
+        arguments.tensor("labels", labels).shape != (inputs,)
+        or labels.is_floating_point()
+        or labels.is_complex()
+    ):
+        raise ValueError(
+            f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be "
+            f"{inputs} integers"
+        )
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(
-            f"labels range from {low} to {high}; with {classes} classes they must be in 0 .. {classes - 1}"
+            f"labels range from {low} to {high}; with {classes} classes they must be "
+            f"in 0 .. {classes - 1}"
         )
     return labels.long()
 
 
 def _uncertainties(members: Tensor) -> dict[str, Tensor]:
-    """Compute uncertainties ``(N,)`` by name; mutual information needs two members or more."""
+    """Compute uncertainties ``(N,)`` by name; mutual information needs two members or
+    more.
+    """
     mean = members.mean(0, dtype=torch.float64)
     scores = {"maximum_probability": 1 - mean.amax(-1), "entropy": entropy(mean)}
-    return scores | ({"mutual_information": mutual_information(members)} if len(members) > 1 else {})
+    return scores | (
+        {"mutual_information": mutual_information(members)} if len(members) > 1 else {}
+    )
 
 
 def _calibration_curve(confidence: Tensor, correct: Tensor, num_bins: int) -> Scores:
-    """Bin predictions by confidence; compute the mean confidence and the accuracy of each bin."""
-    edges = torch.linspace(0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device)
-    # Bins are closed on the left, as in torchmetrics; a confidence of exactly 1 is in the last.
+    """Bin predictions by confidence; compute the mean confidence and the accuracy of
+    each bin.
+    """
+    edges = torch.linspace(
+        0, 1, num_bins + 1, dtype=confidence.dtype, device=confidence.device
+    )
+    # Bins are closed on the left, as in torchmetrics; a confidence of exactly 1 is in
+    # the last.
     index = (torch.bucketize(confidence, edges, right=True) - 1).clamp(0, num_bins - 1)
     rows = (torch.ones_like(confidence), confidence, correct)
-    count, confidences, hits = (torch.bincount(index, row, num_bins).cpu() for row in rows)
-    return Scores(edges=edges.cpu(), confidence=confidences / count, accuracy=hits / count, count=count.long())
+    count, confidences, hits = (
+        torch.bincount(index, row, num_bins).cpu() for row in rows
+    )
+    return Scores(
+        edges=edges.cpu(),
+        confidence=confidences / count,
+        accuracy=hits / count,
+        count=count.long(),
+    )

@@ -6,7 +6,12 @@ from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.registry import register_rule
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.trace import UntraceableError
-from pyro_symmetric.discovery.verify import BrokenSymmetry, InconclusiveError, UnverifiedSymmetry, verify
+from pyro_symmetric.discovery.verify import (
+    BrokenSymmetry,
+    InconclusiveError,
+    UnverifiedSymmetry,
+    verify,
+)
 
 __all__ = [
     "BrokenSymmetry",

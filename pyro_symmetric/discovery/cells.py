@@ -1,15 +1,18 @@
-"""From facts about atoms to units that permute: colour refinement, nesting, and the axes along which units lie.
+"""From facts about atoms to units that permute: colour refinement, nesting, and the
+axes along which units lie.
 
-Units are classes of unified atoms. Colour refinement (the 1-dimensional Weisfeiler-Leman algorithm) separates units
-that play different roles; the remaining units of one colour form a *cell*. Memberships between cells then say how a
-cell moves:
+Units are classes of unified atoms. Colour refinement (the 1-dimensional
+Weisfeiler-Leman algorithm) separates units that play different roles; the remaining
+units of one colour form a *cell*. Memberships between cells then say how a cell moves:
 
 * a cell without parents is a symmetric group of its own;
-* a cell whose units are members of larger units is one symmetric group inside each of these (a wreath product);
-* a cell with one unit in each larger unit, or in each pair of units of two independent cells, rides along.
+* a cell whose units are members of larger units is one symmetric group inside each of
+  these (a wreath product);
+* a cell with one unit in each larger unit, or in each pair of units of two independent
+  cells, rides along.
 
-Cells of any other shape are individualised: their units get colours of their own and stay. Refinement is always sound:
-it only makes the group smaller.
+Cells of any other shape are individualised: their units get colours of their own and
+stay. Refinement is always sound: it only makes the group smaller.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)
 _U = np.uint64
-# Site, axis, number of axes spanned, whether the site is a buffer; whether units lie along the columns of both axes.
+# Site, axis, number of axes spanned, whether the site is a buffer; whether units lie
+# along the columns of both axes.
 Location = tuple[str, int, int, bool, bool]
 
 
@@ -39,9 +43,11 @@ class Cell:
     """Interchangeable units.
 
     :ivar size: the number of units.
-    :ivar parents: parent cell -> for each unit, the unit of that cell of which it is a member.
-    :ivar direct: the parents that aren't parents of other parents. None: a symmetric group of its own. One: a
-        symmetric group inside each unit of that cell. Two: each unit is a pair of units of these, and rides along.
+    :ivar parents: parent cell -> for each unit, the unit of that cell of which it is a
+        member.
+    :ivar direct: the parents that aren't parents of other parents. None: a symmetric
+        group of its own. One: a symmetric group inside each unit of that cell. Two:
+        each unit is a pair of units of these, and rides along.
     """
 
     size: int
@@ -79,17 +85,27 @@ def solve(flow: Flow) -> Cells:
             implied = nesting.implied()
             if not implied:
                 nesting.check_shape()
-                return Cells(facts.unit, facts.atom_colour, colour, nesting.cell, nesting.place, nesting.cells)
+                return Cells(
+                    facts.unit,
+                    facts.atom_colour,
+                    colour,
+                    nesting.cell,
+                    nesting.place,
+                    nesting.cells,
+                )
             facts.add(implied)
         except NotNested as failure:
             facts.individualise(failure.classes)
 
 
-# colour refinement ----------------------------------------------------------------------------------------------------
+# colour refinement --------------------------------------------------------------------
 
 
-def colour_refine(colour: Array, edges: Iterable[tuple[Array, Array, Array, Array]], rounds: int) -> Array:
-    """Refine colours along edges until their number is stable (the 1-dimensional Weisfeiler-Leman algorithm).
+def colour_refine(
+    colour: Array, edges: Iterable[tuple[Array, Array, Array, Array]], rounds: int
+) -> Array:
+    """Refine colours along edges until their number is stable (the 1-dimensional
+    Weisfeiler-Leman algorithm).
 
     :param edges: nodes at one end, nodes at the other, and hashes that either end sees.
     :returns: colours, numbered from 0.
@@ -112,59 +128,93 @@ class _Facts:
 
     :ivar unit: atom -> class of unified atoms.
     :ivar atom_colour: atom -> hash of its occurrences and refinements.
-    :ivar child, parent, relation: one entry for each membership: the member, its parent, and the number of the fact.
+    :ivar child, parent, relation: one entry for each membership: the member, its
+        parent, and the number of the fact.
     :ivar individual: class -> a hash of its own, or zero.
     """
 
     def __init__(self, flow: Flow):
         self.flow = flow
-        one, other = (np.concatenate([NOTHING, *(fact[end] for fact in flow.unions)]) for end in (0, 1))
+        one, other = (
+            np.concatenate([NOTHING, *(fact[end] for fact in flow.unions)])
+            for end in (0, 1)
+        )
         self.count, self.unit = components(flow.size, one, other)
         self.atom_colour = np.zeros(flow.size, dtype=np.uint64)
         for atoms, number in flow.occurrences.values():
             np.add.at(self.atom_colour, atoms.reshape(-1), salt(2 * number))
         for atoms, colours, number in flow.refinements:
-            np.add.at(self.atom_colour, atoms, hash64(salt(2 * number + 1) ^ colours.astype(np.uint64)))
+            np.add.at(
+                self.atom_colour,
+                atoms,
+                hash64(salt(2 * number + 1) ^ colours.astype(np.uint64)),
+            )
         self.child, self.parent, self.relation = self._memberships()
         self.individual = np.zeros(self.count, dtype=np.uint64)
         self._individualise_ambiguous_parents()
         self._tell_copies_apart()
 
     def _memberships(self) -> tuple[Array, Array, Array]:
-        """Return distinct memberships between classes: children, parents, numbers of the facts."""
+        """Return distinct memberships between classes: children, parents, numbers of
+        the facts.
+        """
         relations = self.flow.relations
-        child, parent = (self.unit[np.concatenate([NOTHING, *(fact[end] for fact in relations)])] for end in (0, 1))
-        number = np.repeat([fact.number for fact in relations], [len(fact.one) for fact in relations]).astype(np.int64)
+        child, parent = (
+            self.unit[np.concatenate([NOTHING, *(fact[end] for fact in relations)])]
+            for end in (0, 1)
+        )
+        number = np.repeat(
+            [fact.number for fact in relations], [len(fact.one) for fact in relations]
+        ).astype(np.int64)
         proper = child != parent
         rows = distinct_rows(number[proper], child[proper], parent[proper])[0]
         return child[proper][rows], parent[proper][rows], number[proper][rows]
 
     def refined_colours(self) -> Array:
-        """Return stable colours, numbered from 0: units of one colour have equally coloured members and parents."""
+        """Return stable colours, numbered from 0: units of one colour have equally
+        coloured members and parents.
+        """
         initial = self.individual.copy()
         np.add.at(initial, self.unit, hash64(self.atom_colour))
-        # Numbers of relations are hashed twice: colours, which are small numbers as well, are hashed once.
-        up, down = hash64(hash64(2 * self.relation)), hash64(hash64(2 * self.relation + 1))
-        return colour_refine(initial, [(self.child, self.parent, up, down)], len(initial) + 1)
+        # Numbers of relations are hashed twice: colours, which are small numbers as
+        # well, are hashed once.
+        up, down = (
+            hash64(hash64(2 * self.relation)),
+            hash64(hash64(2 * self.relation + 1)),
+        )
+        return colour_refine(
+            initial, [(self.child, self.parent, up, down)], len(initial) + 1
+        )
 
     def individualise(self, classes: Array) -> None:
         """Give each of these classes a colour of its own."""
-        self.individual[classes] = hash64(self.individual[classes] ^ hash64(hash64(classes)))
+        self.individual[classes] = hash64(
+            self.individual[classes] ^ hash64(hash64(classes))
+        )
 
     def add(self, memberships: Sequence[tuple[Array, Array]]) -> None:
-        """Add memberships, each a relation of its own; parents may be new classes without atoms."""
+        """Add memberships, each a relation of its own; parents may be new classes
+        without atoms.
+        """
         for child, parent in memberships:
-            self.child, self.parent = np.r_[self.child, child], np.r_[self.parent, parent]
-            self.relation = np.r_[self.relation, np.full(len(child), self.relation.max() + 1)]
+            self.child, self.parent = (
+                np.r_[self.child, child],
+                np.r_[self.parent, parent],
+            )
+            self.relation = np.r_[
+                self.relation, np.full(len(child), self.relation.max() + 1)
+            ]
         new = int(self.parent.max()) + 1 - len(self.individual)
         self.individual = np.r_[self.individual, np.zeros(max(0, new), dtype=np.uint64)]
 
     def _individualise_ambiguous_parents(self) -> None:
-        """Individualise the parents of each unit to which one relation gives two parents: this is no membership.
+        """Individualise the parents of each unit to which one relation gives two
+        parents: this is no membership.
 
-        The unit may still move, to one with the same two parents at the same positions. (A rotary embedding ties entry
-        ``i`` of a head to entry ``i + d/2``, and a weight that all heads share is parent to both: heads may be
-        exchanged all the same.)
+        The unit may still move, to one with the same two parents at the same positions.
+        (A rotary embedding ties entry ``i`` of a head to entry ``i + d/2``, and a
+        weight that all heads share is parent to both: heads may be exchanged all the
+        same.)
         """
         if not len(self.child):
             return
@@ -177,16 +227,24 @@ class _Facts:
             if number in relations:
                 owner = self.unit[parent]
                 chosen = np.isin(owner, parents) & (self.unit[child] != owner)
-                np.add.at(self.atom_colour, child[chosen], hash64(hash64(owner[chosen]) ^ salt(2 * number + 1)))
+                np.add.at(
+                    self.atom_colour,
+                    child[chosen],
+                    hash64(hash64(owner[chosen]) ^ salt(2 * number + 1)),
+                )
 
     def _tell_copies_apart(self) -> None:
-        """Make a unit that occurs repeatedly in one tensor a rigid block: tell its positions there apart.
+        """Make a unit that occurs repeatedly in one tensor a rigid block: tell its
+        positions there apart.
 
-        Positions are coloured by what they meet elsewhere. A unit whose positions still look alike is individualised.
+        Positions are coloured by what they meet elsewhere. A unit whose positions still
+        look alike is individualised.
         """
         repeated = np.zeros(self.count, dtype=bool)
         for atoms, _ in self.flow.occurrences.values():
-            classes, counts = np.unique(self.unit[atoms.reshape(-1)], return_counts=True)
+            classes, counts = np.unique(
+                self.unit[atoms.reshape(-1)], return_counts=True
+            )
             repeated[classes[counts > 1]] = True
         if not repeated.any():
             return
@@ -196,12 +254,16 @@ class _Facts:
         for atoms, _ in self.flow.occurrences.values():
             chosen = atoms[repeated[self.unit[atoms]]]
             if len(chosen):
-                _, row, counts = distinct_rows(self.unit[chosen], self.atom_colour[chosen])
+                _, row, counts = distinct_rows(
+                    self.unit[chosen], self.atom_colour[chosen]
+                )
                 alike[self.unit[chosen[counts[row] > 1]]] = True
         self.individualise(np.flatnonzero(alike))
         if alike.any():  # each of its positions stays, with its members there
             atoms = np.flatnonzero(alike[self.unit])
-            self.atom_colour[atoms] = hash64(self.atom_colour[atoms] ^ hash64(hash64(atoms)))
+            self.atom_colour[atoms] = hash64(
+                self.atom_colour[atoms] ^ hash64(hash64(atoms))
+            )
             self._colour_members(alike)
 
     def _refine_atoms(self, chosen: Array) -> None:
@@ -211,19 +273,29 @@ class _Facts:
         for one, other, number in self.flow.unions:
             if inside[one].any():
                 ends = number_of[one[inside[one]]], number_of[other[inside[one]]]
-                edges.append((*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1])))))
-        self.atom_colour[inside] = colour_refine(self.atom_colour[inside], edges, rounds=20)
+                edges.append(
+                    (*ends, *hash64(hash64(np.array([2 * number, 2 * number + 1]))))
+                )
+        self.atom_colour[inside] = colour_refine(
+            self.atom_colour[inside], edges, rounds=20
+        )
 
     def _colour_members(self, chosen: Array) -> None:
-        """Colour members of some classes by the atom of the parent to which a relation assigns them."""
+        """Colour members of some classes by the atom of the parent to which a relation
+        assigns them.
+        """
         colour = self.atom_colour.copy()
         for child, parent, number in self.flow.relations:
             inside = chosen[self.unit[parent]]
             if inside.any():
-                np.add.at(self.atom_colour, child[inside], hash64(hash64(colour[parent[inside]] ^ salt(2 * number))))
+                np.add.at(
+                    self.atom_colour,
+                    child[inside],
+                    hash64(hash64(colour[parent[inside]] ^ salt(2 * number))),
+                )
 
 
-# nesting --------------------------------------------------------------------------------------------------------------
+# nesting ------------------------------------------------------------------------------
 
 
 class NotNested(Exception):
@@ -237,9 +309,11 @@ class NotNested(Exception):
 class _Nesting:
     """Cells and their parents.
 
-    Cells whose units belong together one to one are one cell. Parents of parents are parents.
+    Cells whose units belong together one to one are one cell. Parents of parents are
+    parents.
 
-    :param child, parent, relation: one entry for each membership. Members of one colour have parents of one colour.
+    :param child, parent, relation: one entry for each membership. Members of one colour
+        have parents of one colour.
     :param colour: class -> colour.
     """
 
@@ -247,7 +321,10 @@ class _Nesting:
         self.colour = colour
         sizes = np.bincount(colour)
         children, parents = sizes[colour[child]], sizes[colour[parent]]
-        one_to_one, within = (children == parents) & (children > 1), (children > parents) & (parents > 1)
+        one_to_one, within = (
+            (children == parents) & (children > 1),
+            (children > parents) & (parents > 1),
+        )
         self._unite(child[one_to_one], parent[one_to_one])
         self._add_parents(child[within], parent[within], relation[within])
 
@@ -255,21 +332,36 @@ class _Nesting:
         """Unite units whose members belong together one to one."""
         colour = self.colour
         _, unit = components(len(colour), child, parent)
-        _, together = components(int(colour.max(initial=-1)) + 1, colour[child], colour[parent])
-        _, first, label = np.unique(together[colour], return_index=True, return_inverse=True)
-        self.cell = first.argsort().argsort()[label]  # in the order of their first units
+        _, together = components(
+            int(colour.max(initial=-1)) + 1, colour[child], colour[parent]
+        )
+        _, first, label = np.unique(
+            together[colour], return_index=True, return_inverse=True
+        )
+        # in the order of their first units
+        self.cell = first.argsort().argsort()[label]
         rows, row, _ = distinct_rows(self.cell, unit)
         self.place = row - np.searchsorted(self.cell[rows], self.cell)
         numbers, sizes = np.unique(self.cell[rows], return_counts=True)
-        self.cells = {c: Cell(n) for c, n in zip(numbers.tolist(), sizes.tolist(), strict=True) if n > 1}
+        self.cells = {
+            c: Cell(n)
+            for c, n in zip(numbers.tolist(), sizes.tolist(), strict=True)
+            if n > 1
+        }
         first, _, counts = distinct_rows(unit, colour)
         if (counts > 1).any():  # a unit with two members of one colour
             raise self._not_nested(int(self.cell[first[counts > 1][0]]))
 
     def _add_parents(self, child: Array, parent: Array, relation: Array) -> None:
         """Add the parents that memberships state, then parents of parents."""
-        first, row, counts = distinct_rows(relation, self.colour[child], self.colour[parent])
-        groups = np.split(np.argsort(row, kind="stable"), np.cumsum(counts)[:-1]) if len(first) else []
+        first, row, counts = distinct_rows(
+            relation, self.colour[child], self.colour[parent]
+        )
+        groups = (
+            np.split(np.argsort(row, kind="stable"), np.cumsum(counts)[:-1])
+            if len(first)
+            else []
+        )
         for at, group in zip(first, groups, strict=True):
             lower, upper = int(self.cell[child[at]]), int(self.cell[parent[at]])
             parent_of = np.full(self.cells[lower].size, -1)
@@ -277,21 +369,28 @@ class _Nesting:
             if (parent_of < 0).any():
                 raise self._not_nested(lower)
             self._add_parent(lower, upper, parent_of)
-        for lower in sorted(self.cells, key=lambda number: self.cells[number].size):  # parents are smaller: complete
+        # parents are smaller: complete
+        for lower in sorted(self.cells, key=lambda number: self.cells[number].size):
             for upper, parent_of in list(self.cells[lower].parents.items()):
                 for top, grandparent_of in self.cells[upper].parents.items():
                     self._add_parent(lower, top, grandparent_of[parent_of])
 
     def _add_parent(self, lower: int, upper: int, parent_of: Array) -> None:
-        """Make ``upper`` a parent cell of ``lower``, if no other membership contradicts."""
-        if not np.array_equal(self.cells[lower].parents.setdefault(upper, parent_of), parent_of):
+        """Make ``upper`` a parent cell of ``lower``, if no other membership
+        contradicts.
+        """
+        if not np.array_equal(
+            self.cells[lower].parents.setdefault(upper, parent_of), parent_of
+        ):
             raise self._not_nested(upper)
 
     def implied(self) -> list[tuple[Array, Array]]:
-        """Return the memberships (children, parents) that two parent cells of the same units imply.
+        """Return the memberships (children, parents) that two parent cells of the same
+        units imply.
 
-        Either units of one cell determine those of the other and are their members; or units of both meet in every
-        combination, inside a larger unit if not all of them meet. That may be new, a class without atoms.
+        Either units of one cell determine those of the other and are their members; or
+        units of both meet in every combination, inside a larger unit if not all of them
+        meet. That may be new, a class without atoms.
         """
         implied, new = list[tuple[Array, Array]](), len(self.colour)
         for cell in self.cells.values():
@@ -303,11 +402,18 @@ class _Nesting:
                 in_a, in_b = self._representatives(a), self._representatives(b)
                 if len(pairs) in (len(in_a), len(in_b)):
                     membership = in_a[parent_a[pairs]], in_b[parent_b[pairs]]
-                    implied.append(membership if len(pairs) == len(in_a) else membership[::-1])
+                    implied.append(
+                        membership if len(pairs) == len(in_a) else membership[::-1]
+                    )
                     continue
-                count, label = components(len(in_a) + len(in_b), parent_a[pairs], parent_b[pairs] + len(in_a))
+                count, label = components(
+                    len(in_a) + len(in_b), parent_a[pairs], parent_b[pairs] + len(in_a)
+                )
                 left, right = np.split(label, [len(in_a)])
-                if (np.bincount(left, minlength=count) * np.bincount(right, minlength=count)).sum() != len(pairs):
+                if (
+                    np.bincount(left, minlength=count)
+                    * np.bincount(right, minlength=count)
+                ).sum() != len(pairs):
                     raise self._not_nested(a if len(in_a) <= len(in_b) else b)
                 common = self.cells[a].parents.keys() & self.cells[b].parents.keys()
                 if count > 1 and all(self.cells[c].size != count for c in common):
@@ -326,25 +432,36 @@ class _Nesting:
         return NotNested(np.flatnonzero(self.cell == number))
 
     def check_shape(self) -> None:
-        """Raise ``NotNested`` unless each cell is free, lies inside one cell, or rides along with two."""
+        """Raise ``NotNested`` unless each cell is free, lies inside one cell, or rides
+        along with two.
+        """
         for cell in self.cells.values():
             above = {top for upper in cell.parents for top in self.cells[upper].parents}
             cell.direct = sorted(upper for upper in cell.parents if upper not in above)
             if len(cell.direct) > 2:
-                raise self._not_nested(min(cell.direct, key=lambda number: self.cells[number].size))
+                raise self._not_nested(
+                    min(cell.direct, key=lambda number: self.cells[number].size)
+                )
         for number, cell in self.cells.items():
             if cell.direct:
-                _, _, counts = distinct_rows(*(cell.parents[upper] for upper in cell.direct))
-                pairs = len(cell.direct) == 2 or len(self.cells[cell.direct[0]].direct) == 2
-                if (counts != counts[0]).any() or (counts[0] > 1 and pairs):  # a group inside pairs fits no tree
+                _, _, counts = distinct_rows(
+                    *(cell.parents[upper] for upper in cell.direct)
+                )
+                pairs = (
+                    len(cell.direct) == 2 or len(self.cells[cell.direct[0]].direct) == 2
+                )
+                # a group inside pairs fits no tree
+                if (counts != counts[0]).any() or (counts[0] > 1 and pairs):
                     raise self._not_nested(number)
 
 
-# from cells to units --------------------------------------------------------------------------------------------------
+# from cells to units ------------------------------------------------------------------
 
 
 def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
-    """Return cell -> its units, if they move, in order of first use; parents come before their members."""
+    """Return cell -> its units, if they move, in order of first use; parents come
+    before their members.
+    """
     builder = _Builder(cells)
     for leaf in flow.leaves.values():
         if leaf.slices is None:
@@ -358,45 +475,75 @@ def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
 def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     """Return the units that nothing permutes, those along the same axes together.
 
-    Unified atoms are one unit. So are equal positions along axes whose fixed positions are the same: they may belong
-    to the same entry of a mask or of the network's inputs.
+    Unified atoms are one unit. So are equal positions along axes whose fixed positions
+    are the same: they may belong to the same entry of a mask or of the network's
+    inputs.
     """
-    axes, first, unions = list[Axis](), dict[bytes, Array](), list[tuple[Array, Array]]()
+    axes, first, unions = (
+        list[Axis](),
+        dict[bytes, Array](),
+        list[tuple[Array, Array]](),
+    )
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
             classes = cells.unit[part.atoms]
             fixed = np.flatnonzero(~np.isin(cells.cell[classes], list(cells.cells)))
-            if len(fixed) and not (leaf.kernel and part.axes[0] > 1):  # pixels have no multipliers
-                axes.append(Axis(leaf.site, part.axes[0], torch.from_numpy(fixed)[None], buffer=leaf.buffer))
-                unions.append((first.setdefault(fixed.tobytes(), classes[fixed]), classes[fixed]))
+            # pixels have no multipliers
+            if len(fixed) and not (leaf.kernel and part.axes[0] > 1):
+                axes.append(
+                    Axis(
+                        leaf.site,
+                        part.axes[0],
+                        torch.from_numpy(fixed)[None],
+                        buffer=leaf.buffer,
+                    )
+                )
+                unions.append(
+                    (first.setdefault(fixed.tobytes(), classes[fixed]), classes[fixed])
+                )
     if not axes:
         return []
-    _, unit = components(len(cells.cell), *map(np.concatenate, zip(*unions, strict=True)))
-    locations = defaultdict[int, list[tuple[int, int]]](list)  # unit -> number of an axis, position along it
+    _, unit = components(
+        len(cells.cell), *map(np.concatenate, zip(*unions, strict=True))
+    )
+    # unit -> number of an axis, position along it
+    locations = defaultdict[int, list[tuple[int, int]]](list)
     for number, (axis, (_, classes)) in enumerate(zip(axes, unions, strict=True)):
-        for one, position in zip(unit[classes].tolist(), axis.index[0].tolist(), strict=True):
+        for one, position in zip(
+            unit[classes].tolist(), axis.index[0].tolist(), strict=True
+        ):
             locations[one].append((number, position))
-    alike = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)  # numbers of axes -> positions of each unit
+    # numbers of axes -> positions of each unit
+    alike = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
     for own in locations.values():
         numbers, positions = zip(*own, strict=True)
         alike[numbers].append(positions)
     units = list[Units]()
     for numbers, rows in alike.items():
         lines = zip(numbers, torch.tensor(rows, device="cpu").T, strict=True)
-        own_axes = tuple(replace(axes[number], index=line[None]) for number, line in lines)
-        units.append(Units(f"fixed {len(units)}", len(rows), own_axes, moves=frozenset()))
+        own_axes = tuple(
+            replace(axes[number], index=line[None]) for number, line in lines
+        )
+        units.append(
+            Units(f"fixed {len(units)}", len(rows), own_axes, moves=frozenset())
+        )
     return units
 
 
 class _Builder:
-    """Collects the positions of units along the axes of all sites, and builds :class:`~pyro_symmetric.Units`."""
+    """Collects the positions of units along the axes of all sites, and builds
+    :class:`~pyro_symmetric.Units`.
+    """
 
     def __init__(self, solution: Cells):
         self.solution, self.cells = solution, solution.cells
-        self.blocks: dict[int, dict[Location, list[Array]]] = {}  # of positions, (blocks, units)
-        self.in_images: set[int] = set()  # cells whose units lie along an axis of a convolution's kernel
+        # of positions, (blocks, units)
+        self.blocks: dict[int, dict[Location, list[Array]]] = {}
+        # cells whose units lie along an axis of a convolution's kernel
+        self.in_images: set[int] = set()
         self.rank: dict[int, Array] = {}  # of each unit of a cell inside its parent
-        self.number: dict[int, Array] = {}  # of each unit of a cell, in the order of parents
+        # of each unit of a cell, in the order of parents
+        self.number: dict[int, Array] = {}
         for cell in self._parents_first(self.cells):
             own = self.cells[cell]
             if len(own.direct) > 1:  # rides along with two others
@@ -405,79 +552,139 @@ class _Builder:
             if own.direct:
                 parent = self.number[own.direct[0]][own.parents[own.direct[0]]]
             self.rank[cell] = rank_within(parent)
-            self.number[cell] = parent * (int(self.rank[cell].max()) + 1) + self.rank[cell]
+            self.number[cell] = (
+                parent * (int(self.rank[cell].max()) + 1) + self.rank[cell]
+            )
 
     def add(self, leaf: Leaf, dim: int, atoms: Array) -> None:
         """Locate the units of all cells along one axis."""
         units_of = self._units_of(leaf, atoms)
         for cell, units in units_of.items():
             context = self._context(atoms, units_of, {cell, *self.cells[cell].parents})
-            self._add_blocks(cell, units, context, (leaf.site, dim, 1, leaf.buffer, False))
+            self._add_blocks(
+                cell, units, context, (leaf.site, dim, 1, leaf.buffer, False)
+            )
 
     def add_sliced(self, leaf: Leaf, slices: Array) -> None:
-        """Locate units entry by entry in a matrix whose rows fall into slices with columns of their own.
+        """Locate units entry by entry in a matrix whose rows fall into slices with
+        columns of their own.
 
         Units that hold all columns of a slice move with its rows.
         """
         rows, entries, *others = (part.atoms for part in leaf.value.parts)
-        columns = entries[np.searchsorted(slices, np.arange(slices[-1] + 1))]  # those of each slice's first row
+        # those of each slice's first row
+        columns = entries[np.searchsorted(slices, np.arange(slices[-1] + 1))]
         by_row, by_column = self._units_of(leaf, rows), dict[int, Array]()
         for cell, units in self._units_of(leaf, columns.reshape(-1)).items():
-            varies = (units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]).any(1)
+            varies = (
+                units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]
+            ).any(1)
             if varies.any():
-                by_column[cell] = np.where(np.repeat(varies, columns.shape[1]), units, -1)
+                by_column[cell] = np.where(
+                    np.repeat(varies, columns.shape[1]), units, -1
+                )
         row, column = (grid.reshape(-1) for grid in np.indices(entries.shape))
         column = slices[row] * columns.shape[1] + column
         for units_of, position in ((by_row, row), (by_column, column)):
             for cell, units in units_of.items():
-                parents, in_columns = set(self.cells[cell].parents), units_of is by_column
-                of_row = self._context(rows, by_row, parents if in_columns else {cell, *parents})[row]
+                parents, in_columns = (
+                    set(self.cells[cell].parents),
+                    units_of is by_column,
+                )
+                of_row = self._context(
+                    rows, by_row, parents if in_columns else {cell, *parents}
+                )[row]
                 without = {cell, *parents} if in_columns else parents
-                of_column = self._context(columns.reshape(-1), by_column, without)[column]
+                of_column = self._context(columns.reshape(-1), by_column, without)[
+                    column
+                ]
                 location = leaf.site, 0, 2, leaf.buffer, in_columns
-                self._add_blocks(cell, units[position], of_row * (of_column.max() + 1) + of_column, location)
+                self._add_blocks(
+                    cell,
+                    units[position],
+                    of_row * (of_column.max() + 1) + of_column,
+                    location,
+                )
         for dim, atoms in enumerate(others, start=2):
             self.add(leaf, dim, atoms)
 
     def _units_of(self, leaf: Leaf, atoms: Array) -> dict[int, Array]:
-        """Return cell -> for each position, the unit of this cell that lies there or contains it, or -1."""
+        """Return cell -> for each position, the unit of this cell that lies there or
+        contains it, or -1.
+        """
         classes = self.solution.unit[atoms]
         cells, units_of = self.solution.cell[classes], dict[int, Array]()
         for number in np.unique(cells).tolist():
             if number in self.cells:
                 chosen = np.flatnonzero(cells == number)
-                units, parents = self.solution.place[classes[chosen]], self.cells[number].parents
-                for cell, own in [(number, units), *((up, parent_of[units]) for up, parent_of in parents.items())]:
+                units, parents = (
+                    self.solution.place[classes[chosen]],
+                    self.cells[number].parents,
+                )
+                for cell, own in [
+                    (number, units),
+                    *((up, parent_of[units]) for up, parent_of in parents.items()),
+                ]:
                     if cell in self.rank:
                         units_of.setdefault(cell, np.full(len(atoms), -1))[chosen] = own
         self.in_images.update(units_of if leaf.kernel and leaf.value.dim > 2 else ())
         return units_of
 
-    def _context(self, atoms: Array, units_of: dict[int, Array], without: set[int]) -> Array:
-        """Number positions; two have the same number if they differ at most in their units of the cells ``without``."""
+    def _context(
+        self, atoms: Array, units_of: dict[int, Array], without: set[int]
+    ) -> Array:
+        """Number positions; two have the same number if they differ at most in their
+        units of the cells ``without``.
+        """
         classes = self.solution.unit[atoms]
-        ranks = [np.where(units < 0, -1, self.rank[c][units]) for c, units in units_of.items() if c not in without]
+        ranks = [
+            np.where(units < 0, -1, self.rank[c][units])
+            for c, units in units_of.items()
+            if c not in without
+        ]
         copies = rank_within(classes, self.solution.atom_colour[atoms])
         return distinct_rows(self.solution.colour[classes], copies, *ranks)[1]
 
-    def _add_blocks(self, cell: int, units: Array, context: Array, location: Location) -> None:
-        """Group positions of equal context into blocks, with one position for each unit."""
+    def _add_blocks(
+        self, cell: int, units: Array, context: Array, location: Location
+    ) -> None:
+        """Group positions of equal context into blocks, with one position for each
+        unit.
+        """
         chosen = np.flatnonzero(units >= 0)
         number = self.number[cell][units[chosen]]
         order = np.lexsort([number, context[chosen]])
         count = self.cells[cell].size
-        if len(order) % count or (number[order].reshape(-1, count) != np.arange(count)).any():
-            raise RuntimeError(f"interchangeable units lie unevenly along axis {location[1]} of {location[0]!r}")
-        self.blocks.setdefault(cell, {}).setdefault(location, []).append(chosen[order].reshape(-1, count))
+        if (
+            len(order) % count
+            or (number[order].reshape(-1, count) != np.arange(count)).any()
+        ):
+            raise RuntimeError(
+                f"interchangeable units lie unevenly along axis {location[1]} of "
+                f"{location[0]!r}"
+            )
+        self.blocks.setdefault(cell, {}).setdefault(location, []).append(
+            chosen[order].reshape(-1, count)
+        )
 
     def units(self, shapes: dict[str, tuple[int, ...]]) -> dict[int, Units]:
-        """Build the units of each cell, named after the module of the first site along which they lie."""
-        with_members = {cell.direct[0] for cell in self.cells.values() if len(cell.direct) == 1}
+        """Build the units of each cell, named after the module of the first site along
+        which they lie.
+        """
+        with_members = {
+            cell.direct[0] for cell in self.cells.values() if len(cell.direct) == 1
+        }
         built: dict[int, Units] = {}
-        chains = (self._parents_first([*self.cells[cell].parents, cell]) for cell in self.blocks)
-        for cell in dict.fromkeys(number for chain in chains for number in chain):  # in order of first use
+        chains = (
+            self._parents_first([*self.cells[cell].parents, cell])
+            for cell in self.blocks
+        )
+        # in order of first use
+        for cell in dict.fromkeys(number for chain in chains for number in chain):
             axes = tuple(
-                _on_one_axis(Axis(site, dim, _index(blocks), 0, buffer, None, span), shapes[site])
+                _on_one_axis(
+                    Axis(site, dim, _index(blocks), 0, buffer, None, span), shapes[site]
+                )
                 for (site, dim, span, buffer, _), blocks in self.blocks[cell].items()
             )
             size, direct = int(self.rank[cell].max()) + 1, self.cells[cell].direct
@@ -494,7 +701,7 @@ class _Builder:
         return sorted(cells, key=lambda number: len(self.cells[number].parents))
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# small steps --------------------------------------------------------------------------
 
 
 def _index(blocks: Sequence[Array]) -> torch.Tensor:
@@ -504,42 +711,68 @@ def _index(blocks: Sequence[Array]) -> torch.Tensor:
 
 
 def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
-    """Reduce an axis that spans rows and columns to one of these, if units lie alike at all positions of the other."""
+    """Reduce an axis that spans rows and columns to one of these, if units lie alike at
+    all positions of the other.
+    """
     if axis.span == 1:
         return axis
     rows, columns = shape[axis.dim : axis.dim + 2]
     row, column = np.divmod(axis.index.numpy(), columns)
-    for dim, along, across, length in ((0, row, column, columns), (1, column, row, rows)):
+    for dim, along, across, length in (
+        (0, row, column, columns),
+        (1, column, row, rows),
+    ):
         order = np.lexsort([along[:, 0], across[:, 0]])
         if (across != across[:, :1]).any() or len(order) % length:
             continue
-        lines, others = along[order].reshape(length, -1, along.shape[1]), across[order, 0].reshape(length, -1)
+        lines, others = (
+            along[order].reshape(length, -1, along.shape[1]),
+            across[order, 0].reshape(length, -1),
+        )
         if (others == np.arange(length)[:, None]).all() and (lines == lines[:1]).all():
-            return replace(axis, dim=axis.dim + dim, span=1, index=torch.from_numpy(np.ascontiguousarray(lines[0])))
+            return replace(
+                axis,
+                dim=axis.dim + dim,
+                span=1,
+                index=torch.from_numpy(np.ascontiguousarray(lines[0])),
+            )
     return axis
 
 
 def module_name(site: str) -> str:
-    """Return ``layer.conv`` for ``layer.conv.weight``; a site that isn't a plain weight or bias keeps its own name."""
+    """Return ``layer.conv`` for ``layer.conv.weight``; a site that isn't a plain weight
+    or bias keeps its own name.
+    """
     path, parametrised, _ = site.partition(".parametrizations.")
     if parametrised:
         return path
     module, _, own = path.rpartition(".")
     for recurrent in ("weight_ih_", "weight_hh_", "bias_ih_", "bias_hh_"):
         own = own.removeprefix(recurrent)
-    plain = own in ("weight", "bias", "in_proj_weight", "in_proj_bias", "weight_g", "weight_v")
+    plain = own in (
+        "weight",
+        "bias",
+        "in_proj_weight",
+        "in_proj_bias",
+        "weight_g",
+        "weight_v",
+    )
     return module if plain and module else f"{module}.{own}" if module else own
 
 
 def unused(name: str, taken: Iterable[str]) -> str:
     """Return the name, with a number appended if it is taken."""
     taken = set(taken)
-    candidates = itertools.chain([name], (f"{name}~{number}" for number in itertools.count(2)))
+    candidates = itertools.chain(
+        [name], (f"{name}~{number}" for number in itertools.count(2))
+    )
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
 def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
-    """Find distinct rows of several integer columns, sorted: index of the first of each, inverse, counts."""
+    """Find distinct rows of several integer columns, sorted: index of the first of
+    each, inverse, counts.
+    """
     order = np.lexsort(columns[::-1])
     new = np.zeros(len(order), dtype=bool)
     new[:1] = True
@@ -551,14 +784,20 @@ def distinct_rows(*columns: Array) -> tuple[Array, Array, Array]:
 
 
 def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
-    """Find the connected components of a graph: their number, and the component of each node."""
-    graph = coo_matrix((np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size))
+    """Find the connected components of a graph: their number, and the component of each
+    node.
+    """
+    graph = coo_matrix(
+        (np.ones(len(one), dtype=np.int8), (one, other)), shape=(size, size)
+    )
     count, label = connected_components(graph, directed=False)
     return count, label.astype(np.int64)
 
 
 def hash64(values: Array) -> Array:
-    """Hash integers to 64 bits (splitmix64): sums of hashes tell multisets apart but for a chance of 2^-64 a pair."""
+    """Hash integers to 64 bits (splitmix64): sums of hashes tell multisets apart but
+    for a chance of 2^-64 a pair.
+    """
     z = values.astype(_U) + _U(0x9E3779B97F4A7C15)
     z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)

@@ -1,8 +1,10 @@
-r"""Completeness of a symmetry: the dimension of all continuous symmetries, against that of those that were found.
+r"""Completeness of a symmetry: the dimension of all continuous symmetries, against that
+of those that were found.
 
-A continuous symmetry moves weights along the null space of the Jacobian of a network's outputs, at many inputs. Its
-dimension is compared with the rank of the tangents of the scales and shifts that were found, at several random points
-near the network's weights: one may have a larger null space by accident (a unit that no input switches on, say).
+A continuous symmetry moves weights along the null space of the Jacobian of a network's
+outputs, at many inputs. Its dimension is compared with the rank of the tangents of the
+scales and shifts that were found, at several random points near the network's weights:
+one may have a larger null space by accident (a unit that no input switches on, say).
 """
 
 from __future__ import annotations
@@ -22,23 +24,32 @@ from pyro_symmetric.groups import Group
 from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
-POINTS, LARGEST = 5, 10_000  # points at most, and weights at most: time grows with their cube
+# points at most, and weights at most: time grows with their cube
+POINTS, LARGEST = 5, 10_000
 CENTRED = 0.9  # the share of their mean that rows of matrices lose at every other point
-NULL, CLEAR = 1e-8, 1e3  # relative size of singular values that may count as zero, and a gap that leaves no doubt
-STEP, WRONG = 1e-4, 1e-6  # step in log-scales for tangents, and the relative change of outputs along false ones
-LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)  # losses for one draw of the inputs, and the sizes of the draws in turn
+# relative size of singular values that may count as zero, and a gap that leaves no
+# doubt
+NULL, CLEAR = 1e-8, 1e3
+# step in log-scales for tangents, and the relative change of outputs along false ones
+STEP, WRONG = 1e-4, 1e-6
+# losses for one draw of the inputs, and the sizes of the draws in turn
+LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)
 
 
 @dataclass(frozen=True)
 class Completeness:
-    """The dimension of all continuous symmetries of a network, and of those that were found.
+    """The dimension of all continuous symmetries of a network, and of those that were
+    found.
 
-    Most networks have more than scales and shifts: linear maps between two matrices (queries and keys), rotations of a
-    normalised stream, an offset that a normalisation removes. The library doesn't act with these. Permutations and
-    signs have no tangents.
+    Most networks have more than scales and shifts: linear maps between two matrices
+    (queries and keys), rotations of a normalised stream, an offset that a normalisation
+    removes. The library doesn't act with these. Permutations and signs have no
+    tangents.
 
-    :ivar weights: the number of weights (with the running statistics that the symmetry moves).
-    :ivar null: the dimension of the Jacobian's null space, at generic weights and to first order.
+    :ivar weights: the number of weights (with the running statistics that the symmetry
+        moves).
+    :ivar null: the dimension of the Jacobian's null space, at generic weights and to
+        first order.
     :ivar found: the dimension of the scales and shifts of the symmetry.
     :ivar doubts: reasons why the numbers may be wrong.
     """
@@ -56,9 +67,13 @@ class Completeness:
 
 @forked(0)
 def completeness(
-    symmetry: Symmetry, net: nn.Module, *inputs: Any, kwargs: Mapping[str, Any] | None = None
+    symmetry: Symmetry,
+    net: nn.Module,
+    *inputs: Any,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Completeness:
-    """Compare a symmetry with all directions in which a network's weights move without effect.
+    """Compare a symmetry with all directions in which a network's weights move without
+    effect.
 
     >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(5, 3)
     >>> result = ps.discovery.completeness(ps.find_symmetry(net, x), net, x)
@@ -66,20 +81,42 @@ def completeness(
     (42, 8)
 
     :param symmetry: the symmetry of the network, which isn't changed.
-    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers,
-        integers by others from the smallest to the largest of the example; masks stay.
+    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are
+        replaced by random numbers, integers by others from the smallest to the largest
+        of the example; masks stay.
     :param kwargs: keyword arguments of its ``forward``, likewise.
-    :raises ValueError: if there are more than 10,000 weights, or the network isn't the symmetry's.
+    :raises ValueError: if there are more than 10,000 weights, or the network isn't the
+        symmetry's.
     """
     if sum(shape.numel() for shape in symmetry.site_shapes.values()) > LARGEST:
-        raise ValueError(f"there are more than {LARGEST} weights, whose null space takes too long to find")
-    run, tried = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits), list[Completeness]()
-    own = {site: in_dtype(value.detach(), torch.float64) for site, value in symmetry.weights_of(net).items()}
+        raise ValueError(
+            f"there are more than {LARGEST} weights, whose null space takes too long "
+            "to find"
+        )
+    run, tried = (
+        Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits),
+        list[Completeness](),
+    )
+    own = {
+        site: in_dtype(value.detach(), torch.float64)
+        for site, value in symmetry.weights_of(net).items()
+    }
     for point in range(POINTS):
-        weights = {site: near(value, site in symmetry.buffers) for site, value in own.items()}
-        if point % 2:  # units that read positive numbers switch on and off if their weights have a mean of nearly zero
-            means = {s: v.mean([*range(1, v.dim())], keepdim=True) for s, v in weights.items() if v.dim() > 1}
-            weights = {site: value - CENTRED * means.get(site, 0.0) for site, value in weights.items()}
+        weights = {
+            site: near(value, site in symmetry.buffers) for site, value in own.items()
+        }
+        # units that read positive numbers switch on and off if their weights have a
+        # mean of nearly zero
+        if point % 2:
+            means = {
+                s: v.mean([*range(1, v.dim())], keepdim=True)
+                for s, v in weights.items()
+                if v.dim() > 1
+            }
+            weights = {
+                site: value - CENTRED * means.get(site, 0.0)
+                for site, value in weights.items()
+            }
         tried.append(_counted(symmetry.group, weights, _rows(run, weights)))
         best = min(tried, key=lambda one: one.null)
         if best.null == best.found or [one.null for one in tried].count(best.null) == 2:
@@ -87,11 +124,13 @@ def completeness(
     return best
 
 
-# the Jacobian ---------------------------------------------------------------------------------------------------------
+# the Jacobian -------------------------------------------------------------------------
 
 
 def _rows(run: Pass, weights: Weights) -> Tensor:
-    """Return normalised gradients of random losses, which span the Jacobian's rows: more than there are weights."""
+    """Return normalised gradients of random losses, which span the Jacobian's rows:
+    more than there are weights.
+    """
     size, rows = sum(value.numel() for value in weights.values()), list[Tensor]()
     leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
     needed = size + size // 4 + 64
@@ -101,56 +140,99 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
             outputs = run.outputs(leaves, inputs, torch.float64)
         losses = min(LOSSES, sum(out.numel() for out in outputs if out.requires_grad))
         for gradient in gradients(outputs, leaves, losses):
-            blocks = [gradient.get(site, torch.zeros_like(value)).flatten() for site, value in weights.items()]
+            blocks = [
+                gradient.get(site, torch.zeros_like(value)).flatten()
+                for site, value in weights.items()
+            ]
             row = torch.cat(blocks).cpu()
             rows += [row / row.norm()] if 0 < row.norm() < float("inf") else []
         if len(rows) >= needed:
             return torch.stack(rows)
-    raise ValueError("no output of the network depends on these weights; there is no Jacobian to look at")
+    raise ValueError(
+        "no output of the network depends on these weights; there is no Jacobian to "
+        "look at"
+    )
 
 
 def _like(value: Tensor, size: float) -> Tensor:
-    """Draw normal numbers like a tensor, or integers from its smallest to its largest; return masks unchanged."""
+    """Draw normal numbers like a tensor, or integers from its smallest to its largest;
+    return masks unchanged.
+    """
     own = in_precision(value.dtype, torch.float64)
     if own.is_floating_point or own.is_complex:
         return size * torch.randn_like(value, dtype=own)
-    if value.dtype == torch.bool or not value.numel() or set(value.unique().tolist()) <= {0, 1}:
+    if (
+        value.dtype == torch.bool
+        or not value.numel()
+        or set(value.unique().tolist()) <= {0, 1}
+    ):
         return value
     return torch.randint_like(value, int(value.min()), int(value.max()) + 1)
 
 
 def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
-    """Return the dimensions at one point, where the null space may be too large, and the span of tangents too small."""
+    """Return the dimensions at one point, where the null space may be too large, and
+    the span of tangents too small.
+    """
     columns = rows.norm(dim=0)
-    scale = columns.clamp_min(1e-4 * columns.max())  # without an effect, columns would be noise of length one
+    # without an effect, columns would be noise of length one
+    scale = columns.clamp_min(1e-4 * columns.max())
     values = torch.linalg.svdvals(torch.linalg.qr(rows / scale, mode="r").R)
-    values = values.clamp_min(torch.finfo(values.dtype).eps * values[0])  # smaller ones are rounding
+    # smaller ones are rounding
+    values = values.clamp_min(torch.finfo(values.dtype).eps * values[0])
     ratios = values[:-1] / values[1:]
-    ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)  # the largest gap delimits the null space
+    # the largest gap delimits the null space
+    ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)
     rank = int(ratios.argmax()) + 1 if bool((ratios > 0).any()) else len(values)
     null = len(values) - rank
     doubts, tangents = list[str](), [rows[:0]]
     for what, own in _tangents(group, weights):
-        if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(own.norm()):
+        if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(
+            own.norm()
+        ):
             doubts.append(f"the {what} change the outputs: they are no symmetry here")
         else:
             tangents.append(own[own.norm(dim=1) > 0])
     spanned = torch.cat(tangents)
-    found = int(torch.linalg.matrix_rank(spanned / spanned.norm(dim=1, keepdim=True), rtol=1e-6)) if len(spanned) else 0
+    found = (
+        int(
+            torch.linalg.matrix_rank(
+                spanned / spanned.norm(dim=1, keepdim=True), rtol=1e-6
+            )
+        )
+        if len(spanned)
+        else 0
+    )
     if rank < len(values) and float(ratios[rank - 1]) < CLEAR:
-        doubts.append("the singular values that count are hardly larger than those that count as zero")
+        doubts.append(
+            "the singular values that count are hardly larger than those that count as "
+            "zero"
+        )
     if null > found and bool((columns == 0).any()):
-        doubts.append("some weights have no effect for any input that was tried; wider inputs may reach them")
+        doubts.append(
+            "some weights have no effect for any input that was tried; wider inputs "
+            "may reach them"
+        )
     return Completeness(rows.shape[1], null, found, tuple(doubts))
 
 
 def _tangents(group: Group, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over scales and shifts, in words, with the tangents of their units, ``(units, size)``."""
+    """Iterate over scales and shifts, in words, with the tangents of their units,
+    ``(units, size)``.
+    """
     moves: dict[Move, str] = {"scale": "log_scales", "shift": "shifts"}
     for move, argument in moves.items():
         for name in group.names(move):
             one = group[name]
-            step = STEP * torch.eye(one.count, dtype=torch.float64, device="cpu").reshape(one.count, *one.shape)
-            up, down = (group.element(**{argument: {name: own}}).on_sites(weights) for own in (step, -step))
-            moved = [(up[site] - down[site]).expand(one.count, *v.shape).flatten(1) for site, v in weights.items()]
+            step = STEP * torch.eye(
+                one.count, dtype=torch.float64, device="cpu"
+            ).reshape(one.count, *one.shape)
+            up, down = (
+                group.element(**{argument: {name: own}}).on_sites(weights)
+                for own in (step, -step)
+            )
+            moved = [
+                (up[site] - down[site]).expand(one.count, *v.shape).flatten(1)
+                for site, v in weights.items()
+            ]
             yield f"{move}s of {name!r}", torch.cat(moved, 1).cpu() / (2 * STEP)

@@ -1,20 +1,25 @@
 r"""Scales, signs and shifts of units, from conservation laws of the gradient.
 
-Let :math:`W_a[u]` be the weights of a unit ``u`` along an axis ``a``. If outputs are invariant under
-:math:`W_a[u] \to \lambda^{e_a} W_a[u]`, so is every loss :math:`L` of them, and its derivative in :math:`\log\lambda`
-vanishes, at all weights and for all inputs. This is a conservation law, in the sense of Noether:
+Let :math:`W_a[u]` be the weights of a unit ``u`` along an axis ``a``. If outputs are
+invariant under
+:math:`W_a[u] \to \lambda^{e_a} W_a[u]`, so is every loss :math:`L` of them, and its
+derivative in :math:`\log\lambda` vanishes, at all weights and for all inputs. This is a
+conservation law, in the sense of Noether:
 
 .. math:: \sum_a e_a \, \langle W_a[u], \partial L / \partial W_a[u] \rangle = 0.
 
-Each random loss adds one row for each unit to the matrix of these inner products, whose columns are the axes; the
-exponents are the small integers of its null space. If a bias may be shifted, the entries of its gradient sum to zero.
+Each random loss adds one row for each unit to the matrix of these inner products, whose
+columns are the axes; the exponents are the small integers of its null space. If a bias
+may be shifted, the entries of its gradient sum to zero.
 
-Gradients are those of a twin of the network, in which no scale passes, say, a clamp that its inputs don't reach. Signs
-obey the same law, modulo two, in a linearised twin (:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law
-proposes is then tried on the network itself.
+Gradients are those of a twin of the network, in which no scale passes, say, a clamp
+that its inputs don't reach. Signs obey the same law, modulo two, in a linearised twin
+(:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law proposes is then tried
+on the network itself.
 
-Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient); Laurent, Aldea & Franchi 2024, arXiv
-2310.08287 (scalings); Wiese et al. 2023, arXiv 2304.02902 (signs).
+Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
+Laurent, Aldea & Franchi 2024, arXiv 2310.08287 (scalings); Wiese et al. 2023, arXiv
+2304.02902 (signs).
 """
 
 from __future__ import annotations
@@ -34,10 +39,26 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric._process import without_fast_attention, without_warnings
 from pyro_symmetric.discovery.cells import module_name, unused
-from pyro_symmetric.discovery.integer_algebra import Exponents, echelon, independent, small_integers
-from pyro_symmetric.discovery.linear_twin import NotDifferentiable, Pass, gradients, in_dtype, random_like
+from pyro_symmetric.discovery.integer_algebra import (
+    Exponents,
+    echelon,
+    independent,
+    small_integers,
+)
+from pyro_symmetric.discovery.linear_twin import (
+    NotDifferentiable,
+    Pass,
+    gradients,
+    in_dtype,
+    random_like,
+)
 from pyro_symmetric.discovery.registry import Array
-from pyro_symmetric.discovery.repeats import Repeats, UnequalBlocks, copies, without_repeats
+from pyro_symmetric.discovery.repeats import (
+    Repeats,
+    UnequalBlocks,
+    copies,
+    without_repeats,
+)
 from pyro_symmetric.discovery.symmetry import near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.verify import difference, guilty
@@ -47,19 +68,33 @@ from pyro_symmetric.weights import Weights
 
 FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points
-SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)  # distances of these points from the network's weights, in their deviations
-TEST_SPREADS = 12 * (1.2,)  # distances of further points, at which proposals are tried only
-MORE_POINTS = 3  # of a large network, if units that are dead at the first one would be needed
-MOST_LOSSES = (6, 48)  # of a large and of a small network; cells that need more get no multipliers
-# Relative tolerances, by precision: singular values of the null space, and magnitudes of axes without gradient.
-NULL, SILENT = {torch.float64: 1e-8, torch.float32: 1e-4}, {torch.float64: 1e-9, torch.float32: 1e-5}
-FACTOR = {torch.float64: 4.0, torch.float32: 64.0}  # scales of trials; a larger one shows the epsilon of a norm, too
-AUDIBLE = 0.3  # the least deviation of biases and gains in single precision, which hides what small ones contribute
-EXACT = 1e-12  # relative tolerance for the scale of a whole site; the epsilon of a norm exceeds it
+# distances of these points from the network's weights, in their deviations
+SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)
+# distances of further points, at which proposals are tried only
+TEST_SPREADS = 12 * (1.2,)
+# of a large network, if units that are dead at the first one would be needed
+MORE_POINTS = 3
+# of a large and of a small network; cells that need more get no multipliers
+MOST_LOSSES = (6, 48)
+# Relative tolerances, by precision: singular values of the null space, and magnitudes
+# of axes without gradient.
+NULL, SILENT = (
+    {torch.float64: 1e-8, torch.float32: 1e-4},
+    {torch.float64: 1e-9, torch.float32: 1e-5},
+)
+# scales of trials; a larger one shows the epsilon of a norm, too
+FACTOR = {torch.float64: 4.0, torch.float32: 64.0}
+# the least deviation of biases and gains in single precision, which hides what small
+# ones contribute
+AUDIBLE = 0.3
+# relative tolerance for the scale of a whole site; the epsilon of a norm exceeds it
+EXACT = 1e-12
 
 Place = tuple[str, int, int]  # site, dim and span of an axis
-Products = dict[Place, Tensor]  # ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
-Moves = dict[Exponents, frozenset[Move]]  # whether these are the exponents of scales, of signs, or of both
+# ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
+Products = dict[Place, Tensor]
+# whether these are the exponents of scales, of signs, or of both
+Moves = dict[Exponents, frozenset[Move]]
 
 
 @torch.inference_mode(False)
@@ -74,14 +109,16 @@ def with_multipliers(
     held: Collection[str] = (),
     logits: bool = False,
 ) -> list[Units]:
-    """Add to units the multipliers that they admit, and units that are only multiplied or shifted.
+    """Add to units the multipliers that they admit, and units that are only multiplied
+    or shifted.
 
     :param units: the units that permute, outer ones first.
     :param fixed: units that nothing permutes.
     :param traces: the forward passes whose outputs matter.
     :param net: the network that was traced.
     :param shapes: the shapes of all sites.
-    :param slices: for matrices whose rows fall into slices that read different inputs, the slice of each row.
+    :param slices: for matrices whose rows fall into slices that read different inputs,
+        the slice of each row.
     :param held: sites that stay: frozen, or used by no pass.
     :param logits: whether outputs go through a softmax.
     """
@@ -92,7 +129,8 @@ def with_multipliers(
         for one in (*units, *fixed):
             inner = [other for other in units if other.parent == one.name]
             spanning = {other.name for other in inner}
-            if law.small and one.count == 1 and not one.moves:  # all others together may do what a lone unit does
+            # all others together may do what a lone unit does
+            if law.small and one.count == 1 and not one.moves:
                 spanning = {cell.units.name for cell in cells}
             axes = _axes_of(one, inner, law, slices, held)
             if axes:
@@ -102,17 +140,30 @@ def with_multipliers(
         return list(units)
     for cell, moves in multipliers.items():
         _add_multipliers(by_name, cell, moves)
-    multiplied = [{axis.site for axis in one.axes if axis.exponent} for one in by_name.values()]
+    multiplied = [
+        {axis.site for axis in one.axes if axis.exponent} for one in by_name.values()
+    ]
     occupied = {axis.site for one in by_name.values() for axis in one.axes}
     for site, move in law.whole_sites():
-        if site not in held and ({site} not in multiplied if move == "scale" else site not in occupied):
-            axis = Axis(site, 0, torch.arange(shapes[site][0], device="cpu")[:, None], int(move == "scale"))
-            by_name[f"{move} of {site}"] = Units(f"{move} of {site}", 1, (axis,), moves=frozenset({move}))
+        if site not in held and (
+            {site} not in multiplied if move == "scale" else site not in occupied
+        ):
+            axis = Axis(
+                site,
+                0,
+                torch.arange(shapes[site][0], device="cpu")[:, None],
+                int(move == "scale"),
+            )
+            by_name[f"{move} of {site}"] = Units(
+                f"{move} of {site}", 1, (axis,), moves=frozenset({move})
+            )
     return list(by_name.values())
 
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
-    """Build the group of all units, without multipliers that permutations don't carry onto one another."""
+    """Build the group of all units, without multipliers that permutations don't carry
+    onto one another.
+    """
     with contextlib.suppress(ValueError):
         return Group(units, shapes, of_network=True)
     kept = dict[str, Units]()
@@ -124,16 +175,22 @@ def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
     def add(some: Sequence[Units]) -> None:
         """Add the units that fit in with the others, by bisection."""
         try:
-            kept.update(Group((kept | {one.name: one for one in some}).values(), shapes).units)
+            kept.update(
+                Group((kept | {one.name: one for one in some}).values(), shapes).units
+            )
         except ValueError:
-            for half in (some[: len(some) // 2], some[len(some) // 2 :]) if len(some) > 1 else ():
+            for half in (
+                (some[: len(some) // 2], some[len(some) // 2 :])
+                if len(some) > 1
+                else ()
+            ):
                 add(half)
 
     add(units)
     return Group(kept.values(), shapes, of_network=True)
 
 
-# the law --------------------------------------------------------------------------------------------------------------
+# the law ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +211,9 @@ Bases = dict[_Cell, list[Exponents]]
 
 
 class _Point(NamedTuple):
-    """Random weights near the network's own, random inputs of each pass, and the network's outputs there."""
+    """Random weights near the network's own, random inputs of each pass, and the
+    network's outputs there.
+    """
 
     weights: Weights
     inputs: list[list[Tensor]]
@@ -162,138 +221,260 @@ class _Point(NamedTuple):
 
 
 class _Law:
-    """The conservation laws of a network's units, from random losses at random points."""
+    """The conservation laws of a network's units, from random losses at random
+    points.
+    """
 
-    def __init__(self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]):
+    def __init__(
+        self, passes: Sequence[Pass], net: nn.Module, shapes: Mapping[str, torch.Size]
+    ):
         self.passes, self.shapes = passes, shapes
         tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-        self.weights = {site: tensors[site].detach() for site in shapes if not is_lazy(tensors[site])}
+        self.weights = {
+            site: tensors[site].detach()
+            for site in shapes
+            if not is_lazy(tensors[site])
+        }
         size = sum(value.numel() for value in self.weights.values())
         self.small = size < SMALL
         self.dtype = torch.float64 if size < FLOAT64 else torch.float32
         self.null, self.silent = NULL[self.dtype], SILENT[self.dtype]
         self.buffers = set(dict(net.named_buffers()))
-        self.epsilons = {site: eps for one in passes for site, eps in one.epsilons.items()}
+        self.epsilons = {
+            site: eps for one in passes for site, eps in one.epsilons.items()
+        }
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.repeats = Repeats(None, {}, {})
         self.points, self.test_points = list[_Point](), list[_Point]()
         self.first_gradient: Weights = {}
 
     def multipliers(self, cells: Sequence[_Cell]) -> dict[_Cell, Moves]:
-        """Find for each cell the exponents of its multipliers, and whether these are scales, signs or both."""
+        """Find for each cell the exponents of its multipliers, and whether these are
+        scales, signs or both.
+        """
         scales, signs = self._solved_by_blocks(cells) or self._solved(cells)
-        solved: dict[_Cell, Moves] = {cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells}
+        solved: dict[_Cell, Moves] = {
+            cell: dict.fromkeys(scales[cell], frozenset({"scale"})) for cell in cells
+        }
         for cell, moves in solved.items():
             for parity in signs[cell]:
-                same = next((exponents for exponents in moves if _parity(exponents) == parity), parity)
+                same = next(
+                    (exponents for exponents in moves if _parity(exponents) == parity),
+                    parity,
+                )
                 moves[same] = moves.get(same, frozenset()) | {"flip"}
         return solved
 
     def _solved_by_blocks(self, cells: Sequence[_Cell]) -> tuple[Bases, Bases] | None:
-        """Solve the laws of two of each run of equal blocks, and copy them to the others; None if that can't be."""
+        """Solve the laws of two of each run of equal blocks, and copy them to the
+        others; None if that can't be.
+        """
         passes, weights = self.passes, self.weights
         if self.small or len(passes) > 1:
             return None
-        self.repeats = repeats = without_repeats(passes[0].trace, [cell.axes for cell in cells])
+        self.repeats = repeats = without_repeats(
+            passes[0].trace, [cell.axes for cell in cells]
+        )
         if repeats.block:
             self.passes = [Pass(passes[0].trace, passes[0].logits, repeats.graph)]
-            self.weights = {site: value for site, value in weights.items() if repeats.of(site)[1] < 2}
+            self.weights = {
+                site: value
+                for site, value in weights.items()
+                if repeats.of(site)[1] < 2
+            }
             kept = _in_two_blocks(cells, repeats)
-            # Units inside the second block tell which multipliers of outer ones, heads say, are products of theirs.
-            second = [cell for cell in cells if all(repeats.of(axis.site)[1] == 1 for axis in cell.axes)]
+            # Units inside the second block tell which multipliers of outer ones, heads
+            # say, are products of theirs.
+            second = [
+                cell
+                for cell in cells
+                if all(repeats.of(axis.site)[1] == 1 for axis in cell.axes)
+            ]
             with contextlib.suppress(UnequalBlocks):
                 scales, signs = self._solved([*dict.fromkeys(kept.values()), *second])
                 whole = self._whole_sites()
-                pairs = ((site, first) for site, first in repeats.stand_in.items() if site in self.weights)
+                pairs = (
+                    (site, first)
+                    for site, first in repeats.stand_in.items()
+                    if site in self.weights
+                )
                 if any(whole.get(site) != whole.get(first) for site, first in pairs):
                     raise UnequalBlocks
                 return (
-                    {cell: copies(scales[own], own.axes, cell.axes, repeats, False) for cell, own in kept.items()},
-                    {cell: copies(signs[own], own.axes, cell.axes, repeats, True) for cell, own in kept.items()},
+                    {
+                        cell: copies(scales[own], own.axes, cell.axes, repeats, False)
+                        for cell, own in kept.items()
+                    },
+                    {
+                        cell: copies(signs[own], own.axes, cell.axes, repeats, True)
+                        for cell, own in kept.items()
+                    },
                 )
-        self.passes, self.weights, self.repeats, self.first_gradient = passes, weights, Repeats(None, {}, {}), {}
+        self.passes, self.weights, self.repeats, self.first_gradient = (
+            passes,
+            weights,
+            Repeats(None, {}, {}),
+            {},
+        )
         return None
 
     def _solved(self, cells: Sequence[_Cell]) -> tuple[Bases, Bases]:
-        """Find for each cell a basis of the exponents of scales, and one of the parities of signs."""
-        # A unit that is silent at one point (a ReLU that no input switches on) isn't at another, farther off.
-        weights = {site: in_dtype(value, self.dtype) for site, value in self.weights.items()}
-        self.points = [self._point(weights, spread) for spread in (SPREADS if self.small else SPREADS[:1])]
-        self.test_points = [self._point(weights, spread) for spread in (TEST_SPREADS if self.small else ())]
+        """Find for each cell a basis of the exponents of scales, and one of the
+        parities of signs.
+        """
+        # A unit that is silent at one point (a ReLU that no input switches on) isn't at
+        # another, farther off.
+        weights = {
+            site: in_dtype(value, self.dtype) for site, value in self.weights.items()
+        }
+        self.points = [
+            self._point(weights, spread)
+            for spread in (SPREADS if self.small else SPREADS[:1])
+        ]
+        self.test_points = [
+            self._point(weights, spread)
+            for spread in (TEST_SPREADS if self.small else ())
+        ]
         most = MOST_LOSSES[self.small]
-        soluble = [cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count]
-        # At most so many: rows to spare, as units may be dead; but an image's three channels, with one axis, take one.
+        soluble = [
+            cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count
+        ]
+        # At most so many: rows to spare, as units may be dead; but an image's three
+        # channels, with one axis, take one.
         spare = 4 if self.small else 0
-        needed = [math.ceil((3 * len(cell.axes) + spare) / cell.units.count) for cell in soluble]
+        needed = [
+            math.ceil((3 * len(cell.axes) + spare) / cell.units.count)
+            for cell in soluble
+        ]
         losses = max(len(self.points), min(most, max(needed, default=1)))
         products = self._inner_products(cells, losses, "scale")
-        while len(self.points) < MORE_POINTS and any(_is_dead(cell, products) for cell in cells):
+        while len(self.points) < MORE_POINTS and any(
+            _is_dead(cell, products) for cell in cells
+        ):
             self.points.append(self._point(weights, SPREADS[2 * len(self.points)]))
             losses = max(losses, len(self.points))
             products = self._inner_products(cells, losses, "scale")
-        dead = [axis.site for cell in cells if _is_dead(cell, products) for axis in cell.axes]
+        dead = [
+            axis.site
+            for cell in cells
+            if _is_dead(cell, products)
+            for axis in cell.axes
+        ]
         if any(site in self.repeats.block for site in dead):
             raise UnequalBlocks
-        scales = self._confirmed({cell: self._scales(cell, products) for cell in cells}, FACTOR[self.dtype])
+        scales = self._confirmed(
+            {cell: self._scales(cell, products) for cell in cells}, FACTOR[self.dtype]
+        )
         scales = _independent_of_others(scales, self.shapes, False)
         try:
             linear = self._inner_products(cells, losses, "flip")
-            signs = {cell: self._signs(cell, scales[cell], products, linear) for cell in cells}
+            signs = {
+                cell: self._signs(cell, scales[cell], products, linear)
+                for cell in cells
+            }
         except NotDifferentiable:
             return scales, {cell: [] for cell in cells}
-        return scales, _independent_of_others(self._confirmed(signs, -1.0), self.shapes, True)
+        return scales, _independent_of_others(
+            self._confirmed(signs, -1.0), self.shapes, True
+        )
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
-        """Iterate over vectors that may be shifted as a whole, and sites that may be scaled as a whole."""
+        """Iterate over vectors that may be shifted as a whole, and sites that may be
+        scaled as a whole.
+        """
         found = self._whole_sites()
         for site in self.shapes:
             for move in found.get(self.repeats.stand_in.get(site, site), ()):
                 yield site, move
 
     def _whole_sites(self) -> dict[str, list[Move]]:
-        """Find the moves of whole sites from one loss, with at most two blocks of each run.
+        """Find the moves of whole sites from one loss, with at most two blocks of each
+        run.
 
-        Single precision can't tell a scale of a whole site from one that an epsilon breaks.
+        Single precision can't tell a scale of a whole site from one that an epsilon
+        breaks.
         """
-        norms = {site: float(gradient.norm()) for site, gradient in self.first_gradient.items()}
+        norms = {
+            site: float(gradient.norm())
+            for site, gradient in self.first_gradient.items()
+        }
         found = dict[str, list[Move]]()
         for site, norm in norms.items():
-            if site in self.buffers or not self.shapes[site] or norm <= self.silent * max(norms.values()):
+            if (
+                site in self.buffers
+                or not self.shapes[site]
+                or norm <= self.silent * max(norms.values())
+            ):
                 continue
             gradient = self.first_gradient[site].real
-            if len(self.shapes[site]) == 1 < self.shapes[site][0] and abs(float(gradient.sum())) <= self.null * norm:
+            if (
+                len(self.shapes[site]) == 1 < self.shapes[site][0]
+                and abs(float(gradient.sum())) <= self.null * norm
+            ):
                 found.setdefault(site, []).append("shift")
-            products = (self.points[0].weights[site] * self.first_gradient[site].conj()).real
-            if self.dtype == torch.float64 and abs(float(products.sum())) <= EXACT * float(products.abs().sum()):
+            products = (
+                self.points[0].weights[site] * self.first_gradient[site].conj()
+            ).real
+            if self.dtype == torch.float64 and abs(
+                float(products.sum())
+            ) <= EXACT * float(products.abs().sum()):
                 found.setdefault(site, []).append("scale")
         return found
 
-    # inner products -------------------------------------------------------------------------------------------------
+    # inner products -------------------------------------------------------------------
 
-    def _inner_products(self, cells: Sequence[_Cell], losses: int, twin: Move) -> Products:
-        r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all positions ``i`` of all axes."""
+    def _inner_products(
+        self, cells: Sequence[_Cell], losses: int, twin: Move
+    ) -> Products:
+        r"""Compute :math:`\langle W_a[i], \partial L / \partial W_a[i]\rangle` for all
+        positions ``i`` of all axes.
+        """
         places = {_place(axis): axis for cell in cells for axis in cell.axes}
-        axes = {site: [axis for axis in places.values() if axis.site == site] for site, _, _ in places}
+        axes = {
+            site: [axis for axis in places.values() if axis.site == site]
+            for site, _, _ in places
+        }
         lengths = {place: axis.length(self.shapes) for place, axis in places.items()}
-        products = {place: torch.zeros(2, losses, n, dtype=torch.float64, device="cpu") for place, n in lengths.items()}
+        products = {
+            place: torch.zeros(2, losses, n, dtype=torch.float64, device="cpu")
+            for place, n in lengths.items()
+        }
         for loss, (weights, gradient) in enumerate(self._gradients(losses, twin)):
             self.first_gradient = self.first_gradient or gradient
             for site in axes.keys() & gradient.keys():
-                weight = weights[site] + self.epsilons[site] if site in self.epsilons else weights[site]
+                weight = (
+                    weights[site] + self.epsilons[site]
+                    if site in self.epsilons
+                    else weights[site]
+                )
                 terms = (weight * gradient[site].conj()).real
                 for row in range(2):
-                    for axis, total in zip(axes[site], _sums(terms.abs_() if row else terms, axes[site]), strict=True):
+                    for axis, total in zip(
+                        axes[site],
+                        _sums(terms.abs_() if row else terms, axes[site]),
+                        strict=True,
+                    ):
                         products[_place(axis)][row, loss] = total
-            if len(self.points) == 1 and all(_has_rows(cell, products) for cell in cells):
+            if len(self.points) == 1 and all(
+                _has_rows(cell, products) for cell in cells
+            ):
                 break  # losses of large networks are dear
         return products
 
     def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Iterate over weights and the gradients of random losses of a twin there."""
         for k, point in enumerate(self.points):
-            weights = {site: value.detach().requires_grad_() for site, value in point.weights.items()}
+            weights = {
+                site: value.detach().requires_grad_()
+                for site, value in point.weights.items()
+            }
             outputs = self._outputs(weights, point.inputs, twin)
-            for gradient in gradients(outputs, weights, len(range(k, losses, len(self.points))), self.generator):
+            for gradient in gradients(
+                outputs,
+                weights,
+                len(range(k, losses, len(self.points))),
+                self.generator,
+            ):
                 yield point.weights, gradient
 
     def _outputs(
@@ -306,82 +487,144 @@ class _Law:
         torch.default_generator.manual_seed(0)
         passes = zip(self.passes, inputs, strict=True)
         with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
-            return [out for one, own in passes for out in one.outputs(weights, own, self.dtype, twin, unfitted)]
+            return [
+                out
+                for one, own in passes
+                for out in one.outputs(weights, own, self.dtype, twin, unfitted)
+            ]
 
     def _point(self, own: Weights, spread: float) -> _Point:
-        """Draw a point near a network's own weights; inputs are the example's if it doesn't take random ones."""
-        quiet = {site for site, value in own.items() if value.dim() < 2} if self.dtype == torch.float32 else ()
+        """Draw a point near a network's own weights; inputs are the example's if it
+        doesn't take random ones.
+        """
+        quiet = (
+            {site for site, value in own.items() if value.dim() < 2}
+            if self.dtype == torch.float32
+            else ()
+        )
         weights = {
-            site: near(value, site in self.buffers, spread, self.generator, AUDIBLE if site in quiet else 0.0)
+            site: near(
+                value,
+                site in self.buffers,
+                spread,
+                self.generator,
+                AUDIBLE if site in quiet else 0.0,
+            )
             for site, value in own.items()
         }
-        # Fitted statistics keep every layer's signal, so that rounding accumulates: too much for single precision.
+        # Fitted statistics keep every layer's signal, so that rounding accumulates: too
+        # much for single precision.
         fitted = self.epsilons if self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
-        example = [[in_dtype(x, self.dtype) for x in one.trace.tensors] for one in self.passes]
-        inputs = [[random_like(x, self.generator) for x in tensors] for tensors in example]
+        example = [
+            [in_dtype(x, self.dtype) for x in one.trace.tensors] for one in self.passes
+        ]
+        inputs = [
+            [random_like(x, self.generator) for x in tensors] for tensors in example
+        ]
         with contextlib.suppress(NotDifferentiable):
             outputs = self._outputs(weights, inputs, None, unfitted)
             if all(bool(out.isfinite().all()) for out in outputs):
                 return _Point(weights, inputs, outputs)
         return _Point(weights, example, self._outputs(weights, example))
 
-    # proposals ------------------------------------------------------------------------------------------------------
+    # proposals ------------------------------------------------------------------------
 
     def _scales(self, cell: _Cell, products: Products) -> list[Exponents]:
         """Solve a cell's law for a basis of the exponents of scales."""
         law, magnitude = _matrix(cell, products)
-        if not bool((magnitude > 0).all()):  # nothing is known of an expert that no input reaches, say
+        # nothing is known of an expert that no input reaches, say
+        if not bool((magnitude > 0).all()):
             return []
-        movable = [not a.buffer or a.site.rpartition(".")[2].startswith("running_") for a in cell.axes]
+        movable = [
+            not a.buffer or a.site.rpartition(".")[2].startswith("running_")
+            for a in cell.axes
+        ]
         live = (magnitude > self.silent) & torch.tensor(movable, device="cpu")
         return _integer_null_space(law, magnitude, live, cell, self.null)
 
-    def _signs(self, cell: _Cell, scales: list[Exponents], products: Products, linear: Products) -> list[Exponents]:
-        """Propose a basis of the parities of a cell's axes: 1 where a sign enters, else 0.
+    def _signs(
+        self, cell: _Cell, scales: list[Exponents], products: Products, linear: Products
+    ) -> list[Exponents]:
+        """Propose a basis of the parities of a cell's axes: 1 where a sign enters, else
+        0.
 
         :param products: inner products in the twin of scales.
         :param linear: inner products in the linearised twin.
         """
-        magnitude, (law, linear_magnitude) = _matrix(cell, products)[1], _matrix(cell, linear)
+        magnitude, (law, linear_magnitude) = (
+            _matrix(cell, products)[1],
+            _matrix(cell, linear),
+        )
         if not bool((magnitude > 0).all()):
             return []
-        live = (magnitude > self.silent) & torch.tensor([axis.epsilon is None for axis in cell.axes], device="cpu")
+        live = (magnitude > self.silent) & torch.tensor(
+            [axis.epsilon is None for axis in cell.axes], device="cpu"
+        )
         seen = live & (linear_magnitude > self.silent)
-        # Axes that only even functions read flip together; what is nearly silent, trials can't decide.
+        # Axes that only even functions read flip together; what is nearly silent,
+        # trials can't decide.
         unseen = live & ~seen & (magnitude > 10 * self.null)
         null_space = _integer_null_space(law, linear_magnitude, seen, cell, self.null)
         proposed = np.array([unseen.tolist(), *null_space], dtype=int)
-        # Gains and biases are the pivots, so that streams flip without the gains of their normalisations.
-        order = np.argsort([self.shapes[axis.site].numel() for axis in cell.axes], kind="stable")
-        basis = echelon(proposed[:, order], True)[0][:, order.argsort()].astype(int).tolist()
-        shared = [parity for parity in map(_parity, scales) if len(independent([*basis, parity], True)) == len(basis)]
+        # Gains and biases are the pivots, so that streams flip without the gains of
+        # their normalisations.
+        order = np.argsort(
+            [self.shapes[axis.site].numel() for axis in cell.axes], kind="stable"
+        )
+        basis = (
+            echelon(proposed[:, order], True)[0][:, order.argsort()]
+            .astype(int)
+            .tolist()
+        )
+        shared = [
+            parity
+            for parity in map(_parity, scales)
+            if len(independent([*basis, parity], True)) == len(basis)
+        ]
         candidates = [*shared, *map(tuple, basis)]
         return [candidates[k] for k in independent(candidates, True)]
 
-    # trials ---------------------------------------------------------------------------------------------------------
+    # trials ---------------------------------------------------------------------------
 
     def _confirmed(self, bases: Bases, factor: float) -> Bases:
-        """Keep the exponents under which outputs are invariant when units are multiplied by powers of a factor."""
-        proposals = [(cell, exponents) for cell, basis in bases.items() for exponents in basis]
-        # One by one first, since changes may cancel; then all at once far off, where a clamp isn't odd any more.
+        """Keep the exponents under which outputs are invariant when units are
+        multiplied by powers of a factor.
+        """
+        proposals = [
+            (cell, exponents) for cell, basis in bases.items() for exponents in basis
+        ]
+        # One by one first, since changes may cancel; then all at once far off, where a
+        # clamp isn't odd any more.
         for k, point in enumerate([*self.points, *self.test_points]):
             if self.small and k == 0:
-                proposals = [one for one in proposals if not self._refuted([one], point, factor)]
+                proposals = [
+                    one for one in proposals if not self._refuted([one], point, factor)
+                ]
             refuted = set(self._refuted(proposals, point, factor))
             proposals = [one for one in proposals if one not in refuted]
-        return {cell: [own for own in basis if (cell, own) in proposals] for cell, basis in bases.items()}
+        return {
+            cell: [own for own in basis if (cell, own) in proposals]
+            for cell, basis in bases.items()
+        }
 
-    def _refuted(self, proposals: Sequence[Proposal], point: _Point, factor: float) -> list[Proposal]:
+    def _refuted(
+        self, proposals: Sequence[Proposal], point: _Point, factor: float
+    ) -> list[Proposal]:
         """Return the proposals that change outputs at a point.
 
-        Random units are multiplied by the factor; all others are divided by it, or stay if it is a sign.
+        Random units are multiplied by the factor; all others are divided by it, or stay
+        if it is a sign.
         """
         powers = dict[Proposal, Tensor]()
         for one in proposals:
-            chosen = torch.rand(one[0].units.count, generator=self.generator, device="cpu") < 0.5
+            chosen = (
+                torch.rand(one[0].units.count, generator=self.generator, device="cpu")
+                < 0.5
+            )
             powers[one] = torch.where(chosen, 1.0, 0.0 if factor < 0 else -1.0).double()
-            if len(proposals) == 1 or (factor < 0 and one[0].units.count == 1):  # else nothing may move
+            # else nothing may move
+            if len(proposals) == 1 or (factor < 0 and one[0].units.count == 1):
                 powers[one][0] = 1.0
 
         def change(some: Sequence[Proposal]) -> bool:
@@ -391,57 +634,108 @@ class _Law:
                 largest = 1 if factor < 0 else max(map(abs, exponents))
                 for axis, exponent in zip(cell.axes, exponents, strict=True):
                     if exponent:
-                        zeros = torch.zeros(axis.length(self.shapes), dtype=torch.float64, device="cpu")
+                        zeros = torch.zeros(
+                            axis.length(self.shapes), dtype=torch.float64, device="cpu"
+                        )
                         power = exponent / largest * powers[cell, exponents]
                         total.setdefault(_place(axis), zeros)[axis.index] += power
             moved = dict(point.weights)
             for (site, dim, span), power in total.items():
-                value, epsilon = moved[site].flatten(dim, dim + span - 1), self.epsilons.get(site)
-                factors = factor ** power.to(value.device).reshape(-1, *(1 for _ in value.shape[dim + 1 :]))
+                value, epsilon = (
+                    moved[site].flatten(dim, dim + span - 1),
+                    self.epsilons.get(site),
+                )
+                factors = factor ** power.to(value.device).reshape(
+                    -1, *(1 for _ in value.shape[dim + 1 :])
+                )
                 factors = factors.to(value.real.dtype)
-                value = (value + epsilon) * factors - epsilon if epsilon else value * factors
+                value = (
+                    (value + epsilon) * factors - epsilon
+                    if epsilon
+                    else value * factors
+                )
                 moved[site] = value.reshape(self.shapes[site])
             with torch.no_grad():
-                return not difference(point.outputs, self._outputs(moved, point.inputs)) < 10 * self.null
+                return (
+                    not difference(point.outputs, self._outputs(moved, point.inputs))
+                    < 10 * self.null
+                )
 
         return guilty(proposals, change) if proposals and change(proposals) else []
 
 
-# axes of the law ------------------------------------------------------------------------------------------------------
+# axes of the law ----------------------------------------------------------------------
 
 
 def _axes_of(
-    units: Units, inner: Sequence[Units], law: _Law, slices: Mapping[str, Array], held: Collection[str]
+    units: Units,
+    inner: Sequence[Units],
+    law: _Law,
+    slices: Mapping[str, Array],
+    held: Collection[str],
 ) -> tuple[Axis, ...]:
-    """Cut the axes of units into pieces with one exponent each: blocks that hold the same inner unit share theirs."""
+    """Cut the axes of units into pieces with one exponent each: blocks that hold the
+    same inner unit share theirs.
+    """
     axes = list[Axis]()
     for axis in units.axes:
         if axis.site in held:
             continue
-        rows = (row for one in inner for other in one.axes if _place(other) == _place(axis) for row in other.index)
-        owner = torch.full((axis.length(law.shapes),), -1, device="cpu")  # the inner unit's block at each position
+        rows = (
+            row
+            for one in inner
+            for other in one.axes
+            if _place(other) == _place(axis)
+            for row in other.index
+        )
+        # the inner unit's block at each position
+        owner = torch.full((axis.length(law.shapes),), -1, device="cpu")
         for number, row in enumerate(rows):
             owner[row] = number
         pieces: dict[int, list[Tensor]] = {}
-        for k, (row, owners) in enumerate(zip(axis.index, owner[axis.index], strict=True)):
+        for k, (row, owners) in enumerate(
+            zip(axis.index, owner[axis.index], strict=True)
+        ):
             shared = int(owners[0]) >= 0 and bool((owners == owners[0]).all())
             pieces.setdefault(int(owners[0]) if shared else -1 - k, []).append(row)
         for blocks in pieces.values():
-            axes += _cut(replace(axis, index=torch.stack(blocks)), slices.get(axis.site), law.shapes)
-    return tuple(replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in axes)
+            axes += _cut(
+                replace(axis, index=torch.stack(blocks)),
+                slices.get(axis.site),
+                law.shapes,
+            )
+    return tuple(
+        replace(axis, exponent=0, epsilon=law.epsilons.get(axis.site)) for axis in axes
+    )
 
 
-def _cut(axis: Axis, slices: Array | None, shapes: Mapping[str, torch.Size]) -> list[Axis]:
-    """Cut the columns of a small matrix into those of each slice of rows, if slices read different inputs."""
+def _cut(
+    axis: Axis, slices: Array | None, shapes: Mapping[str, torch.Size]
+) -> list[Axis]:
+    """Cut the columns of a small matrix into those of each slice of rows, if slices
+    read different inputs.
+    """
     rows, columns = (*shapes[axis.site], 1)[:2]
-    if slices is None or (axis.dim, axis.span, len(axis.index)) != (1, 1, 1) or rows * columns > SMALL:
+    if (
+        slices is None
+        or (axis.dim, axis.span, len(axis.index)) != (1, 1, 1)
+        or rows * columns > SMALL
+    ):
         return [axis]
-    pieces = (torch.from_numpy(np.flatnonzero(slices == number))[:, None] for number in np.unique(slices))
-    return [replace(axis, dim=0, span=2, index=piece * columns + axis.index) for piece in pieces]
+    pieces = (
+        torch.from_numpy(np.flatnonzero(slices == number))[:, None]
+        for number in np.unique(slices)
+    )
+    return [
+        replace(axis, dim=0, span=2, index=piece * columns + axis.index)
+        for piece in pieces
+    ]
 
 
 def _in_two_blocks(cells: Sequence[_Cell], repeats: Repeats) -> dict[_Cell, _Cell]:
-    """Map each cell to its part in two blocks of each run; one inside a block, to that in its place in the first."""
+    """Map each cell to its part in two blocks of each run; one inside a block, to that
+    in its place in the first.
+    """
     kept = dict[frozenset[Any], _Cell]()
     for cell in cells:
         axes = tuple(axis for axis in cell.axes if repeats.of(axis.site)[1] < 2)
@@ -455,12 +749,17 @@ def _place(axis: Axis) -> Place:
 
 
 def _sums(value: Tensor, axes: Sequence[Axis]) -> list[Tensor]:
-    """Sum a site's entries over all dimensions but that of an axis, for each of its axes."""
+    """Sum a site's entries over all dimensions but that of an axis, for each of its
+    axes.
+    """
     kept = {dim for axis in axes for dim in range(axis.dim, axis.dim + axis.span)}
     rest = [dim for dim in range(value.dim()) if dim not in kept]
     value = value.sum(rest, keepdim=True) if rest else value
     spanned = [_spanned(value, axis).unsqueeze(-1) for axis in axes]
-    return [x.sum([d for d in range(x.dim()) if d != axis.dim]) for x, axis in zip(spanned, axes, strict=True)]
+    return [
+        x.sum([d for d in range(x.dim()) if d != axis.dim])
+        for x, axis in zip(spanned, axes, strict=True)
+    ]
 
 
 def _spanned(value: Tensor, axis: Axis) -> Tensor:
@@ -468,15 +767,18 @@ def _spanned(value: Tensor, axis: Axis) -> Tensor:
     return value.flatten(axis.dim, axis.dim + axis.span - 1)
 
 
-# integer null spaces --------------------------------------------------------------------------------------------------
+# integer null spaces ------------------------------------------------------------------
 
 
 def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
-    """Return the matrix of a cell's law, ``(losses * units, axes)``, and the largest magnitude of each column.
+    """Return the matrix of a cell's law, ``(losses * units, axes)``, and the largest
+    magnitude of each column.
 
     Each row is relative to the largest magnitude of its own.
     """
-    columns = [products[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.axes]
+    columns = [
+        products[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.axes
+    ]
     law, magnitude = torch.stack(columns, -1)
     valid = (magnitude.amax(1) > 0) & magnitude.isfinite().all(1)
     law, magnitude = law[valid], magnitude[valid]
@@ -487,81 +789,134 @@ def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
 
 
 def _rows_and_axes(cell: _Cell, products: Products) -> tuple[int, int, int]:
-    """Return the rows of a cell's law, those that it would have if no unit were dead, and its axes with a gradient."""
+    """Return the rows of a cell's law, those that it would have if no unit were dead,
+    and its axes with a gradient.
+    """
     law, magnitude = _matrix(cell, products)
-    return len(law), products[_place(cell.axes[0])].shape[1] * cell.units.count, int((magnitude > 0).sum())
+    return (
+        len(law),
+        products[_place(cell.axes[0])].shape[1] * cell.units.count,
+        int((magnitude > 0).sum()),
+    )
 
 
 def _is_dead(cell: _Cell, products: Products) -> bool:
-    """Return whether units are dead that would tell a cell's null space, or an axis has no gradient."""
+    """Return whether units are dead that would tell a cell's null space, or an axis has
+    no gradient.
+    """
     rows, most, axes = _rows_and_axes(cell, products)
     return axes < len(cell.axes) or rows < axes + 2 <= most
 
 
 def _has_rows(cell: _Cell, products: Products) -> bool:
-    """Return whether live units give a cell's law as many rows as it needs, or never will."""
+    """Return whether live units give a cell's law as many rows as it needs, or never
+    will.
+    """
     rows, most, axes = _rows_and_axes(cell, products)
     return axes + 2 > most or rows >= min(3 * axes, axes + 4, most)
 
 
-def _integer_null_space(law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cell, null: float) -> list[Exponents]:
+def _integer_null_space(
+    law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cell, null: float
+) -> list[Exponents]:
     """Return a basis of small integers of the null space of a law's live columns."""
     columns = live.nonzero().flatten().tolist()
     if not columns or len(law) < len(columns) + 2:
         return []
     law, magnitude = (law / magnitude)[:, columns], magnitude[columns]
-    # Many rows average out rounding errors, which are relatively large where gradients are small.
-    law = law[torch.linspace(0, len(law) - 1, min(len(law), 4 * len(columns) + 1_000), device="cpu").long()]
+    # Many rows average out rounding errors, which are relatively large where gradients
+    # are small.
+    law = law[
+        torch.linspace(
+            0, len(law) - 1, min(len(law), 4 * len(columns) + 1_000), device="cpu"
+        ).long()
+    ]
     values, vectors = torch.linalg.svd(law, full_matrices=False)[1:]
-    # Pivots are chosen among the normalised columns: magnitudes may differ by six orders, which would hide small ones.
+    # Pivots are chosen among the normalised columns: magnitudes may differ by six
+    # orders, which would hide small ones.
     reduced, pivots = echelon(vectors[values <= null * math.sqrt(len(law))].numpy())
     reduced *= magnitude[pivots, None].numpy() / magnitude.numpy()
-    tolerance = max(1e-3, 100 * null)  # single precision gives exponents of axes with small gradients to two digits
-    integers = [np.array(numbers) for vector in reduced if (numbers := small_integers(vector, tolerance))]
+    # single precision gives exponents of axes with small gradients to two digits
+    tolerance = max(1e-3, 100 * null)
+    integers = [
+        np.array(numbers)
+        for vector in reduced
+        if (numbers := small_integers(vector, tolerance))
+    ]
     null_space = []
     for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):
         exponents = np.zeros(len(live), dtype=int)
         exponents[columns] = vector
-        sign = np.sign(exponents[exponents != 0][0])  # what enters the units has a positive exponent
+        # what enters the units has a positive exponent
+        sign = np.sign(exponents[exponents != 0][0])
         null_space.append(tuple((sign * exponents).tolist()))
     return null_space
 
 
 def _sparse(vectors: list[Array], buffers: Array) -> list[Array]:
-    """Add or subtract vectors of a basis so that fewer touch buffers, and fewer exponents differ from zero."""
+    """Add or subtract vectors of a basis so that fewer touch buffers, and fewer
+    exponents differ from zero.
+    """
 
     def cost(vector: Array) -> tuple[bool, int, int]:
-        return bool(vector[buffers].any()), int(np.count_nonzero(vector)), int(np.count_nonzero(vector < 0))
+        return (
+            bool(vector[buffers].any()),
+            int(np.count_nonzero(vector)),
+            int(np.count_nonzero(vector < 0)),
+        )
 
     for i, j in [*itertools.permutations(range(len(vectors)), 2)] * 2:
-        if (vectors[i] * vectors[j]).any():  # else neither sum is sparser than its terms
-            vectors[i] = min(vectors[i], vectors[i] + vectors[j], vectors[i] - vectors[j], key=cost)
+        # else neither sum is sparser than its terms
+        if (vectors[i] * vectors[j]).any():
+            vectors[i] = min(
+                vectors[i], vectors[i] + vectors[j], vectors[i] - vectors[j], key=cost
+            )
     return vectors
 
 
-def _independent_of_others(bases: Bases, shapes: Mapping[str, torch.Size], modulo_two: bool) -> Bases:
-    """Keep of each cell's basis, sparse vectors first, what the multipliers of other units don't span."""
+def _independent_of_others(
+    bases: Bases, shapes: Mapping[str, torch.Size], modulo_two: bool
+) -> Bases:
+    """Keep of each cell's basis, sparse vectors first, what the multipliers of other
+    units don't span.
+    """
     remaining = dict(bases)
     for cell, basis in bases.items():
-        others = [(one, own) for one, vectors in bases.items() if one.units.name in cell.spanning for own in vectors]
-        if basis and (others or cell.units.count == 1):  # a lone unit's rows and columns may cancel
+        others = [
+            (one, own)
+            for one, vectors in bases.items()
+            if one.units.name in cell.spanning
+            for own in vectors
+        ]
+        # a lone unit's rows and columns may cancel
+        if basis and (others or cell.units.count == 1):
             basis = sorted(basis, key=np.count_nonzero)
-            exponents = _exponents_of_entries([*others, *((cell, own) for own in basis)], cell.units.count, shapes)
+            exponents = _exponents_of_entries(
+                [*others, *((cell, own) for own in basis)], cell.units.count, shapes
+            )
             kept = independent(exponents, modulo_two)
             remaining[cell] = [basis[k - len(others)] for k in kept if k >= len(others)]
     return remaining
 
 
-def _exponents_of_entries(multipliers: Sequence[Proposal], count: int, shapes: Mapping[str, torch.Size]) -> Array:
-    """Return the exponents of all entries if the first of so many units is multiplied; equal columns once."""
+def _exponents_of_entries(
+    multipliers: Sequence[Proposal], count: int, shapes: Mapping[str, torch.Size]
+) -> Array:
+    """Return the exponents of all entries if the first of so many units is multiplied;
+    equal columns once.
+    """
     columns = []
     for site in sorted({axis.site for cell, _ in multipliers for axis in cell.axes}):
-        rows = torch.zeros(len(multipliers), *shapes[site], dtype=torch.int16, device="cpu")
+        rows = torch.zeros(
+            len(multipliers), *shapes[site], dtype=torch.int16, device="cpu"
+        )
         for row, (cell, exponents) in zip(rows, multipliers, strict=True):
             for axis, exponent in zip(cell.axes, exponents, strict=True):
                 if axis.site == site and exponent:
                     entries = _spanned(row, axis).movedim(axis.dim, 0)
-                    entries[axis.index[:, : cell.units.count // count].flatten()] += exponent
+                    entries[axis.index[:, : cell.units.count // count].flatten()] += (
+                        exponent
+                    )
         flat = rows.flatten(1).numpy()
         hashes = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
@@ -573,37 +928,52 @@ def _parity(exponents: Exponents) -> Exponents:
     return tuple(exponent % 2 for exponent in exponents)
 
 
-# units with their multipliers -----------------------------------------------------------------------------------------
+# units with their multipliers ---------------------------------------------------------
 
 
-def _add_multipliers(by_name: dict[str, Units], cell: _Cell, multipliers: Moves) -> None:
-    """Record the exponents of a cell: the first on its units, if they permute; further ones ride along.
+def _add_multipliers(
+    by_name: dict[str, Units], cell: _Cell, multipliers: Moves
+) -> None:
+    """Record the exponents of a cell: the first on its units, if they permute; further
+    ones ride along.
 
     :param by_name: name -> units, which are changed and added to.
     """
 
     def order(exponents: Exponents) -> tuple[bool, int]:
-        """Rank exponents: those of running statistics, which may be held, ride along."""
+        """Rank exponents: those of running statistics, which may be held, ride
+        along.
+        """
         touched = [k for k, exponent in enumerate(exponents) if exponent]
         return any(cell.axes[k].buffer for k in touched), touched[0]
 
     host = by_name.get(cell.units.name)
-    occupied = {_place(axis) for axis in host.axes} if host else set()  # columns that were cut lie elsewhere
+    # columns that were cut lie elsewhere
+    occupied = {_place(axis) for axis in host.axes} if host else set()
     solved = {_place(axis) for axis in cell.axes}
     for exponents in sorted(multipliers, key=order):
         axes = [
-            replace(a, exponent=e, epsilon=a.epsilon if e else None) for a, e in zip(cell.axes, exponents, strict=True)
+            replace(a, exponent=e, epsilon=a.epsilon if e else None)
+            for a, e in zip(cell.axes, exponents, strict=True)
         ]
         multiplied = _joined(axis for axis in axes if axis.exponent)
         name = unused(module_name(multiplied[0].site), by_name)
         if host is None:
-            by_name[name] = Units(name, cell.units.count, multiplied, moves=multipliers[exponents])
-        elif by_name[host.name].moves & {"scale", "flip"} or not occupied.issuperset(map(_place, multiplied)):
-            by_name[name] = Units(name, 1, multiplied, host.name, host.count, multipliers[exponents])
+            by_name[name] = Units(
+                name, cell.units.count, multiplied, moves=multipliers[exponents]
+            )
+        elif by_name[host.name].moves & {"scale", "flip"} or not occupied.issuperset(
+            map(_place, multiplied)
+        ):
+            by_name[name] = Units(
+                name, 1, multiplied, host.name, host.count, multipliers[exponents]
+            )
         else:
             own = [axis for axis in axes if _place(axis) in occupied]
             own += [axis for axis in host.axes if _place(axis) not in solved]
-            by_name[host.name] = replace(host, axes=_joined(own), moves=host.moves | multipliers[exponents])
+            by_name[host.name] = replace(
+                host, axes=_joined(own), moves=host.moves | multipliers[exponents]
+            )
 
 
 def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
@@ -611,4 +981,7 @@ def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     alike: dict[tuple[Place, int], list[Axis]] = {}
     for axis in axes:
         alike.setdefault((_place(axis), axis.exponent), []).append(axis)
-    return tuple(replace(own[0], index=torch.cat([axis.index for axis in own])) for own in alike.values())
+    return tuple(
+        replace(own[0], index=torch.cat([axis.index for axis in own]))
+        for own in alike.values()
+    )

@@ -1,15 +1,19 @@
-"""Find the weight-space symmetries of a network: trace it, let axes flow through every operator, solve, verify.
+"""Find the weight-space symmetries of a network: trace it, let axes flow through every
+operator, solve, verify.
 
-``torch.export`` traces the network on example inputs. Every position along every axis of a parameter starts as a unit
-of its own; a rule for each operator (:mod:`pyro_symmetric.discovery.rules`) ties units that must move together and pins
-those that can't move. Operators without a rule pin their operands. Colour refinement of these facts gives permutations
-(nested if heads or groups move as wholes); gradients give positive scalings, signs and shifts
-(:mod:`~pyro_symmetric.discovery.conservation_law`). Random elements of the whole group must then leave the outputs
-unchanged.
+``torch.export`` traces the network on example inputs. Every position along every axis
+of a parameter starts as a unit of its own; a rule for each operator
+(:mod:`pyro_symmetric.discovery.rules`) ties units that must move together and pins
+those that can't move. Operators without a rule pin their operands. Colour refinement of
+these facts gives permutations (nested if heads or groups move as wholes); gradients
+give positive scalings, signs and shifts
+(:mod:`~pyro_symmetric.discovery.conservation_law`). Random elements of the whole group
+must then leave the outputs unchanged.
 
-Sources: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations, by hand-written specifications); Laurent,
-Aldea & Franchi 2024, arXiv 2310.08287, section 2 and appendix (scalings, normalisation layers); colour refinement as in
-Weisfeiler & Leman 1968.
+Sources: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations, by
+hand-written specifications); Laurent, Aldea & Franchi 2024, arXiv 2310.08287, section 2
+and appendix (scalings, normalisation layers); colour refinement as in Weisfeiler &
+Leman 1968.
 """
 
 from __future__ import annotations
@@ -30,7 +34,14 @@ from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, s
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.flow import Flow, propagate
 from pyro_symmetric.discovery.registry import Array
-from pyro_symmetric.discovery.symmetry import AxisExplanation, Explanation, Names, Symmetry, copied, named
+from pyro_symmetric.discovery.symmetry import (
+    AxisExplanation,
+    Explanation,
+    Names,
+    Symmetry,
+    copied,
+    named,
+)
 from pyro_symmetric.discovery.trace import Trace, UntraceableError, site_names, try_out
 from pyro_symmetric.discovery.verify import repaired
 from pyro_symmetric.groups import Group, Units
@@ -53,40 +64,55 @@ def find_symmetry(
     verify: bool = True,
     logits: bool = False,
 ) -> Symmetry:
-    """Find how a network's weights may be permuted, multiplied and shifted without a change of its function.
+    """Find how a network's weights may be permuted, multiplied and shifted without a
+    change of its function.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> symmetry = ps.find_symmetry(net, torch.randn(4, 3))
     >>> symmetry.permutations.factors, symmetry.scalings.factors
     ({'0': 8}, {'0': 8})
 
-    The function maps the tensors among the inputs to those among the outputs. Random numbers that the network draws are
-    held fixed; masks of dropout, and noise in train mode, are replaced by their means. :doc:`/explanation/orbits` says
-    what isn't found, and how networks on the meta device are treated.
+    The function maps the tensors among the inputs to those among the outputs. Random
+    numbers that the network draws are held fixed; masks of dropout, and noise in train
+    mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't found,
+    and how networks on the meta device are treated.
 
     :param net: any module that ``torch.export`` can trace. It isn't changed.
     :param example_inputs: arguments of its ``forward``, with a batch of two or more.
-    :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask": mask}``.
-    :param only: names of the sites (parameters and buffers) that may move, or of modules, or patterns such as
-        ``"*.bias"``. Default: all but frozen parameters, or all if every parameter is frozen.
+    :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask":
+        mask}``.
+    :param only: names of the sites (parameters and buffers) that may move, or of
+        modules, or patterns such as ``"*.bias"``. Default: all but frozen parameters,
+        or all if every parameter is frozen.
     :param freeze: names, as for ``only``, of sites that keep any values they have.
-    :param buffers: whether running statistics move along; see :meth:`~pyro_symmetric.Symmetry.holding`.
-    :param verify: whether to try random elements on a copy in float64. Moves that fail are dropped, with a warning; an
-        inconclusive check warns (``UnverifiedSymmetry``).
-    :param logits: whether outputs go through a softmax, so that one constant may be added to the last bias.
-    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``), or it is a ``BayesianModel``.
-    :raises UntraceableError: if the forward pass branches on the data that flow through it.
-    :raises ValueError: if the network doesn't run on the inputs, returns no tensor, or holds NaN or infinite weights;
-        if a name matches no site.
+    :param buffers: whether running statistics move along; see
+        :meth:`~pyro_symmetric.Symmetry.holding`.
+    :param verify: whether to try random elements on a copy in float64. Moves that fail
+        are dropped, with a warning; an inconclusive check warns
+        (``UnverifiedSymmetry``).
+    :param logits: whether outputs go through a softmax, so that one constant may be
+        added to the last bias.
+    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``),
+        or it is a ``BayesianModel``.
+    :raises UntraceableError: if the forward pass branches on the data that flow through
+        it.
+    :raises ValueError: if the network doesn't run on the inputs, returns no tensor, or
+        holds NaN or infinite weights; if a name matches no site.
     """
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     _require_parameters(net)
-    if isinstance(net, BayesianModel):  # as a module it would be traced with its priors, and hold no symmetry
+    # as a module it would be traced with its priors, and hold no symmetry
+    if isinstance(net, BayesianModel):
         raise TypeError(
-            "net is a BayesianModel; pass its network: find_symmetry(model.net, x), whose sites are the model's"
+            "net is a BayesianModel; pass its network: find_symmetry(model.net, x), "
+            "whose sites are the model's"
         )
     frozen = frozen_sites(net, only, freeze)
-    parameters = {name: p.detach() for name, p in net.named_parameters() if not (is_lazy(p) or p.is_meta)}
+    parameters = {
+        name: p.detach()
+        for name, p in net.named_parameters()
+        if not (is_lazy(p) or p.is_meta)
+    }
     if verify and parameters:
         require_finite(parameters, "net")
     keep_freed_memory()
@@ -95,14 +121,23 @@ def find_symmetry(
         propagate(flow, trace)
     used = set[str]().union(*(trace.used_sites() for trace in traces))
     for site, leaf in flow.leaves.items():
-        why = f"because {site} {frozen.get(site)}" if site in used else "because no forward pass uses it"
+        why = (
+            f"because {site} {frozen.get(site)}"
+            if site in used
+            else "because no forward pass uses it"
+        )
         if site in frozen or site not in used:
             flow.pin(leaf.value, why)
     cells = solve(flow)
     units = permuted_units(flow, cells)
     held = {*frozen, *(flow.leaves.keys() - used)}
     group = _with_multipliers(flow, cells, list(units.values()), traces, held, logits)
-    symmetry = Symmetry(group, _explained(flow, cells, units), logits, any(trace.calls_again() for trace in traces))
+    symmetry = Symmetry(
+        group,
+        _explained(flow, cells, units),
+        logits,
+        any(trace.calls_again() for trace in traces),
+    )
     if flow.given_up:
         warnings.warn(
             f"units are left out of the group at {', '.join(sorted(flow.given_up))}. "
@@ -114,7 +149,7 @@ def find_symmetry(
     return repaired(symmetry, net, example_inputs, kwargs) if verify else symmetry
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# small steps --------------------------------------------------------------------------
 
 
 def frozen_sites(net: nn.Module, only: Names | None, freeze: Names) -> dict[str, str]:
@@ -122,30 +157,55 @@ def frozen_sites(net: nn.Module, only: Names | None, freeze: Names) -> dict[str,
     first_names = site_names(net)
     if only is None:
         trained = {name: value.requires_grad for name, value in net.named_parameters()}
-        untrained = (name for name, trains in trained.items() if any(trained.values()) and not trains)
+        untrained = (
+            name
+            for name, trains in trained.items()
+            if any(trained.values()) and not trains
+        )
         frozen = dict.fromkeys(untrained, "is frozen (requires_grad=False)")
     else:
         chosen = {first_names[name] for name in named("only", only, first_names)}
         if not chosen:
-            raise ValueError("only is empty; it must name at least one module, parameter or buffer that may move")
-        frozen = dict.fromkeys(set(first_names.values()) - chosen, "isn't named by only")
-    return frozen | {first_names[name]: "is named by freeze" for name in named("freeze", freeze, first_names)}
+            raise ValueError(
+                "only is empty; it must name at least one module, parameter or buffer "
+                "that may move"
+            )
+        frozen = dict.fromkeys(
+            set(first_names.values()) - chosen, "isn't named by only"
+        )
+    return frozen | {
+        first_names[name]: "is named by freeze"
+        for name in named("freeze", freeze, first_names)
+    }
 
 
 def _require_parameters(net: nn.Module) -> None:
     """Raise ``TypeError`` if a module samples its parameters."""
-    sampled = {path: getattr(module, "_pyro_samples", ()) for path, module in net.named_modules()}
-    random = [f"{path}.{name}".lstrip(".") for path, names in sampled.items() for name in names]
+    sampled = {
+        path: getattr(module, "_pyro_samples", ())
+        for path, module in net.named_modules()
+    }
+    random = [
+        f"{path}.{name}".lstrip(".")
+        for path, names in sampled.items()
+        for name in names
+    ]
     if random:
         raise TypeError(
-            f"{type(net).__name__} has no parameters {random}, but random values (PyroSample) of these names. Find the "
-            "symmetry in the plain network that it was made of. If that is an attribute 'net' of a Pyro model, "
+            f"{type(net).__name__} has no parameters {random}, but random values "
+            "(PyroSample) of these names. Find the "
+            "symmetry in the plain network that it was made of. If that is an "
+            "attribute 'net' of a Pyro model, "
             "find_symmetry(net, x).prefixed('net') is the symmetry of the model's sites"
         )
 
 
-def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Trace]:
-    """Trace a copy of the network in eval mode, and in train mode if eval mode leaves parameters unused."""
+def _traces(
+    net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[Trace]:
+    """Trace a copy of the network in eval mode, and in train mode if eval mode leaves
+    parameters unused.
+    """
     copy = copied(net, shared=True).eval()  # tracing leaves marks on some modules
     try:
         traces = [Trace(copy, inputs, kwargs)]
@@ -154,35 +214,53 @@ def _traces(net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | N
         raise
     used = traces[0].used_sites()
     if any(name not in used for name, _ in copy.named_parameters()):
-        with contextlib.suppress(ValueError):  # parameters of a branch that can't be traced stay
+        # parameters of a branch that can't be traced stay
+        with contextlib.suppress(ValueError):
             traces.append(Trace(copy.train(), inputs, kwargs))
     return traces
 
 
 def _with_multipliers(
-    flow: Flow, cells: Cells, units: list[Units], traces: Sequence[Trace], held: set[str], logits: bool
+    flow: Flow,
+    cells: Cells,
+    units: list[Units],
+    traces: Sequence[Trace],
+    held: set[str],
+    logits: bool,
 ) -> Group:
-    """Return the group of all units, with the scales, signs and shifts that gradients give."""
+    """Return the group of all units, with the scales, signs and shifts that gradients
+    give.
+    """
     net = traces[0].net
     buffers = {site for site, leaf in flow.leaves.items() if leaf.buffer}
     shapes = {name: value.shape for name, value in net.named_parameters()}
-    shapes |= {name: value.shape for name, value in net.named_buffers() if name in buffers}
+    shapes |= {
+        name: value.shape for name, value in net.named_buffers() if name in buffers
+    }
     if not any(value.is_meta for value in net.parameters()):
-        slices = {site: leaf.slices for site, leaf in flow.leaves.items() if leaf.slices is not None}
-        units = with_multipliers(units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits)
+        slices = {
+            site: leaf.slices
+            for site, leaf in flow.leaves.items()
+            if leaf.slices is not None
+        }
+        units = with_multipliers(
+            units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits
+        )
     return grouped(units, shapes)
 
 
-# why axes move or stay ------------------------------------------------------------------------------------------------
+# why axes move or stay ----------------------------------------------------------------
 
 
 def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanation:
-    """Explain every axis of every site: the units that move it, or the operator that pinned it.
+    """Explain every axis of every site: the units that move it, or the operator that
+    pinned it.
 
     :param units: cell -> its units; cells that ride along with others have none.
     """
     chains, axes = _Chains(flow), list[AxisExplanation]()
-    pinned_by = np.full(len(cells.colour), -1)  # class -> the first refinement that coloured its atoms differently
+    # class -> the first refinement that coloured its atoms differently
+    pinned_by = np.full(len(cells.colour), -1)
     for number, (atoms, colours, _) in reversed([*enumerate(flow.refinements)]):
         if len(atoms) == 1 or (colours != colours[:1]).any():
             pinned_by[cells.unit[atoms]] = number
@@ -191,20 +269,40 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             atoms = np.unique(part.atoms)
             cell = cells.cell[cells.unit[atoms]]
             moves = np.isin(cell, list(cells.cells))
-            moving = {up for own in np.unique(cell[moves]).tolist() for up in (own, *cells.cells[own].parents)}
+            moving = {
+                up
+                for own in np.unique(cell[moves]).tolist()
+                for up in (own, *cells.cells[own].parents)
+            }
             movers = [one for number, one in units.items() if number in moving]
-            pins, counts = np.unique(pinned_by[cells.unit[atoms[~moves]]], return_counts=True)
+            pins, counts = np.unique(
+                pinned_by[cells.unit[atoms[~moves]]], return_counts=True
+            )
             reason, target = "", atoms
             if len(pins):
                 reason = "each of its units plays a role of its own"
                 if (number := pins[counts.argmax()]) >= 0:
-                    target, why = flow.refinements[number].one, flow.origins[flow.refinements[number].number]
-                    reason = f"pinned {why}" if why.startswith("because") else f"pinned by {why}"
+                    target, why = (
+                        flow.refinements[number].one,
+                        flow.origins[flow.refinements[number].number],
+                    )
+                    reason = (
+                        f"pinned {why}"
+                        if why.startswith("because")
+                        else f"pinned by {why}"
+                    )
             if movers:
                 home = movers[0].axes[0]
                 target = flow.leaves[home.site].value.parts[home.dim].atoms
-            names, chain = tuple(one.name for one in movers), chains.between(atoms, target)
-            axes.append(AxisExplanation(leaf.site, dim, len(atoms), int(moves.sum()), names, reason, chain))
+            names, chain = (
+                tuple(one.name for one in movers),
+                chains.between(atoms, target),
+            )
+            axes.append(
+                AxisExplanation(
+                    leaf.site, dim, len(atoms), int(moves.sum()), names, reason, chain
+                )
+            )
     return Explanation(axes)
 
 
@@ -213,10 +311,20 @@ class _Chains:
 
     def __init__(self, flow: Flow):
         self.flow, self.starts = flow, np.array(flow.starts)
-        leaves = [(leaf.site, dim, part) for leaf in flow.leaves.values() for dim, part in enumerate(leaf.value.parts)]
-        self.names = {self._arrays(part.atoms)[0]: f"{site}[{dim}]" for site, dim, part in leaves if part.atoms.size}
-        self.trees = dict[int, dict[int, int]]()  # target -> each array -> the next array on its way to the target
-        self.neighbours = dict[int, dict[int, int]]()  # array -> arrays tied to it -> the fact that ties them
+        leaves = [
+            (leaf.site, dim, part)
+            for leaf in flow.leaves.values()
+            for dim, part in enumerate(leaf.value.parts)
+        ]
+        self.names = {
+            self._arrays(part.atoms)[0]: f"{site}[{dim}]"
+            for site, dim, part in leaves
+            if part.atoms.size
+        }
+        # target -> each array -> the next array on its way to the target
+        self.trees = dict[int, dict[int, int]]()
+        # array -> arrays tied to it -> the fact that ties them
+        self.neighbours = dict[int, dict[int, int]]()
         for one, other, number in (*flow.unions, *flow.relations):
             for a, b in {*zip(self._arrays(one), self._arrays(other), strict=True)}:
                 self.neighbours.setdefault(a, {}).setdefault(b, number)
@@ -228,19 +336,27 @@ class _Chains:
         return (np.searchsorted(self.starts, sample, side="right") - 1).tolist()
 
     def between(self, atoms: Array, target: Array) -> tuple[str, ...]:
-        """Return the axes on the way to a target, each with the operator that ties it to the one before."""
+        """Return the axes on the way to a target, each with the operator that ties it
+        to the one before.
+        """
         if not atoms.size or not target.size:
             return ()
         array, end, steps = self._arrays(atoms)[0], self._arrays(target)[0], list[str]()
         if end not in self.trees:
             tree, queue = {end: end}, [end]
             for reached in queue:
-                new = [other for other in self.neighbours.get(reached, ()) if other not in tree]
+                new = [
+                    other
+                    for other in self.neighbours.get(reached, ())
+                    if other not in tree
+                ]
                 tree |= dict.fromkeys(new, reached)
                 queue += new
             self.trees[end] = tree
         while array != end and array in self.trees[end]:
             array, before = self.trees[end][array], array
             origin = self.flow.origins[self.neighbours[before][array]]
-            steps.append(f"{self.names[array]} by {origin}" if array in self.names else origin)
+            steps.append(
+                f"{self.names[array]} by {origin}" if array in self.names else origin
+            )
         return tuple(steps)

@@ -1,4 +1,6 @@
-"""Linear algebra of small integers and of integers modulo two: exponents of scales, and parities of signs."""
+"""Linear algebra of small integers and of integers modulo two: exponents of scales, and
+parities of signs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ LARGEST_EXPONENT = 12
 
 
 def small_integers(vector: Array, tolerance: float = 1e-3) -> list[int]:
-    """Return the smallest integer multiple of a vector; nothing if its entries are large."""
+    """Return the smallest integer multiple of a vector; nothing if its entries are
+    large.
+    """
     for denominator in range(1, LARGEST_EXPONENT + 1):
         numbers = (vector * denominator).round().astype(int)
         if np.abs(vector - numbers / denominator).max() <= tolerance:
@@ -22,7 +26,9 @@ def small_integers(vector: Array, tolerance: float = 1e-3) -> list[int]:
 
 
 def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
-    """Return the reduced row echelon form without zero rows, and the columns of its pivots."""
+    """Return the reduced row echelon form without zero rows, and the columns of its
+    pivots.
+    """
     rows, pivots = rows.astype(float), list[int]()
     rows = rows % 2 if modulo_two else rows
     for column in range(rows.shape[1] if rows.size else 0):
@@ -32,7 +38,10 @@ def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
             continue
         rows[[rank, best]] = rows[[best, rank]]
         rows[rank] /= rows[rank, column]
-        rows -= np.where(np.arange(len(rows)) == rank, 0.0, rows[:, column])[:, None] * rows[rank]
+        rows -= (
+            np.where(np.arange(len(rows)) == rank, 0.0, rows[:, column])[:, None]
+            * rows[rank]
+        )
         rows = rows % 2 if modulo_two else rows
         pivots.append(column)
         if len(pivots) == len(rows):
@@ -40,15 +49,23 @@ def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
     return rows[: len(pivots)], pivots
 
 
-def independent(vectors: Sequence[Sequence[int]] | Array, modulo_two: bool) -> list[int]:
+def independent(
+    vectors: Sequence[Sequence[int]] | Array, modulo_two: bool
+) -> list[int]:
     """Return the numbers of the vectors that earlier ones don't span."""
     return echelon(np.array(vectors).T, modulo_two)[1] if len(vectors) else []
 
 
 def vanishing(vectors: Array, images: Array, modulo_two: bool) -> list[Array]:
-    """Return a basis of the combinations of vectors of which those of their images vanish; vectors where possible."""
+    """Return a basis of the combinations of vectors of which those of their images
+    vanish; vectors where possible.
+    """
     reduced, pivots = echelon(np.hstack([images, vectors]), modulo_two)
     rank = sum(pivot < images.shape[1] for pivot in pivots)
-    found = [np.array(numbers) for row in reduced[rank:, images.shape[1] :] if (numbers := small_integers(row))]
+    found = [
+        np.array(numbers)
+        for row in reduced[rank:, images.shape[1] :]
+        if (numbers := small_integers(row))
+    ]
     candidates = np.array([*vectors[~images.any(1)], *found])
     return [*candidates[independent(candidates, modulo_two)]] if len(candidates) else []

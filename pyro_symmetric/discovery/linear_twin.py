@@ -1,15 +1,19 @@
-"""A network as a function of its weights, and its two twins, in which scales and signs can be followed.
+"""A network as a function of its weights, and its two twins, in which scales and signs
+can be followed.
 
-A conservation law is only seen at some inputs. A twin is the network with other functions in place of some, such that
-a law that holds in it at these inputs is likely to hold in the network at all inputs.
+A conservation law is only seen at some inputs. A twin is the network with other
+functions in place of some, such that a law that holds in it at these inputs is likely
+to hold in the network at all inputs.
 
-The twin of scales keeps functions of one number that are positively homogeneous: they pass scales on. Those that are
-homogeneous in places (a clamp that no input reaches, a saturated sigmoid) are multiplied by a wave in the logarithm of
-their input, which is homogeneous nowhere. So is what a comparison with a constant decides.
+The twin of scales keeps functions of one number that are positively homogeneous: they
+pass scales on. Those that are homogeneous in places (a clamp that no input reaches, a
+saturated sigmoid) are multiplied by a wave in the logarithm of their input, which is
+homogeneous nowhere. So is what a comparison with a constant decides.
 
-The twin of signs is linear but for products. Odd functions of one number pass signs on, and become the identity; even
-ones pass none, and become constants; to all others one is added, so that no law holds. Norms and deviations are even:
-division by them is division by constants.
+The twin of signs is linear but for products. Odd functions of one number pass signs on,
+and become the identity; even ones pass none, and become constants; to all others one is
+added, so that no law holds. Norms and deviations are even: division by them is division
+by constants.
 """
 
 from __future__ import annotations
@@ -35,14 +39,37 @@ from pyro_symmetric.weights import Weights
 EVEN = ("linalg_vector_norm", "norm", "var", "std")
 # Positively homogeneous functions of several numbers that are neither odd nor even.
 UNSIGNED = (
-    *("max", "min", "amax", "amin", "prelu", "_prelu_kernel", "rrelu_with_noise", "sort", "topk", "median", "cummax"),
-    *("max_pool", "adaptive_max_pool", "fractional_max_pool", "maximum", "minimum", "fmax", "fmin"),
+    *(
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "prelu",
+        "_prelu_kernel",
+        "rrelu_with_noise",
+        "sort",
+        "topk",
+        "median",
+        "cummax",
+    ),
+    *(
+        "max_pool",
+        "adaptive_max_pool",
+        "fractional_max_pool",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+    ),
 )
-GRID = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")  # where functions of one number are tried
+# where functions of one number are tried
+GRID = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")
 
 
 class NotDifferentiable(Exception):
-    """A network can't be evaluated at random weights and inputs, or has no derivatives there."""
+    """A network can't be evaluated at random weights and inputs, or has no derivatives
+    there.
+    """
 
 
 @contextlib.contextmanager
@@ -50,50 +77,89 @@ def evaluation() -> Iterator[None]:
     """Turn what a network's operators raise into :class:`NotDifferentiable`."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:  # no derivative; an index that was read off random inputs
+    # no derivative; an index that was read off random inputs
+    except (RuntimeError, IndexError) as error:
         raise NotDifferentiable(f"{type(error).__name__}: {error}") from error
 
 
 def gradients(
-    outputs: Sequence[Tensor], weights: Weights, losses: int, generator: torch.Generator | None = None
+    outputs: Sequence[Tensor],
+    weights: Weights,
+    losses: int,
+    generator: torch.Generator | None = None,
 ) -> Iterator[Weights]:
-    """Iterate over the gradients of random losses of some outputs, by the weights on which these depend."""
+    """Iterate over the gradients of random losses of some outputs, by the weights on
+    which these depend.
+    """
     outputs = [out for out in outputs if out.requires_grad]
     for _ in range(losses):
         if not outputs:
             yield {}
             continue
-        loss = torch.stack([(out * random_like(out, generator)).real.sum() for out in outputs]).sum()
+        loss = torch.stack(
+            [(out * random_like(out, generator)).real.sum() for out in outputs]
+        ).sum()
         with evaluation():
-            gradient = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
-        yield {site: value for site, value in zip(weights, gradient, strict=True) if value is not None}
+            gradient = torch.autograd.grad(
+                loss, [*weights.values()], retain_graph=True, allow_unused=True
+            )
+        yield {
+            site: value
+            for site, value in zip(weights, gradient, strict=True)
+            if value is not None
+        }
 
 
 class Pass:
     """A traced forward pass as a function of weights.
 
     :param graph: a shorter graph to run; the trace's by default.
-    :ivar epsilons: site of a running variance -> the constant that batch normalisation adds to it.
+    :ivar epsilons: site of a running variance -> the constant that batch normalisation
+        adds to it.
     :ivar random: whether it draws random numbers; these are the same whenever it runs.
     """
 
     def __init__(self, trace: Trace, logits: bool, graph: fx.Graph | None = None):
         self.trace, self.logits, self.sites = trace, logits, site_names(trace.net)
         kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
-        self.returned = [i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT]
-        names = {spec.arg.name: spec.target for spec in trace.specs if getattr(spec.arg, "name", None) and spec.target}
+        self.returned = [
+            i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT
+        ]
+        names = {
+            spec.arg.name: spec.target
+            for spec in trace.specs
+            if getattr(spec.arg, "name", None) and spec.target
+        }
         self.epsilons: dict[str, float] = {}
         self.random = False
         self.graph = graph or trace.program.graph
-        last = {read: node for node in self.graph.nodes for read in node.all_input_nodes}
-        self.last = {node: [read for read in node.all_input_nodes if last[read] is node] for node in last.values()}
+        last = {
+            read: node for node in self.graph.nodes for read in node.all_input_nodes
+        }
+        self.last = {
+            node: [read for read in node.all_input_nodes if last[read] is node]
+            for node in last.values()
+        }
         self.equivariant: dict[tuple[fx.Node, Move], bool] = {}
         for node in self.graph.nodes:
-            given = bound(node.target, node.args, node.kwargs) if node.op == "call_function" else {}
-            trains = given.get("train", given.get("training", True)) and given.get("dropout_p", 1.0)
-            self.random |= bool(trains) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if isinstance(variance := given.get("running_var"), fx.Node) and variance.name in names:
-                self.epsilons[self.sites.get(names[variance.name], names[variance.name])] = given["eps"]
+            given = (
+                bound(node.target, node.args, node.kwargs)
+                if node.op == "call_function"
+                else {}
+            )
+            trains = given.get("train", given.get("training", True)) and given.get(
+                "dropout_p", 1.0
+            )
+            self.random |= bool(
+                trains
+            ) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if (
+                isinstance(variance := given.get("running_var"), fx.Node)
+                and variance.name in names
+            ):
+                self.epsilons[
+                    self.sites.get(names[variance.name], names[variance.name])
+                ] = given["eps"]
 
     def outputs(
         self,
@@ -105,9 +171,10 @@ class Pass:
     ) -> list[Tensor]:
         """Compute the differentiable outputs of the network, or of a twin.
 
-        :param twin: the move that it follows, ``"scale"`` or ``"flip"``; the network itself by default.
-        :param unfitted: ids of running variances that are to be fitted, with their means, to what they normalise; they
-            change in place.
+        :param twin: the move that it follows, ``"scale"`` or ``"flip"``; the network
+            itself by default.
+        :param unfitted: ids of running variances that are to be fitted, with their
+            means, to what they normalise; they change in place.
         """
         users, args = iter(inputs), []
         for spec in self.trace.specs:
@@ -115,24 +182,46 @@ class Pass:
                 args.append(next(users))
             else:
                 value = weights.get(self.sites.get(spec.target, spec.target))
-                args.append(in_dtype(self.trace.constant(spec.target), dtype) if value is None else value)
-        with evaluation(), Deterministic(dtype) if self.random else contextlib.nullcontext():
-            results = _Run(self, dtype, twin, set() if unfitted is None else unfitted).results(args)
+                args.append(
+                    in_dtype(self.trace.constant(spec.target), dtype)
+                    if value is None
+                    else value
+                )
+        with (
+            evaluation(),
+            Deterministic(dtype) if self.random else contextlib.nullcontext(),
+        ):
+            results = _Run(
+                self, dtype, twin, set() if unfitted is None else unfitted
+            ).results(args)
         outputs = [results[i] for i in self.returned if isinstance(results[i], Tensor)]
-        outputs = [out for out in outputs if out.is_floating_point() or out.is_complex()]
-        return [out.log_softmax(-1) if self.logits and out.dim() else out for out in outputs]
+        outputs = [
+            out for out in outputs if out.is_floating_point() or out.is_complex()
+        ]
+        return [
+            out.log_softmax(-1) if self.logits and out.dim() else out for out in outputs
+        ]
 
 
 class _Run:
-    """One run of a pass, with derivatives by the running statistics of batch normalisation.
+    """One run of a pass, with derivatives by the running statistics of batch
+    normalisation.
 
     :param dtype: the precision, which casts in the network don't change.
     :param twin: see :meth:`Pass.outputs`, as for ``unfitted``.
     """
 
-    def __init__(self, forward: Pass, dtype: torch.dtype, twin: Move | None, unfitted: set[int]):
-        self.forward, self.dtype, self.twin, self.unfitted = forward, dtype, twin, unfitted
-        self.decisions = dict[fx.Node, Tensor]()  # results without derivatives, and the number that they depend on
+    def __init__(
+        self, forward: Pass, dtype: torch.dtype, twin: Move | None, unfitted: set[int]
+    ):
+        self.forward, self.dtype, self.twin, self.unfitted = (
+            forward,
+            dtype,
+            twin,
+            unfitted,
+        )
+        # results without derivatives, and the number that they depend on
+        self.decisions = dict[fx.Node, Tensor]()
 
     def results(self, args: Sequence[Any]) -> Any:
         """Evaluate the graph, and free each value after its last use."""
@@ -144,7 +233,9 @@ class _Run:
             if node.op == "placeholder":
                 values[node] = next(placeholders)
             elif node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(self.forward.trace.program.graph_module)
+                values[node] = operator.attrgetter(str(node.target))(
+                    self.forward.trace.program.graph_module
+                )
             else:
                 own, named = self._in_precision(*given)
                 result = in_dtype(self._call(node.target, own, named), self.dtype)
@@ -154,15 +245,27 @@ class _Run:
         return given[0][0]
 
     def _law_broken(self, node: fx.Node, args: Any, kwargs: Any, result: Any) -> Any:
-        """Change a result so that no law holds behind functions that the twin's move doesn't pass."""
+        """Change a result so that no law holds behind functions that the twin's move
+        doesn't pass.
+        """
         if self.twin is None or not isinstance(result, Tensor):
             return result
-        stopped_at = [self.decisions[read] for read in node.all_input_nodes if read in self.decisions]
+        stopped_at = [
+            self.decisions[read]
+            for read in node.all_input_nodes
+            if read in self.decisions
+        ]
         x = _only_number(node.target, args, kwargs)
         # Results with derivatives are linearised already where signs are followed.
-        if x is not None and x.requires_grad and not (self.twin == "flip" and result.requires_grad):
+        if (
+            x is not None
+            and x.requires_grad
+            and not (self.twin == "flip" and result.requires_grad)
+        ):
             if (node, self.twin) not in self.forward.equivariant:
-                self.forward.equivariant[node, self.twin] = self._equivariant(node.target, x, args, kwargs)
+                self.forward.equivariant[node, self.twin] = self._equivariant(
+                    node.target, x, args, kwargs
+                )
             stopped_at += [] if self.forward.equivariant[node, self.twin] else [x]
         if not result.requires_grad:
             self.decisions.update((node, x) for x in stopped_at)
@@ -177,13 +280,17 @@ class _Run:
         return result
 
     def _equivariant(self, target: Any, x: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether the twin's move passes a function of one number: a sign, if it is even.
+        """Return whether the twin's move passes a function of one number: a sign, if it
+        is even.
 
-        A scale does if the function is homogeneous at all inputs, or at none (an exponential, or what adds an epsilon):
-        then its own gradient breaks the law.
+        A scale does if the function is homogeneous at all inputs, or at none (an
+        exponential, or what adds an epsilon): then its own gradient breaks the law.
         """
         grid = torch.cat([GRID, -GRID]).to(x.device)
-        before, after = (target(c * grid, *args[1:], **kwargs) for c in (1.0, -1.0 if self.twin == "flip" else 2.0))
+        before, after = (
+            target(c * grid, *args[1:], **kwargs)
+            for c in (1.0, -1.0 if self.twin == "flip" else 2.0)
+        )
         if self.twin == "flip":
             return torch.equal(before, after)
         ratio = after / before
@@ -193,12 +300,19 @@ class _Run:
 
     def _in_precision(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Replace the dtypes that an operator casts to by the run's precision."""
-        args = tuple(in_precision(x, self.dtype) if isinstance(x, torch.dtype) else x for x in args)
-        return args, {name: in_precision(x, self.dtype) if name == "dtype" and x else x for name, x in kwargs.items()}
+        args = tuple(
+            in_precision(x, self.dtype) if isinstance(x, torch.dtype) else x
+            for x in args
+        )
+        return args, {
+            name: in_precision(x, self.dtype) if name == "dtype" and x else x
+            for name, x in kwargs.items()
+        }
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         name, given = operator_name(target), bound(target, args, kwargs)
-        if name in ("view", "_unsafe_view") and "dtype" not in given:  # a twin's tensors may have other strides
+        # a twin's tensors may have other strides
+        if name in ("view", "_unsafe_view") and "dtype" not in given:
             return args[0].reshape(args[1])
         if name == "copy":  # into what is written whole
             return args[1].to(args[0].dtype).expand_as(args[0])
@@ -211,7 +325,9 @@ class _Run:
         return target(*args, **kwargs)
 
     def _normalised(self, name: str, given: Mapping[str, Any]) -> Tensor | None:
-        """Normalise by running statistics, also in train mode; in the twin of signs, in any layer, by constants."""
+        """Normalise by running statistics, also in train mode; in the twin of signs, in
+        any layer, by constants.
+        """
         x: Any = given.get("input")
         shape: Any = given.get("normalized_shape")
         variance = given.get("running_var")
@@ -223,16 +339,22 @@ class _Run:
                 _fit_statistics(x, given["running_mean"], variance)
             y = x - given["running_mean"].reshape(shape)
             if self.twin == "flip":  # the running variance fits another network
-                y = _standardised(y, [dim for dim in range(y.dim()) if dim != 1], given["eps"], False)
+                y = _standardised(
+                    y, [dim for dim in range(y.dim()) if dim != 1], given["eps"], False
+                )
             else:
                 y = y / (variance + given["eps"]).sqrt().reshape(shape)
         elif self.twin != "flip" or "_norm" not in name or "weight" not in given:
             return None
         elif "group" in name:
             groups = given.get("num_groups") or given["group"]
-            y = _standardised(x.reshape(len(x), groups, -1), [-1], given["eps"]).reshape(x.shape)
+            y = _standardised(
+                x.reshape(len(x), groups, -1), [-1], given["eps"]
+            ).reshape(x.shape)
         elif given.get("normalized_shape") is not None:
-            y = _standardised(x, range(x.dim() - len(shape), x.dim()), given["eps"], "rms" not in name)
+            y = _standardised(
+                x, range(x.dim() - len(shape), x.dim()), given["eps"], "rms" not in name
+            )
         else:  # of each channel alone, which passes its sign on
             y = x
         y = y if given["weight"] is None else y * given["weight"].reshape(shape)
@@ -244,45 +366,82 @@ class _Run:
             with _WithoutTanh():
                 return decomposition_table[target](*args, **kwargs)
         result = target(*args, **kwargs)
-        if not isinstance(first := result[0] if isinstance(result, tuple | list) and result else result, Tensor):
+        if not isinstance(
+            first := result[0]
+            if isinstance(result, tuple | list) and result
+            else result,
+            Tensor,
+        ):
             return result
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [
+            x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        ]
         if not first.is_floating_point() or not any(x.requires_grad for x in tensors):
             return result
         if name in EVEN or (name == "mul" and args[0] is args[1]):
             return result.detach()
         if name.removesuffix("_with_indices").rstrip("123d") in UNSIGNED:
-            return first + 1.0 if first is result else type(result)([first + 1.0, *result[1:]])
+            return (
+                first + 1.0
+                if first is result
+                else type(result)([first + 1.0, *result[1:]])
+            )
         if (x := _only_number(target, args, kwargs)) is None:
             return result
-        positive, negative = (target(sign * GRID.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0))
+        positive, negative = (
+            target(sign * GRID.to(x), *args[1:], **kwargs) for sign in (1.0, -1.0)
+        )
         if torch.allclose(positive, -negative):
             return x
         return result.detach() if torch.allclose(positive, negative) else result + 1.0
 
 
 def _only_number(target: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the tensor to which a function of one number is applied; None for other functions."""
+    """Return the tensor to which a function of one number is applied; None for other
+    functions.
+    """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    return tensors[0] if len(tensors) == 1 and torch.Tag.pointwise in getattr(target, "tags", ()) else None
+    return (
+        tensors[0]
+        if len(tensors) == 1 and torch.Tag.pointwise in getattr(target, "tags", ())
+        else None
+    )
 
 
 def _fit_statistics(x: Tensor, mean: Tensor, variance: Tensor) -> None:
-    """Move running statistics near those of what they normalise; constant channels keep theirs."""
-    spread, centre = torch.var_mean(x, [dim for dim in range(x.dim()) if dim != 1], correction=0)
+    """Move running statistics near those of what they normalise; constant channels keep
+    theirs.
+    """
+    spread, centre = torch.var_mean(
+        x, [dim for dim in range(x.dim()) if dim != 1], correction=0
+    )
     varies = spread > 1e-6 * spread.max()
-    mean.copy_(torch.where(varies, centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(), mean))
+    mean.copy_(
+        torch.where(
+            varies,
+            centre + 0.3 * spread.sqrt() * mean / mean.square().mean().sqrt(),
+            mean,
+        )
+    )
     variance.copy_(torch.where(varies, spread * variance / variance.mean(), variance))
 
 
 class _WithoutTanh(TorchFunctionMode):
     """A mode in which the hyperbolic tangent is the identity."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in (torch.tanh, Tensor.tanh) else func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return (
+            args[0]
+            if func in (torch.tanh, Tensor.tanh)
+            else func(*args, **(kwargs or {}))
+        )
 
 
-def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: bool = True) -> Tensor:
+def _standardised(
+    x: Tensor, dims: Sequence[int], eps: float | None, centre: bool = True
+) -> Tensor:
     """Standardise over some dimensions, by a deviation that counts as constant."""
     y = x - x.mean([*dims], keepdim=True) if centre else x
     return y * (y.square().mean([*dims], keepdim=True) + (eps or 0.0)).rsqrt().detach()
@@ -290,11 +449,17 @@ def _standardised(x: Tensor, dims: Sequence[int], eps: float | None, centre: boo
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Cast a tensor of real or complex numbers to a precision; leave all else alone."""
-    return value.to(in_precision(value.dtype, dtype)) if isinstance(value, Tensor) else value
+    return (
+        value.to(in_precision(value.dtype, dtype))
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def random_like(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw normal numbers in place of real or complex ones; leave others alone."""
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    return torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
+    return torch.randn(
+        value.shape, generator=generator, dtype=value.dtype, device="cpu"
+    ).to(value.device)

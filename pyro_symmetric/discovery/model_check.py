@@ -1,9 +1,10 @@
 r"""Verification of a declared symmetry of a Pyro model.
 
-A group is a symmetry of a model if the joint density is invariant, :math:`p(g \cdot w, D) = p(w, D)`, which is tried at
-draws from the prior. If it isn't, the sites whose own (conditional) density changes are named, and declarations with
-one axis fewer, or one more, are tried. A posterior has the symmetries of its network only if the prior has them: a
-prior may give the units of a layer different scales, say.
+A group is a symmetry of a model if the joint density is invariant, :math:`p(g \cdot w,
+D) = p(w, D)`, which is tried at draws from the prior. If it isn't, the sites whose own
+(conditional) density changes are named, and declarations with one axis fewer, or one
+more, are tried. A posterior has the symmetries of its network only if the prior has
+them: a prior may give the units of a layer different scales, say.
 """
 
 from __future__ import annotations
@@ -39,26 +40,39 @@ from pyro_symmetric.traced import check_observed
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4
-COMPENSATED = 0.1  # the share of a site's change that is left at most if others compensate it
+# the share of a site's change that is left at most if others compensate it
+COMPENSATED = 0.1
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
-NOISE, NATS = 10.0, 0.01  # changes pass up to this multiple of the noise, plus so many nats, by which evidence may err
-REPEATS = 8  # evaluations of a function that is random: dropout may give one answer several times
+# changes pass up to this multiple of the noise, plus so many nats, by which evidence
+# may err
+NOISE, NATS = 10.0, 0.01
+# evaluations of a function that is random: dropout may give one answer several times
+REPEATS = 8
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run Pyro models without gradients or warnings, and without an effect on generators and handlers."""
+    """Run Pyro models without gradients or warnings, and without an effect on
+    generators and handlers.
+    """
     with forked(), torch.no_grad(), poutine.block(), running_pyro(), without_warnings():
         yield
 
 
 @undisturbed()
 def verify_model(
-    group: Any, model: Callable[..., Any], *args: Any, trials: int = 2, tolerance: float = 1e-4, **kwargs: Any
+    group: Any,
+    model: Callable[..., Any],
+    *args: Any,
+    trials: int = 2,
+    tolerance: float = 1e-4,
+    **kwargs: Any,
 ) -> Verification:
-    """Compare a model's joint density before and after elements of a group, at draws from the prior.
+    """Compare a model's joint density before and after elements of a group, at draws
+    from the prior.
 
-    Discrete sites are summed out if they can be enumerated; subsampled plates keep one draw of their rows.
+    Discrete sites are summed out if they can be enumerated; subsampled plates keep one
+    draw of their rows.
 
     >>> def model(data):
     ...     with pyro.plate("k", 3):
@@ -66,41 +80,77 @@ def verify_model(
     ...         scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
     ...     with pyro.plate("data", len(data)):
     ...         components = dist.Normal(locs, scales)
-    ...         pyro.sample("x", dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), components), obs=data)
-    >>> data, shapes = torch.randn(5), {"locs": torch.zeros(3), "scales": torch.zeros(3)}
-    >>> bool(ps.verify_model(ps.Group.declare({"locs": ("k",), "scales": ("k",)}, shapes), model, data))
+    ...         pyro.sample(
+    ...             "x",
+    ...             dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), components),
+    ...             obs=data,
+    ...         )
+    >>> data, shapes = (
+    ...     torch.randn(5),
+    ...     {"locs": torch.zeros(3), "scales": torch.zeros(3)},
+    ... )
+    >>> bool(
+    ...     ps.verify_model(
+    ...         ps.Group.declare({"locs": ("k",), "scales": ("k",)}, shapes),
+    ...         model,
+    ...         data,
+    ...     )
+    ... )
     True
-    >>> result = ps.verify_model(ps.Group.declare({"locs": ("k",)}, shapes), model, data)
-    >>> bool(result), "axis 0 of 'scales'" in str(result)  # the axis that the declaration lacks
+    >>> result = ps.verify_model(
+    ...     ps.Group.declare({"locs": ("k",)}, shapes), model, data
+    ... )
+    >>> (
+    ...     bool(result),
+    ...     "axis 0 of 'scales'" in str(result),
+    ... )  # the axis that the declaration lacks
     (False, True)
 
     :param group: a declared group, or a symmetry; its permutations and signs count.
-    :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data included. (If some of these are called
-        ``trials`` or ``tolerance``, give ``functools.partial(model, ...)``.)
+    :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data
+        included. (If some of these are called ``trials`` or ``tolerance``, give
+        ``functools.partial(model, ...)``.)
     :param trials: the number of draws from the prior.
-    :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
+    :param tolerance: relative change of a site's log-density (in the norm over its
+        entries) that passes as rounding.
     :raises ValueError: if the group moves sites that the model lacks.
-    :raises InconclusiveError: if the density isn't a function of the sites (dropout, other randomness).
+    :raises InconclusiveError: if the density isn't a function of the sites (dropout,
+        other randomness).
     """
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
     finite = group_of(group).finite
-    draws = [JointDensity(functools.partial(model, *args, **kwargs), finite, tolerance) for _ in range(trials)]
+    draws = [
+        JointDensity(functools.partial(model, *args, **kwargs), finite, tolerance)
+        for _ in range(trials)
+    ]
 
     def change(element: Element) -> Change:
         changes = [draw.change(element) for draw in draws]
-        sites = dict.fromkeys(site for change in changes if change.broken for site in change.sites)
-        return Change(any(change.broken for change in changes), max(change.size for change in changes), tuple(sites))
+        sites = dict.fromkeys(
+            site for change in changes if change.broken for site in change.sites
+        )
+        return Change(
+            any(change.broken for change in changes),
+            max(change.size for change in changes),
+            tuple(sites),
+        )
 
-    return _verified("the model's log-density", finite, change, draws[0].shapes, tolerance)
+    return _verified(
+        "the model's log-density", finite, change, draws[0].shapes, tolerance
+    )
 
 
 @undisturbed()
-def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights) -> Verification:
-    """Verify a log-density of which only values are known, as :func:`verify_model` does a model.
+def check_function(
+    group: Group, log_joint: Callable[[Weights], Tensor], draws: Weights
+) -> Verification:
+    """Verify a log-density of which only values are known, as :func:`verify_model` does
+    a model.
 
-    The tolerance is measured, by the changes of the values at the same draws (of a function that subsamples its data,
-    or is otherwise random), and at draws that differ in the last digit.
+    The tolerance is measured, by the changes of the values at the same draws (of a
+    function that subsamples its data, or is otherwise random), and at draws that differ
+    in the last digit.
 
     :param log_joint: weights of batch shape ``(S,)`` -> ``(S,)``.
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
@@ -114,17 +164,32 @@ def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: 
     def change(element: Element) -> Change:
         after = values(element.on_sites(compared))
         same = (after == before[:COMPARED]) | before[:COMPARED].isnan()
-        changes = (after - before[:COMPARED]).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        changes = (
+            (after - before[:COMPARED])
+            .abs()
+            .nan_to_num(nan=torch.inf, posinf=torch.inf)
+        )
         size = float(torch.where(same, 0.0, changes).max())
         return Change(size > tolerance, size)
 
-    before, compared = values(draws), {site: value[:COMPARED] for site, value in draws.items()}
+    before, compared = (
+        values(draws),
+        {site: value[:COMPARED] for site, value in draws.items()},
+    )
     digits = {site: torch.finfo(value.dtype).eps for site, value in draws.items()}
-    nearby = {site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2)) for site, v in draws.items()}
+    nearby = {
+        site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2))
+        for site, v in draws.items()
+    }
     others = [values(draws), values(nearby)]
     if not torch.equal(others[0], before):
         others += [values(draws) for _ in range(REPEATS)]
-    noise = torch.cat([max(digits.values()) * before.abs(), *((other - before).abs() for other in others)])
+    noise = torch.cat(
+        [
+            max(digits.values()) * before.abs(),
+            *((other - before).abs() for other in others),
+        ]
+    )
     tolerance = NATS + NOISE * float(torch.where(noise.isfinite(), noise, 0.0).amax())
     shapes = {site: value.shape[1:] for site, value in draws.items()}
     return _verified("the log-density", group.finite, change, shapes, tolerance)
@@ -132,40 +197,60 @@ def check_function(group: Group, log_joint: Callable[[Weights], Tensor], draws: 
 
 @undisturbed()
 def require_of_posterior(symmetry: Any, posterior: Any) -> None:
-    """Raise ``ValueError`` if a declared group changes the density of a posterior's model at some of the draws.
+    """Raise ``ValueError`` if a declared group changes the density of a posterior's
+    model at some of the draws.
 
-    Nothing is checked for draws without a model, nor for a network's symmetry, which was verified on the network.
+    Nothing is checked for draws without a model, nor for a network's symmetry, which
+    was verified on the network.
     """
     declared = isinstance(symmetry, Group) and isinstance(posterior, Posterior)
-    if not declared or posterior.source is None or posterior.num_chains * posterior.num_samples == 0:
+    if (
+        not declared
+        or posterior.source is None
+        or posterior.num_chains * posterior.num_samples == 0
+    ):
         return
     dtype = next(iter(posterior.samples.values())).dtype
-    density = Density(*posterior.source[:3], device=posterior.source.device, dtype=dtype, subsampled=True)
+    density = Density(
+        *posterior.source[:3],
+        device=posterior.source.device,
+        dtype=dtype,
+        subsampled=True,
+    )
     sites, draws = density.layout.site_shapes, posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # a subsampled density is random; some sites of the draws were dropped
     some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)
-    points = density.layout.constrain(density.unconstrain({site: draws[site][some] for site in sites}))
-    result = check_function(symmetry, lambda weights: density.target.log_joint(weights, None), points)
+    points = density.layout.constrain(
+        density.unconstrain({site: draws[site][some] for site in sites})
+    )
+    result = check_function(
+        symmetry, lambda weights: density.target.log_joint(weights, None), points
+    )
     if not result:
         raise ValueError(
-            f"at draws of the posterior, {result}\nModulo that group they would be draws of another posterior: give "
-            "the group that the model has (verify_model(group, model, ...) names the sites), or mend the prior or the "
+            f"at draws of the posterior, {result}\nModulo that group they would be "
+            "draws of another posterior: give "
+            "the group that the model has (verify_model(group, model, ...) names the "
+            "sites), or mend the prior or the "
             "likelihood that treats units differently"
         )
 
 
-# the density of a model -----------------------------------------------------------------------------------------------
+# the density of a model ---------------------------------------------------------------
 
 
 class JointDensity:
-    """The joint density of a Pyro model's sites, site by site, at a draw from its prior.
+    """The joint density of a Pyro model's sites, site by site, at a draw from its
+    prior.
 
     :param model: the model, without arguments.
     :param group: the group that acts on its continuous latent sites.
-    :param tolerance: relative change of a site's log-density (in the norm over its entries) that passes as rounding.
+    :param tolerance: relative change of a site's log-density (in the norm over its
+        entries) that passes as rounding.
     :ivar values: continuous sites, and the rows of subsampled plates.
-    :ivar log_probs: the log-densities of each site's entries there; of all together if discrete sites are summed out.
+    :ivar log_probs: the log-densities of each site's entries there; of all together if
+        discrete sites are summed out.
     :raises ValueError: if the group moves sites that the model lacks.
     :raises InconclusiveError: if the density isn't a function of the sites.
     """
@@ -176,15 +261,28 @@ class JointDensity:
         check_observed(site for site in nodes.values() if site["is_observed"])
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         rows = {name for name, site in unseen.items() if site_is_subsample(site)}
-        discrete = {n for n in unseen.keys() - rows if getattr(unseen[n]["fn"].support, "is_discrete", False)}
+        discrete = {
+            n
+            for n in unseen.keys() - rows
+            if getattr(unseen[n]["fn"].support, "is_discrete", False)
+        }
         self.summed_out = bool(discrete)
-        frames = [frame for site in nodes.values() for frame in site["cond_indep_stack"]]
-        self.plate_nesting = -min([0, *(frame.dim for frame in frames if frame.vectorized)])
-        self.values = {name: site["value"] for name, site in unseen.items() if name not in discrete}
-        weights = {name: value for name, value in self.values.items() if name not in rows}
+        frames = [
+            frame for site in nodes.values() for frame in site["cond_indep_stack"]
+        ]
+        self.plate_nesting = -min(
+            [0, *(frame.dim for frame in frames if frame.vectorized)]
+        )
+        self.values = {
+            name: site["value"] for name, site in unseen.items() if name not in discrete
+        }
+        weights = {
+            name: value for name, value in self.values.items() if name not in rows
+        }
         if missing := sorted(set(group.required_sites) - set(weights)):
             raise ValueError(
-                f"the model lacks the sites {missing} that the group moves; its continuous latent sites are "
+                f"the model lacks the sites {missing} that the group moves; its "
+                "continuous latent sites are "
                 f"{list(weights)}, and its discrete ones {sorted(discrete)}"
             )
         group.batch_shape(weights)  # names the site whose shape doesn't fit
@@ -192,7 +290,8 @@ class JointDensity:
         self.log_probs = self._at(self.values)
         if self._compared(self._at(self.values)).broken:
             raise InconclusiveError(
-                "two evaluations of the model's density at the same sites differ, so that no symmetry can be told: is "
+                "two evaluations of the model's density at the same sites differ, so "
+                "that no symmetry can be told: is "
                 "there dropout (call .eval()), or randomness outside of pyro.sample?"
             )
 
@@ -206,8 +305,14 @@ class JointDensity:
             return {"": self._enumerated(conditioned)}
         result = {}
         for name, site in _sampled(conditioned).items():
-            if name in values and not site_is_subsample(site) and not _in_support(site["fn"], site["value"]):
-                result[name] = torch.full((1,), torch.nan, dtype=torch.float64, device=site["value"].device)
+            if (
+                name in values
+                and not site_is_subsample(site)
+                and not _in_support(site["fn"], site["value"])
+            ):
+                result[name] = torch.full(
+                    (1,), torch.nan, dtype=torch.float64, device=site["value"].device
+                )
             elif not site_is_subsample(site):
                 result[name] = _entries(site).double().reshape(-1)
         return result
@@ -217,23 +322,42 @@ class JointDensity:
         from pyro.infer import config_enumerate
         from pyro.infer.mcmc.util import TraceEinsumEvaluator
 
-        enumerated = poutine.enum(config_enumerate(conditioned), first_available_dim=-1 - self.plate_nesting)
+        enumerated = poutine.enum(
+            config_enumerate(conditioned), first_available_dim=-1 - self.plate_nesting
+        )
         trace = poutine.trace(enumerated).get_trace()
-        evaluator = TraceEinsumEvaluator(trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting)
+        evaluator = TraceEinsumEvaluator(
+            trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting
+        )
         return evaluator.log_prob(trace).double().reshape(1)
 
     def _compared(self, after: Mapping[str, Tensor]) -> Change:
-        changes = {name: float(after[name].sum() - old.sum()) for name, old in self.log_probs.items()}
+        changes = {
+            name: float(after[name].sum() - old.sum())
+            for name, old in self.log_probs.items()
+        }
         # Rounding errors of independent entries add up as the entries' norm.
-        allowed = {name: self.tolerance * (1 + float(old.norm())) for name, old in self.log_probs.items()}
+        allowed = {
+            name: self.tolerance * (1 + float(old.norm()))
+            for name, old in self.log_probs.items()
+        }
         # NaN, outside of a support, counts as a change.
-        changed = tuple(name for name, change in changes.items() if not abs(change) <= allowed[name])
-        # The tolerance of a large likelihood must not hide the change of a small prior: sites within theirs count only
-        # if they compensate those beyond it.
-        together, total = abs(sum(changes[name] for name in changed)), abs(sum(changes.values()))
+        changed = tuple(
+            name for name, change in changes.items() if not abs(change) <= allowed[name]
+        )
+        # The tolerance of a large likelihood must not hide the change of a small prior:
+        # sites within theirs count only if they compensate those beyond it.
+        together, total = (
+            abs(sum(changes[name] for name in changed)),
+            abs(sum(changes.values())),
+        )
         compensated = total <= COMPENSATED * together < float("inf")
         holds = compensated or together <= sum(allowed[name] for name in changed)
-        return Change(not holds, total if total == total else float("inf"), tuple(filter(None, changed)))
+        return Change(
+            not holds,
+            total if total == total else float("inf"),
+            tuple(filter(None, changed)),
+        )
 
 
 def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
@@ -243,7 +367,9 @@ def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _entries(site: Any) -> Tensor:
-    """Return the log-densities of a site's single entries: rounding of the sums of ``to_event`` would hide changes."""
+    """Return the log-densities of a site's single entries: rounding of the sums of
+    ``to_event`` would hide changes.
+    """
     fn, events = site["fn"], 0
     while type(fn) is dist.Independent:
         fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
@@ -251,7 +377,9 @@ def _entries(site: Any) -> Tensor:
     for factor in (site["mask"], site["scale"]):
         if factor is not None:
             factor = as_tensor(factor)
-            value = value * (factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor)
+            value = value * (
+                factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor
+            )
     return as_tensor(value)
 
 
@@ -262,42 +390,74 @@ def _in_support(fn: Any, value: Tensor) -> bool:
         return True
 
 
-# remedies -------------------------------------------------------------------------------------------------------------
+# remedies -----------------------------------------------------------------------------
 
 
 def _verified(
-    name: str, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size], tolerance: float
+    name: str,
+    group: Group,
+    change: Callable[[Element], Change],
+    shapes: Mapping[str, torch.Size],
+    tolerance: float,
 ) -> Verification:
     def changed(element: Element) -> Change:
-        # Running statistics may be missing, or stay in the model: the density shows whether that matters.
+        # Running statistics may be missing, or stay in the model: the density shows
+        # whether that matters.
         try:
             return change(element)
-        except ValueError:  # a distribution accepted the draws, but refuses the moved weights
+        # a distribution accepted the draws, but refuses the moved weights
+        except ValueError:
             return Change(True, float("inf"))
 
     broken, error = broken_moves(group, changed)
-    named = tuple(one._replace(remedy=_remedy(one, group, changed, shapes)) for one in broken)
+    named = tuple(
+        one._replace(remedy=_remedy(one, group, changed, shapes)) for one in broken
+    )
     return Verification(name, named, error, tolerance, "nats")
 
 
 def _remedy(
-    broken: BrokenMove, group: Group, change: Callable[[Element], Change], shapes: Mapping[str, torch.Size]
+    broken: BrokenMove,
+    group: Group,
+    change: Callable[[Element], Change],
+    shapes: Mapping[str, torch.Size],
 ) -> str:
-    """Find the axis to leave out, or to add, with which the declaration of some units holds, in words."""
-    units = replace(group.restricted(broken.move)[broken.name], parent=None, moves=frozenset({broken.move}))
-    if kept := sorted({axis.site for axis in units.axes} & set(group.buffers) - set(shapes)):
+    """Find the axis to leave out, or to add, with which the declaration of some units
+    holds, in words.
+    """
+    units = replace(
+        group.restricted(broken.move)[broken.name],
+        parent=None,
+        moves=frozenset({broken.move}),
+    )
+    if kept := sorted(
+        {axis.site for axis in units.axes} & set(group.buffers) - set(shapes)
+    ):
         return f"if running statistics {kept} moved along, which stay in the model; symmetry.holding(net) leaves them"
     own = {(axis.site, axis.dim) for axis in units.axes}
-    free = {(site, dim) for site, shape in shapes.items() for dim, n in enumerate(shape) if n == units.count}
+    free = {
+        (site, dim)
+        for site, shape in shapes.items()
+        for dim, n in enumerate(shape)
+        if n == units.count
+    }
     index = torch.arange(units.count, device="cpu")[None]
     for site, dim in sorted(own | free):
-        axes = tuple(axis for axis in units.axes if (axis.site, axis.dim) != (site, dim))
+        axes = tuple(
+            axis for axis in units.axes if (axis.site, axis.dim) != (site, dim)
+        )
         axes += () if len(axes) < len(units.axes) else (Axis(site, dim, index, 1),)
         if not axes:
             continue
         other = Group([replace(units, axes=axes)], {**group.site_shapes, **shapes})
         if not broken_moves(other, change)[0]:
-            if broken.move == "flip" and (site, dim) in own and "permute" in group[broken.name].moves:
+            if (
+                broken.move == "flip"
+                and (site, dim) in own
+                and "permute" in group[broken.name].moves
+            ):
                 return f"with even=[{site!r}] in the declaration, whose signs then stay"
-            return f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
+            return (
+                f"{'without' if (site, dim) in own else 'with'} axis {dim} of {site!r}"
+            )
     return ""

@@ -1,8 +1,10 @@
 """The form of a rule: values of tensors, calls of operators, and the registry.
 
-A rule, ``rule(flow, call)``, says how the axes of an operator's operands flow to its results; see
-:func:`register_rule`. Unknown results (indices, statistics) may be left out at the end. PyTorch decomposes operators
-without a rule, or else their operands are pinned, with a warning.
+A rule, ``rule(flow, call)``, says how the axes of an operator's operands flow to its
+results; see
+:func:`register_rule`. Unknown results (indices, statistics) may be left out at the end.
+PyTorch decomposes operators without a rule, or else their operands are pinned, with a
+warning.
 """
 
 from __future__ import annotations
@@ -30,23 +32,35 @@ class Part:
     atoms: Array
 
     def renumbered(self, to: Mapping[int, int]) -> Part:
-        """Renumber the axes, old -> new; those that are left out have length one and are dropped."""
-        order = sorted((i for i, axis in enumerate(self.axes) if axis in to), key=lambda i: to[self.axes[i]])
+        """Renumber the axes, old -> new; those that are left out have length one and
+        are dropped.
+        """
+        order = sorted(
+            (i for i, axis in enumerate(self.axes) if axis in to),
+            key=lambda i: to[self.axes[i]],
+        )
         axes = tuple(to[self.axes[i]] for i in order)
         if order == [*range(len(self.axes))]:
             return Part(axes, self.atoms)
         dropped = [i for i in range(len(self.axes)) if i not in order]
-        return Part(axes, self.atoms.transpose([*order, *dropped]).reshape([self.atoms.shape[i] for i in order]))
+        return Part(
+            axes,
+            self.atoms.transpose([*order, *dropped]).reshape(
+                [self.atoms.shape[i] for i in order]
+            ),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
     """Abstract value of a tensor: the units to which its entries belong.
 
-    Entries along an axis belong to units (the axis is one of a part's), are told apart by their position (the axis is
-    ``fixed``: batch, time, pixels, classes), or are all equal (neither).
+    Entries along an axis belong to units (the axis is one of a part's), are told apart
+    by their position (the axis is ``fixed``: batch, time, pixels, classes), or are all
+    equal (neither).
 
-    :param parts: their axes are disjoint, except in a matrix whose slices have columns of their own: these come second.
+    :param parts: their axes are disjoint, except in a matrix whose slices have columns
+        of their own: these come second.
     :param constant: the tensor itself, if tracing knows it (index maps).
     :param mask: whether the entries are booleans.
     """
@@ -72,19 +86,34 @@ class Value:
     @property
     def columns(self) -> Part | None:
         """The columns of a matrix whose slices have columns of their own."""
-        return next((part for part in self.parts[1:2] if part.axes == (0, 1) and self.part_on(0) is not part), None)
+        return next(
+            (
+                part
+                for part in self.parts[1:2]
+                if part.axes == (0, 1) and self.part_on(0) is not part
+            ),
+            None,
+        )
 
     def collapsed(self, axes: Collection[int]) -> Value:
-        """Return the value at a single position along these axes, which get length one."""
+        """Return the value at a single position along these axes, which get length
+        one.
+        """
         shape = tuple(1 if axis in axes else n for axis, n in enumerate(self.shape))
         parts = tuple(part for part in self.parts if not set(part.axes) & set(axes))
         return Value(shape, parts, self.fixed.difference(axes))
 
 
-def opaque(shape: Iterable[int], constant: torch.Tensor | None = None, mask: bool = False) -> Value:
-    """Return the value of a tensor in which nothing moves: data, masks, results of operators without a rule."""
+def opaque(
+    shape: Iterable[int], constant: torch.Tensor | None = None, mask: bool = False
+) -> Value:
+    """Return the value of a tensor in which nothing moves: data, masks, results of
+    operators without a rule.
+    """
     shape = tuple(int(n) for n in shape)
-    return Value(shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant, mask)
+    return Value(
+        shape, (), frozenset(i for i, n in enumerate(shape) if n > 1), constant, mask
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +121,8 @@ class Call:
     """One call of an operator in the traced graph.
 
     :param target: the operator.
-    :param arguments: its arguments by the names of its schema, with defaults; tensors are :class:`Value` objects.
+    :param arguments: its arguments by the names of its schema, with defaults; tensors
+        are :class:`Value` objects.
     :param shapes: the shapes of its results.
     :param read: the indices of the results that something reads.
     """
@@ -122,7 +152,10 @@ class Call:
     @property
     def operands(self) -> list[Value]:
         """All tensors among the arguments, also those in lists."""
-        lists = (given if isinstance(given, list | tuple) else [given] for given in self.arguments.values())
+        lists = (
+            given if isinstance(given, list | tuple) else [given]
+            for given in self.arguments.values()
+        )
         return [item for given in lists for item in given if isinstance(item, Value)]
 
     @property
@@ -142,11 +175,15 @@ def operator_name(target: Any) -> str:
     return str(getattr(packet, "__name__", packet))
 
 
-def bound(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Bind an operator's arguments to the names of its schema, with defaults."""
     if not hasattr(target, "_schema"):
         return {"args": list(args), "kwargs": tree_leaves(list(kwargs.values()))}
-    defaults = {argument.name: argument.default_value for argument in target._schema.arguments}
+    defaults = {
+        argument.name: argument.default_value for argument in target._schema.arguments
+    }
     return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
 
 
@@ -156,10 +193,12 @@ RULES: dict[Any, Rule] = {}
 
 
 def register_rule(*operators: Any) -> Callable[[R], R]:
-    """Register a rule for operators (``torch.ops.aten.relu``, or an overload of one); a later rule replaces an earlier.
+    """Register a rule for operators (``torch.ops.aten.relu``, or an overload of one); a
+    later rule replaces an earlier.
 
-    Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``), those of other libraries by their full
-    name (``"mylib::centred"``). Names that this version of PyTorch lacks are ignored.
+    Operators of PyTorch may be given by name (``"relu"``, ``"where.self"``), those of
+    other libraries by their full name (``"mylib::centred"``). Names that this version
+    of PyTorch lacks are ignored.
 
     >>> @torch.library.custom_op("mylib::centred", mutates_args=())
     ... def centred(x: torch.Tensor) -> torch.Tensor:
@@ -171,24 +210,33 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
     >>> class Net(nn.Sequential):
     ...     def forward(self, x):
     ...         return self[1](centred(self[0](x)))
-    >>> ps.find_symmetry(Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)).permutations.factors
+    >>> ps.find_symmetry(
+    ...     Net(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    ... ).permutations.factors
     {'0': 4}
 
-    A rule reads the tensors off the ``call`` by the names of the operator's arguments (``call["x"]``), and returns what
-    a method of the ``flow`` gives (a list for several results):
+    A rule reads the tensors off the ``call`` by the names of the operator's arguments
+    (``call["x"]``), and returns what a method of the ``flow`` gives (a list for several
+    results):
 
-    * ``elementwise([x, ...])``: a function of one entry of each operand, such as an activation.
-    * ``normalise(x, axes)``: a function of an entry and of symmetric statistics along some axes.
-    * ``reduce(x, axes, keepdim)``: a symmetric function (sum, mean, largest entry) of all entries along some axes.
-    * ``einsum(equation, x, ...)``: a product of operands, as in ``torch.einsum``; ``combine([(x, letters), ...], out)``
-      takes lists of numbers in place of letters.
-    * ``restrict(x, keep)``: units may be exchanged along the axes ``keep`` only; elsewhere their position counts.
-    * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: units move as the entries do.
+    * ``elementwise([x, ...])``: a function of one entry of each operand, such as an
+      activation.
+    * ``normalise(x, axes)``: a function of an entry and of symmetric statistics along
+      some axes.
+    * ``reduce(x, axes, keepdim)``: a symmetric function (sum, mean, largest entry) of
+      all entries along some axes.
+    * ``einsum(equation, x, ...)``: a product of operands, as in ``torch.einsum``;
+      ``combine([(x, letters), ...], out)`` takes lists of numbers in place of letters.
+    * ``restrict(x, keep)``: units may be exchanged along the axes ``keep`` only;
+      elsewhere their position counts.
+    * ``relaid``, ``squeeze``, ``unsqueeze``, ``expand``, ``reshape``, ``take``: units
+      move as the entries do.
     * ``pin(x)``: nothing may move in this operand.
     * ``give_up(operands, shape, why)``: pin all operands, with a warning that says why.
 
-    Rules speak of permutations only; gradients give scales and signs. :func:`find_symmetry` verifies the group: moves
-    that a rule wrongly allows are dropped with a warning (:class:`BrokenSymmetry`).
+    Rules speak of permutations only; gradients give scales and signs.
+    :func:`find_symmetry` verifies the group: moves that a rule wrongly allows are
+    dropped with a warning (:class:`BrokenSymmetry`).
     """
 
     def decorate(rule: R) -> R:
@@ -202,7 +250,9 @@ def register_rule(*operators: Any) -> Callable[[R], R]:
 
 
 def rule_for(target: Any) -> Rule | None:
-    """Return the rule of an operator overload: its own, that of all overloads, or that of PyTorch's tag."""
+    """Return the rule of an operator overload: its own, that of all overloads, or that
+    of PyTorch's tag.
+    """
     packet, tags = getattr(target, "overloadpacket", None), getattr(target, "tags", ())
     keys = [target, packet, getattr(packet, "_qualified_op_name", None)]
     keys += [torch.Tag.pointwise] if torch.Tag.pointwise in tags else []
@@ -210,7 +260,9 @@ def rule_for(target: Any) -> Rule | None:
 
 
 def _operator(name: str) -> Any | None:
-    """Look up an operator of PyTorch by name; those of other libraries are registered by their full name."""
+    """Look up an operator of PyTorch by name; those of other libraries are registered
+    by their full name.
+    """
     if "::" in name:
         return name
     operator: Any = torch.ops.aten

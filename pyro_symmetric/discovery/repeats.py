@@ -1,12 +1,14 @@
 r"""Blocks that repeat: a deep network, cut down to two blocks of each kind.
 
-Many networks apply one function several times, with other weights each time: :math:`x_{i+1} = f(x_i, w_i)`, as do the
-layers of a transformer. Their laws are found in a network that holds two blocks of each run, and copied to the others:
-what the weights of one block obey by themselves, those of each do; and what ties both blocks to the rest in the same
-way (a residual stream, whose scale is the same everywhere) ties all. Laws of other kinds aren't copied.
+Many networks apply one function several times, with other weights each time:
+:math:`x_{i+1} = f(x_i, w_i)`, as do the layers of a transformer. Their laws are found
+in a network that holds two blocks of each run, and copied to the others: what the
+weights of one block obey by themselves, those of each do; and what ties both blocks to
+the rest in the same way (a residual stream, whose scale is the same everywhere) ties
+all. Laws of other kinds aren't copied.
 
-Blocks are stretches of operators in the graph, each equal to the one before it but for its weights: masks and other
-constants are the same.
+Blocks are stretches of operators in the graph, each equal to the one before it but for
+its weights: masks and other constants are the same.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ TRIED = 20  # stretches of operators: a chain of a thousand layers has half a mi
 class Repeats(NamedTuple):
     """A graph with two blocks of each run.
 
-    :ivar graph: the graph, in which the second block stands for those that follow it; None if none was searched.
+    :ivar graph: the graph, in which the second block stands for those that follow it;
+        None if none was searched.
     :ivar block: site of a block -> the number of its run, and that of the block in it.
-    :ivar stand_in: site of any block but the first -> the site in its place in the first.
+    :ivar stand_in: site of any block but the first -> the site in its place in the
+        first.
     """
 
     graph: fx.Graph | None
@@ -49,18 +53,27 @@ class Repeats(NamedTuple):
         return self.block.get(site, (-1, 0))
 
     def images(self, axes: Sequence[Axis]) -> list[Any]:
-        """Return what each axis shares with those in its place in other blocks, and with no others."""
-        return [(self.stand_in.get(axis.site, axis.site), *_along(axis)) for axis in axes]
+        """Return what each axis shares with those in its place in other blocks, and
+        with no others.
+        """
+        return [
+            (self.stand_in.get(axis.site, axis.site), *_along(axis)) for axis in axes
+        ]
 
 
 def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
     """Return a traced graph with two blocks in place of each run of more.
 
-    :param laws: the axes of each set of units that obeys a law. A set has all of its axes in one block, or the same in
-        all blocks of a run; runs between whose blocks other sets lie, layers that follow one another, say, stay.
+    :param laws: the axes of each set of units that obeys a law. A set has all of its
+        axes in one block, or the same in all blocks of a run; runs between whose blocks
+        other sets lie, layers that follow one another, say, stay.
     """
-    targets = {name: str(spec.target) for name, spec in trace.inputs.items() if spec.target}
-    site_of = {name: trace.sites.get(target, target) for name, target in targets.items()}
+    targets = {
+        name: str(spec.target) for name, spec in trace.inputs.items() if spec.target
+    }
+    site_of = {
+        name: trace.sites.get(target, target) for name, target in targets.items()
+    }
     constants = {
         name: _digest(trace.constant(target))
         for name, target in targets.items()
@@ -83,53 +96,86 @@ def without_repeats(trace: Trace, laws: Sequence[Sequence[Axis]]) -> Repeats:
 
 
 class UnequalBlocks(Exception):
-    """The laws of two blocks don't tell those of all: they tie neighbours, differ, or are those of dead units."""
+    """The laws of two blocks don't tell those of all: they tie neighbours, differ, or
+    are those of dead units.
+    """
 
 
 def copies(
-    basis: list[Exponents], two: Sequence[Axis], every: Sequence[Axis], repeats: Repeats, modulo_two: bool
+    basis: list[Exponents],
+    two: Sequence[Axis],
+    every: Sequence[Axis],
+    repeats: Repeats,
+    modulo_two: bool,
 ) -> list[Exponents]:
     """Copy exponents from the axes of two blocks of each run to those of every block.
 
-    What one block obeys by itself, each does; what both obey with equal exponents, all do.
+    What one block obeys by itself, each does; what both obey with equal exponents, all
+    do.
 
     :raises UnequalBlocks: if the basis isn't the sum of these.
     """
     if not basis:
         return []
     vectors, blocks = np.array(basis), [repeats.of(axis.site) for axis in two]
-    keys = [(image, block) for image, (_, block) in zip(repeats.images(two), blocks, strict=True)]
+    keys = [
+        (image, block)
+        for image, (_, block) in zip(repeats.images(two), blocks, strict=True)
+    ]
     column = {key: k for k, key in enumerate(keys)}
-    other = [column.get((image, 1 - block), k) for k, (image, block) in enumerate(keys)]  # in its place in the other
+    # in its place in the other
+    other = [column.get((image, 1 - block), k) for k, (image, block) in enumerate(keys)]
     equal = vanishing(vectors, vectors - vectors[:, other], modulo_two)
     alone = list[Array]()
     for run in sorted({run for run, _ in blocks} - {-1}):
-        alone += vanishing(vectors, vectors[:, [block != (run, 0) for block in blocks]], modulo_two)
-    # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in three.
+        alone += vanishing(
+            vectors, vectors[:, [block != (run, 0) for block in blocks]], modulo_two
+        )
+    # What ties two blocks to nothing else, two flips that cancel, say, wouldn't do in
+    # three.
     outside = vectors[:, [run < 0 for run, _ in blocks]]
-    pairs = vanishing(vectors, np.hstack([vectors - vectors[:, other], outside]), modulo_two)
+    pairs = vanishing(
+        vectors, np.hstack([vectors - vectors[:, other], outside]), modulo_two
+    )
     each = [*alone, *(vector[other] for vector in alone)]
     if len(independent(np.array([*each, *pairs]), modulo_two)) > len(each):
         raise UnequalBlocks
     candidates = np.array([*each, *equal]).reshape(-1, len(two))
     chosen = independent(candidates, modulo_two)
     # Do the candidates span the same space as the basis?
-    if {len(chosen), len(independent(np.vstack([vectors, candidates[chosen]]), modulo_two))} != {len(basis)}:
+    if {
+        len(chosen),
+        len(independent(np.vstack([vectors, candidates[chosen]]), modulo_two)),
+    } != {len(basis)}:
         raise UnequalBlocks
     places, copied = [repeats.of(axis.site) for axis in every], list[Exponents]()
-    for k in (k for k in chosen if not len(alone) <= k < 2 * len(alone)):  # the second block's are the first one's
-        numbers = [int(candidates[k][column[image, 0]]) for image in repeats.images(every)]
+    # the second block's are the first one's
+    for k in (k for k in chosen if not len(alone) <= k < 2 * len(alone)):
+        numbers = [
+            int(candidates[k][column[image, 0]]) for image in repeats.images(every)
+        ]
         runs = {run for (run, _), number in zip(places, numbers, strict=True) if number}
-        for block in sorted({place for place in places if place[0] in runs}) if k < len(alone) else [None]:
-            copied.append(tuple(n if block in (None, place) else 0 for place, n in zip(places, numbers, strict=True)))
+        for block in (
+            sorted({place for place in places if place[0] in runs})
+            if k < len(alone)
+            else [None]
+        ):
+            copied.append(
+                tuple(
+                    n if block in (None, place) else 0
+                    for place, n in zip(places, numbers, strict=True)
+                )
+            )
     return copied
 
 
-# one run of blocks ----------------------------------------------------------------------------------------------------
+# one run of blocks --------------------------------------------------------------------
 
 
 class _Block(NamedTuple):
-    """Calls, and the sites that these alone read, in the same order in each block of a run."""
+    """Calls, and the sites that these alone read, in the same order in each block of a
+    run.
+    """
 
     calls: Calls
     sites: list[str]
@@ -142,9 +188,13 @@ def _longest_run(
     laws: Sequence[Sequence[Axis]],
     taken: Collection[str],
 ) -> list[_Block]:
-    """Return the run of blocks, without sites that are taken, that saves the most operators."""
+    """Return the run of blocks, without sites that are taken, that saves the most
+    operators.
+    """
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    codes = np.unique([_signature(node, constants) for node in calls], return_inverse=True)[1]
+    codes = np.unique(
+        [_signature(node, constants) for node in calls], return_inverse=True
+    )[1]
     candidates = [
         (-((end - start) // period * period), period, start, end)
         for period in range(2, len(calls) // 2 + 1)
@@ -155,39 +205,59 @@ def _longest_run(
         blocks = _blocks(calls, period, start, end, site_of)
         sites = [block.sites for block in blocks]
         free = not any(site in taken for own in sites for site in own)
-        if len(blocks) > 2 and free and _alone(blocks, graph, site_of, laws) and _obey_alike(sites, laws):
+        if (
+            len(blocks) > 2
+            and free
+            and _alone(blocks, graph, site_of, laws)
+            and _obey_alike(sites, laws)
+        ):
             return blocks
     return []
 
 
 def _signature(node: fx.Node, constants: Mapping[str, bytes]) -> str:
-    """Return what equal calls share: operator, numbers, constants, shapes and dtypes, but not what else they read."""
-    given = fx.map_arg((node.args, node.kwargs), lambda read: constants.get(read.name, "read"))
+    """Return what equal calls share: operator, numbers, constants, shapes and dtypes,
+    but not what else they read.
+    """
+    given = fx.map_arg(
+        (node.args, node.kwargs), lambda read: constants.get(read.name, "read")
+    )
     return f"{node.target} {given} {_form(node)}"
 
 
 def _digest(value: Tensor) -> bytes:
-    """Return a hash of a constant's entries; of a sparse one, which equals no other, its identity."""
+    """Return a hash of a constant's entries; of a sparse one, which equals no other,
+    its identity.
+    """
     if value.layout != torch.strided:
         return str(id(value)).encode()
-    return hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).digest()
+    return hashlib.sha256(
+        value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).digest()
 
 
 def _stretches(mask: Any) -> Iterator[tuple[int, int]]:
     """Iterate over the stretches of true entries, as the start and the end of each."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], mask, [False]]).astype(int))
+    )
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
-def _blocks(calls: Calls, period: int, start: int, end: int, site_of: Mapping[str, str]) -> list[_Block]:
-    """Cut a stretch, each of whose calls looks like the one a period later, into blocks that read alike.
+def _blocks(
+    calls: Calls, period: int, start: int, end: int, site_of: Mapping[str, str]
+) -> list[_Block]:
+    """Cut a stretch, each of whose calls looks like the one a period later, into blocks
+    that read alike.
 
     They begin where the fewest values cross: a stream, not the units of one layer.
     """
     number = {node: i for i, node in enumerate(calls)}
 
     def reads_alike(one: fx.Node, other: fx.Node) -> bool:
-        """Return whether two calls read the same, or results a period apart, or sites of their own."""
+        """Return whether two calls read the same, or results a period apart, or sites
+        of their own.
+        """
         for a, b in zip(_reads(one), _reads(other), strict=True):
             apart = a in number and b in number and number[b] - number[a] == period
             own = a.name in site_of and b.name in site_of
@@ -196,26 +266,52 @@ def _blocks(calls: Calls, period: int, start: int, end: int, site_of: Mapping[st
         return True
 
     alike = [reads_alike(calls[i], calls[i + period]) for i in range(start, end)]
-    first, last = max(_stretches(alike), key=lambda one: one[1] - one[0], default=(0, 0))
+    first, last = max(
+        _stretches(alike), key=lambda one: one[1] - one[0], default=(0, 0)
+    )
     first, last = start + first, start + last
     if last - first < period:
         return []
     crossing = np.zeros(len(calls) + 1, dtype=int)
     for i, node in enumerate(calls):
-        crossing[i + 1 : max((number.get(user, len(calls)) for user in node.users), default=i) + 1] += 1
+        crossing[
+            i + 1 : max(
+                (number.get(user, len(calls)) for user in node.users), default=i
+            )
+            + 1
+        ] += 1
     first += int(crossing[first : min(first + period, last - period + 1)].argmin())
     blocks = [calls[at : at + period] for at in range(first, last + 1, period)]
-    read = ([site_of.get(one.name, "") for call in block for one in _reads(call)] for block in blocks)
-    own = [column for column in dict.fromkeys(zip(*read, strict=True)) if len(set(column)) > 1]
-    return [_Block(*one) for one in zip(blocks, map(list, zip(*own, strict=True)), strict=True)] if own else []
+    read = (
+        [site_of.get(one.name, "") for call in block for one in _reads(call)]
+        for block in blocks
+    )
+    own = [
+        column
+        for column in dict.fromkeys(zip(*read, strict=True))
+        if len(set(column)) > 1
+    ]
+    return (
+        [
+            _Block(*one)
+            for one in zip(blocks, map(list, zip(*own, strict=True)), strict=True)
+        ]
+        if own
+        else []
+    )
 
 
 def _alone(
-    blocks: Sequence[_Block], graph: fx.Graph, site_of: Mapping[str, str], laws: Sequence[Sequence[Axis]]
+    blocks: Sequence[_Block],
+    graph: fx.Graph,
+    site_of: Mapping[str, str],
+    laws: Sequence[Sequence[Axis]],
 ) -> bool:
-    """Return whether no call outside of a block reads its sites, and none inside reads others that obey a law.
+    """Return whether no call outside of a block reads its sites, and none inside reads
+    others that obey a law.
 
-    Of the blocks that become one, a single one may have its results read outside: two would be equal.
+    Of the blocks that become one, a single one may have its results read outside: two
+    would be equal.
     """
     obeying = {axis.site for axes in laws for axis in axes}
     readers: dict[str, set[fx.Node]] = {}
@@ -224,14 +320,28 @@ def _alone(
             readers.setdefault(site_of[node.name], set()).update(node.users)
     inside = {call for block in blocks for call in block.calls}
     shared = obeying.difference(*(block.sites for block in blocks))
-    alone = all(readers[site] <= set(block.calls) for block in blocks for site in block.sites)
-    calls_outside = {node for node in graph.nodes if node.op == "call_function"} - inside
-    ends = [block for block in blocks[1:] if any(calls_outside & call.users.keys() for call in block.calls)]
-    return alone and len(ends) < 2 and not any(readers.get(site, set()) & inside for site in shared)
+    alone = all(
+        readers[site] <= set(block.calls) for block in blocks for site in block.sites
+    )
+    calls_outside = {
+        node for node in graph.nodes if node.op == "call_function"
+    } - inside
+    ends = [
+        block
+        for block in blocks[1:]
+        if any(calls_outside & call.users.keys() for call in block.calls)
+    ]
+    return (
+        alone
+        and len(ends) < 2
+        and not any(readers.get(site, set()) & inside for site in shared)
+    )
 
 
 def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) -> bool:
-    """Return whether each law has all of its axes in one block, as those of all others, or the same in all blocks."""
+    """Return whether each law has all of its axes in one block, as those of all others,
+    or the same in all blocks.
+    """
     place = {site: (k, i) for k, own in enumerate(sites) for i, site in enumerate(own)}
     inner: list[set[frozenset[Any]]] = [set() for _ in sites]
     for axes in laws:
@@ -257,7 +367,11 @@ def _reads(node: fx.Node) -> list[fx.Node]:
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shapes and dtypes of a node's results."""
-    results = (value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor))
+    results = (
+        value
+        for value in tree_leaves(node.meta.get("val"))
+        if isinstance(value, Tensor)
+    )
     return [(tuple(value.shape), value.dtype) for value in results]
 
 

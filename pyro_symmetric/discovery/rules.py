@@ -1,7 +1,9 @@
-"""The rules of PyTorch's operators: elementwise, factories, reductions, normalisations, products, views, indexing.
+"""The rules of PyTorch's operators: elementwise, factories, reductions, normalisations,
+products, views, indexing.
 
-If indices are known (slices, index maps), units follow their entries. If they are data, positions along the indexed
-axis are pinned; units along all other axes survive if all of their entries go to the same positions.
+If indices are known (slices, index maps), units follow their entries. If they are data,
+positions along the indexed axis are pinned; units along all other axes survive if all
+of their entries go to the same positions.
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ import numpy as np
 import torch
 
 from pyro_symmetric.discovery.flow import Flow
-from pyro_symmetric.discovery.registry import Array, Call, Part, Value, opaque, register_rule
+from pyro_symmetric.discovery.registry import (
+    Array,
+    Call,
+    Part,
+    Value,
+    opaque,
+    register_rule,
+)
 
-# Elementwise functions that PyTorch doesn't tag as pointwise. Dropout is the identity, or its mean.
+# Elementwise functions that PyTorch doesn't tag as pointwise. Dropout is the identity,
+# or its mean.
 UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _to_copy _conj _neg_view hardswish
     log_sigmoid special_expit floor_divide polar __and__ __or__ complex max.other min.other masked_fill _prelu_kernel
     rsub rrelu threshold dropout native_dropout feature_dropout alpha_dropout feature_alpha_dropout"""
@@ -24,16 +34,20 @@ UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _
 @register_rule(torch.Tag.pointwise, *UNTAGGED.split())
 def pointwise(flow: Flow, call: Call) -> list[Value]:
     """Tie the units of all operands."""
-    return [flow.elementwise(call.operands) if call.operands else opaque(call.shape)] * len(call.shapes)
+    return [
+        flow.elementwise(call.operands) if call.operands else opaque(call.shape)
+    ] * len(call.shapes)
 
 
 @register_rule("type_as", "copy")
 def like_another(flow: Flow, call: Call) -> Value:
     """Return one operand's entries, with the shape or the type of another's."""
-    return call.value if call.name == "type_as" else flow.expand(call["src"], call.shape)
+    return (
+        call.value if call.name == "type_as" else flow.expand(call["src"], call.shape)
+    )
 
 
-# factories ------------------------------------------------------------------------------------------------------------
+# factories ----------------------------------------------------------------------------
 
 
 @register_rule(
@@ -52,7 +66,11 @@ def full(flow: Flow, call: Call) -> Value:
     fill_value = call.get("fill_value", call.get("s", int("ones" in call.name)))
     integer = isinstance(fill_value, int) and not isinstance(fill_value, bool)
     constant = torch.full(call.shape, fill_value, device="cpu") if integer else None
-    value = flow.expand(fill_value, call.shape) if isinstance(fill_value, Value) else Value(call.shape)
+    value = (
+        flow.expand(fill_value, call.shape)
+        if isinstance(fill_value, Value)
+        else Value(call.shape)
+    )
     return replace(value, constant=constant)
 
 
@@ -60,11 +78,15 @@ def full(flow: Flow, call: Call) -> Value:
 def arange(flow: Flow, call: Call) -> Value:
     start, step = call.get("start", 0), call.get("step", 1)
     integer = all(isinstance(n, int) for n in (start, step))
-    return opaque(call.shape, torch.arange(call.shape[0], device="cpu") * step + start if integer else None)
+    return opaque(
+        call.shape,
+        torch.arange(call.shape[0], device="cpu") * step + start if integer else None,
+    )
 
 
-# Factories that take at most a shape from an operand, and random numbers whose distribution depends on operands.
-# PyTorch tags more operators as random (attention, recurrent layers): those have rules, or are decomposed.
+# Factories that take at most a shape from an operand, and random numbers whose
+# distribution depends on operands. PyTorch tags more operators as random (attention,
+# recurrent layers): those have rules, or are decomposed.
 OF_SHAPE = """empty_like new_empty new_empty_strided rand randn randint randperm rand_like randn_like randint_like
     uniform exponential cauchy log_normal geometric normal_functional""".split()  # noqa: SIM905
 OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _sample_dirichlet".split()  # noqa: SIM905
@@ -72,9 +94,11 @@ OF_PARAMETERS = "bernoulli normal multinomial poisson binomial _standard_gamma _
 
 @register_rule(*OF_SHAPE, *OF_PARAMETERS)
 def random_numbers(flow: Flow, call: Call) -> Value:
-    """Pin what meets random numbers: the network is a function of its weights with these numbers fixed.
+    """Pin what meets random numbers: the network is a function of its weights with
+    these numbers fixed.
 
-    Each entry meets its own number, so that entries can't be exchanged even if they are exchangeable in law.
+    Each entry meets its own number, so that entries can't be exchanged even if they are
+    exchangeable in law.
     """
     for value in call.operands if call.name in OF_PARAMETERS else ():
         flow.pin(value)
@@ -87,11 +111,13 @@ def mask(flow: Flow, call: Call) -> Value:
     return Value(call.shape)
 
 
-# reductions and scans -------------------------------------------------------------------------------------------------
+# reductions and scans -----------------------------------------------------------------
 
 
 def _axes(call: Call) -> list[int]:
-    """Return the axes over which an operator reduces: an int, a list, or all if none is given."""
+    """Return the axes over which an operator reduces: an int, a list, or all if none is
+    given.
+    """
     dim = call.get("dim")
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(call.value.dim))
@@ -109,9 +135,19 @@ def _pinned_along(flow: Flow, call: Call) -> Value:
 )  # fmt: skip
 def symmetric(flow: Flow, call: Call) -> list[Value]:
     """Reduce symmetrically; pin units if the positions of extreme entries are read."""
-    positions = len(call.shapes) > 1 and not call.name.endswith("_mean") and bool(call.read - {0})
-    value = _pinned_along(flow, call) if positions or call.name.startswith("arg") else call.value
-    return [flow.reduce(value, _axes(call), bool(call.get("keepdim", False)))] * len(call.shapes)
+    positions = (
+        len(call.shapes) > 1
+        and not call.name.endswith("_mean")
+        and bool(call.read - {0})
+    )
+    value = (
+        _pinned_along(flow, call)
+        if positions or call.name.startswith("arg")
+        else call.value
+    )
+    return [flow.reduce(value, _axes(call), bool(call.get("keepdim", False)))] * len(
+        call.shapes
+    )
 
 
 @register_rule("sort", "topk")
@@ -122,15 +158,27 @@ def ranked(flow: Flow, call: Call) -> list[Value]:
     return [flow.value(call.shape, reduced.parts, {*reduced.fixed, call.axis})] * 2
 
 
-@register_rule("cumsum", "cummax", "cummin", "cumprod", "logcumsumexp", "diff", "_fft_r2c", "_fft_c2c", "_fft_c2r")
+@register_rule(
+    "cumsum",
+    "cummax",
+    "cummin",
+    "cumprod",
+    "logcumsumexp",
+    "diff",
+    "_fft_r2c",
+    "_fft_c2c",
+    "_fft_c2r",
+)
 def ordered(flow: Flow, call: Call) -> list[Value]:
     value = _pinned_along(flow, call)
     for other in call.operands[1:]:  # what a difference puts before or behind
         flow.pin(other)
-    return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(call.shapes)
+    return [flow.value(call.shape, value.parts, value.fixed.union(_axes(call)))] * len(
+        call.shapes
+    )
 
 
-# softmax and the normalisations: statistics over some axes, then a weight and a bias for each unit --------------------
+# softmax and the normalisations: statistics over some axes, then a weight and a bias fo
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
@@ -149,8 +197,12 @@ def layer_norm(flow: Flow, call: Call) -> Value:
 def group_norm(flow: Flow, call: Call) -> Value:
     """Let channels move within their group, and groups as wholes."""
     shape, groups = call["input"].shape, call.get("num_groups") or call["group"]
-    split = flow.reshape(call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]])
-    return _affine(flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1)
+    split = flow.reshape(
+        call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]]
+    )
+    return _affine(
+        flow, call, flow.reshape(flow.normalise(split, range(2, split.dim)), shape), 1
+    )
 
 
 @register_rule(
@@ -158,22 +210,35 @@ def group_norm(flow: Flow, call: Call) -> Value:
     "_native_batch_norm_legit", "native_batch_norm", "_batch_norm_with_update_functional", "cudnn_batch_norm",
 )  # fmt: skip
 def batch_norm(flow: Flow, call: Call) -> Value:
-    """Normalise over all axes but that of the channels: units along any one axis may move."""
+    """Normalise over all axes but that of the channels: units along any one axis may
+    move.
+    """
     value = call["input"]
     channels = value.part_on(1)
-    return _affine(flow, call, value if channels is None or channels.axes == (1,) else flow.restrict(value, [1]), 1)
+    return _affine(
+        flow,
+        call,
+        value
+        if channels is None or channels.axes == (1,)
+        else flow.restrict(value, [1]),
+        1,
+    )
 
 
 def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
-    """Apply statistics, weights and biases along ``axis`` and those behind it (channels: one axis only)."""
+    """Apply statistics, weights and biases along ``axis`` and those behind it
+    (channels: one axis only).
+    """
     for operand in map(call.get, ("running_mean", "running_var", "weight", "bias")):
         if operand is not None:
-            wide = flow.reshape(operand, [*operand.shape, *[1] * (value.dim - axis - operand.dim)])
+            wide = flow.reshape(
+                operand, [*operand.shape, *[1] * (value.dim - axis - operand.dim)]
+            )
             value = flow.elementwise([value, wide])
     return value
 
 
-# products, summed over an axis ----------------------------------------------------------------------------------------
+# products, summed over an axis --------------------------------------------------------
 
 
 def matmul(flow: Flow, one: Value, other: Value) -> Value:
@@ -185,7 +250,14 @@ def matmul(flow: Flow, one: Value, other: Value) -> Value:
 
 def linear(flow: Flow, value: Value, weight: Value, bias: Value | None) -> Value:
     """Compute ``value @ weight.T + bias``."""
-    return flow.elementwise([flow.einsum("...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight), bias])
+    return flow.elementwise(
+        [
+            flow.einsum(
+                "...i,oi->...o" if weight.dim == 2 else "...i,i->...", value, weight
+            ),
+            bias,
+        ]
+    )
 
 
 @register_rule("linear")
@@ -206,7 +278,9 @@ def addmm(flow: Flow, call: Call) -> Value:
 
 @register_rule("bilinear")
 def bilinear(flow: Flow, call: Call) -> Value:
-    product = flow.einsum("...i,...j,oij->...o", call["input1"], call["input2"], call["weight"])
+    product = flow.einsum(
+        "...i,...j,oij->...o", call["input1"], call["input2"], call["weight"]
+    )
     return flow.elementwise([product, call["bias"]])
 
 
@@ -218,44 +292,78 @@ def distances(flow: Flow, call: Call) -> Value:
 
 @register_rule("einsum")
 def einsum(flow: Flow, call: Call) -> Value:
-    """Apply an equation; without an arrow, the result has the letters that come once, in alphabetical order."""
+    """Apply an equation; without an arrow, the result has the letters that come once,
+    in alphabetical order.
+    """
     inputs, arrow, out = call["equation"].replace(" ", "").partition("->")
-    if any(text.count(letter) > 1 for text in inputs.split(",") for letter in set(text) - {"."}):
+    if any(
+        text.count(letter) > 1
+        for text in inputs.split(",")
+        for letter in set(text) - {"."}
+    ):
         return flow.give_up(call["tensors"], call.shape, "a letter is repeated")
     if not arrow:
-        once = sorted(letter for letter in set(inputs) - {",", "."} if inputs.count(letter) == 1)
+        once = sorted(
+            letter for letter in set(inputs) - {",", "."} if inputs.count(letter) == 1
+        )
         out = "".join(["..." if "." in inputs else "", *once])
     return flow.einsum(f"{inputs}->{out}", *call["tensors"])
 
 
 @register_rule("scaled_dot_product_attention")
 def attention(flow: Flow, call: Call) -> Value:
-    """Compute ``softmax(q k' + mask) v``: a head's units are rows of q and k together, and rows of v."""
+    """Compute ``softmax(q k' + mask) v``: a head's units are rows of q and k together,
+    and rows of v.
+    """
     query, key, value = call["query"], call["key"], call["value"]
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
-    scores = flow.elementwise([flow.einsum("...qd,...kd->...qk", query, key), call["attn_mask"]])
+    scores = flow.elementwise(
+        [flow.einsum("...qd,...kd->...qk", query, key), call["attn_mask"]]
+    )
     return flow.einsum("...qk,...kd->...qd", flow.normalise(scores, [-1]), value)
 
 
 def _per_query_head(flow: Flow, value: Value, heads: int) -> Value:
-    """Repeat each head of keys (values) for the consecutive heads of queries that it serves."""
+    """Repeat each head of keys (values) for the consecutive heads of queries that it
+    serves.
+    """
     *lead, own, length, width = value.shape
     axis = value.dim - 2
-    wide = flow.expand(flow.unsqueeze(value, axis), [*lead, own, heads // own, length, width])
+    wide = flow.expand(
+        flow.unsqueeze(value, axis), [*lead, own, heads // own, length, width]
+    )
     return flow.reshape(wide, [*lead, heads, length, width])
 
 
-# images: units along batch and channels only --------------------------------------------------------------------------
+# images: units along batch and channels only ------------------------------------------
 
 
-@register_rule(*(f"conv{d}d" for d in "123"), *(f"conv_transpose{d}d" for d in "123"), "convolution")
+@register_rule(
+    *(f"conv{d}d" for d in "123"),
+    *(f"conv_transpose{d}d" for d in "123"),
+    "convolution",
+)
 def convolution(flow: Flow, call: Call) -> Value:
-    """Convolve: each group of output channels reads one group of input channels, and moves with it."""
+    """Convolve: each group of output channels reads one group of input channels, and
+    moves with it.
+    """
     weight, bias, dims = call["weight"], call["bias"], call["weight"].dim - 2
-    value, transposed = _channels(flow, call["input"], dims), call.get("transposed", "transpose" in call.name)
-    result = _resized(flow, _per_group(flow, value, weight, call["groups"], transposed), call.shape, dims)
-    return result if bias is None else flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
+    value, transposed = (
+        _channels(flow, call["input"], dims),
+        call.get("transposed", "transpose" in call.name),
+    )
+    result = _resized(
+        flow,
+        _per_group(flow, value, weight, call["groups"], transposed),
+        call.shape,
+        dims,
+    )
+    return (
+        result
+        if bias is None
+        else flow.elementwise([result, flow.reshape(bias, [-1, *[1] * dims])])
+    )
 
 
 def _channels(flow: Flow, value: Value, dims: int) -> Value:
@@ -265,14 +373,20 @@ def _channels(flow: Flow, value: Value, dims: int) -> Value:
     return Value(value.shape[: len(kept)], value.parts, value.fixed.intersection(kept))
 
 
-def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed: bool) -> Value:
-    """Multiply by a kernel as rows, ``(groups, ...)``, times columns, of which each group may have its own.
+def _per_group(
+    flow: Flow, value: Value, weight: Value, groups: int, transposed: bool
+) -> Value:
+    """Multiply by a kernel as rows, ``(groups, ...)``, times columns, of which each
+    group may have its own.
 
-    Groups lie along axis 0 of the kernel: that of its outputs or, if transposed, of its inputs.
+    Groups lie along axis 0 of the kernel: that of its outputs or, if transposed, of its
+    inputs.
     """
     row, column = "io" if transposed else "oi"
     columns, (rows, second) = weight.columns, weight.shape[:2]
-    weight = replace(weight, parts=tuple(part for part in weight.parts if part is not columns))
+    weight = replace(
+        weight, parts=tuple(part for part in weight.parts if part is not columns)
+    )
     weight = _channels(flow, weight, weight.dim - 2)
     if groups == 1:
         return flow.einsum(f"...i,{row}{column}->...o", value, weight)
@@ -285,7 +399,9 @@ def _per_group(flow: Flow, value: Value, weight: Value, groups: int, transposed:
         atoms = columns.atoms.reshape(groups, -1, second)[:, 0]
         of_rows = flow.reshape(weight.collapsed([1]), [groups, rows // groups, 1])
         of_columns = flow.value(atoms.shape, [Part((0, 1), atoms)])
-        result = flow.einsum(f"...gi,g{row}{column},g{column}->...go", value, of_rows, of_columns)
+        result = flow.einsum(
+            f"...gi,g{row}{column},g{column}->...go", value, of_rows, of_columns
+        )
     return flow.reshape(result, [*batch, -1])
 
 
@@ -302,25 +418,33 @@ def channelwise(flow: Flow, call: Call) -> list[Value]:
     for other in others:
         flow.pin(other)
     dims = int(next(c for c in call.name if c.isdigit()))
-    return [_resized(flow, flow.restrict(value, range(value.dim - dims)), call.shape, dims)] * len(call.shapes)
+    return [
+        _resized(flow, flow.restrict(value, range(value.dim - dims)), call.shape, dims)
+    ] * len(call.shapes)
 
 
 def _resized(flow: Flow, value: Value, shape: Sequence[int], dims: int) -> Value:
     """Change the lengths of the last ``dims`` axes, along which no unit lies."""
     kept = len(shape) - dims
-    return flow.value(shape, value.parts, {axis for axis in value.fixed if axis < kept}.union(range(kept, len(shape))))
+    return flow.value(
+        shape,
+        value.parts,
+        {axis for axis in value.fixed if axis < kept}.union(range(kept, len(shape))),
+    )
 
 
-# recurrent layers -----------------------------------------------------------------------------------------------------
+# recurrent layers ---------------------------------------------------------------------
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 @register_rule(*(f"{kind}.input" for kind in GATES))
 def recurrent(flow: Flow, call: Call) -> list[Value]:
-    """Run an LSTM, GRU or plain recurrent layer: one set of hidden units for each layer and direction.
+    """Run an LSTM, GRU or plain recurrent layer: one set of hidden units for each layer
+    and direction.
 
-    A unit owns a row of ``weight_ih``, ``weight_hh`` and both biases in each gate, and a column of ``weight_hh``.
+    A unit owns a row of ``weight_ih``, ``weight_hh`` and both biases in each gate, and
+    a column of ``weight_hh``.
     """
     states = call["hx"] if call.name == "lstm" else [call["hx"]]
     directions = 2 if call["bidirectional"] else 1
@@ -329,57 +453,101 @@ def recurrent(flow: Flow, call: Call) -> list[Value]:
     for layer in range(call["num_layers"]):
         outputs = []
         for number in range(layer * directions, (layer + 1) * directions):
-            first = [flow.restrict(flow.take(state, 0, np.array([number])), [2]) for state in states]
+            first = [
+                flow.restrict(flow.take(state, 0, np.array([number])), [2])
+                for state in states
+            ]
             params = call["params"][number * per_cell : (number + 1) * per_cell]
-            last = _cell(flow, value, params, first, bool(call["has_biases"]), GATES[call.name])
+            last = _cell(
+                flow, value, params, first, bool(call["has_biases"]), GATES[call.name]
+            )
             outputs.append(last[0])
             finals.append(last)
         value = flow.cat(outputs, 2)
-    return [value, *(_stacked(flow, [last[i] for last in finals], states[i].shape) for i in range(len(states)))]
+    return [
+        value,
+        *(
+            _stacked(flow, [last[i] for last in finals], states[i].shape)
+            for i in range(len(states))
+        ),
+    ]
 
 
 def _cell(
-    flow: Flow, value: Value, params: list[Value], states: list[Value], biases: bool, gates: int
+    flow: Flow,
+    value: Value,
+    params: list[Value],
+    states: list[Value],
+    biases: bool,
+    gates: int,
 ) -> tuple[Value, Value]:
-    """Return hidden units and cells over all steps, ``(batch, time, units)``, of one layer in one direction."""
+    """Return hidden units and cells over all steps, ``(batch, time, units)``, of one
+    layer in one direction.
+    """
     weight_ih, weight_hh, *rest = params
     bias_ih, bias_hh = rest[:2] if biases else (None, None)
     cell = _per_unit(flow, linear(flow, value, weight_ih, bias_ih), gates)
-    hidden = linear(flow, cell, rest[-1], None) if len(rest) == (3 if biases else 1) else cell
-    for state, like in zip(states, (hidden, cell), strict=False):  # the initial state has the same units
+    hidden = (
+        linear(flow, cell, rest[-1], None)
+        if len(rest) == (3 if biases else 1)
+        else cell
+    )
+    # the initial state has the same units
+    for state, like in zip(states, (hidden, cell), strict=False):
         flow.elementwise([state.collapsed([0, 1]), flow.collapse(like, [0, 1])])
-    flow.elementwise([cell, _per_unit(flow, linear(flow, hidden, weight_hh, bias_hh), gates)])
+    flow.elementwise(
+        [cell, _per_unit(flow, linear(flow, hidden, weight_hh, bias_hh), gates)]
+    )
     return hidden, cell
 
 
 def _per_unit(flow: Flow, value: Value, gates: int) -> Value:
-    """Tie the rows of all gates, which are listed gate by gate: a unit owns one row in each."""
+    """Tie the rows of all gates, which are listed gate by gate: a unit owns one row in
+    each.
+    """
     *lead, rows = value.shape
     split, axis = flow.reshape(value, [*lead, gates, rows // gates]), len(lead)
-    return flow.elementwise([flow.squeeze(flow.take(split, axis, np.array([gate])), [axis]) for gate in range(gates)])
+    return flow.elementwise(
+        [
+            flow.squeeze(flow.take(split, axis, np.array([gate])), [axis])
+            for gate in range(gates)
+        ]
+    )
 
 
 def _stacked(flow: Flow, finals: list[Value], shape: tuple[int, ...]) -> Value:
     """Stack the final states of all layers and directions, each with its own units."""
     parts = [final.part_on(2) for final in finals]
     if any(part is None or part.axes != (2,) for part in parts):
-        return flow.give_up(finals, shape, "hidden units belong to the batch or to time")
-    return flow.value(shape, [Part((0, 2), np.stack([part.atoms for part in parts if part is not None]))], [1])
+        return flow.give_up(
+            finals, shape, "hidden units belong to the batch or to time"
+        )
+    return flow.value(
+        shape,
+        [Part((0, 2), np.stack([part.atoms for part in parts if part is not None]))],
+        [1],
+    )
 
 
 @register_rule("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 def fused_cell(flow: Flow, call: Call) -> list[Value]:
-    """Apply the fused step of a GPU to the gates of inputs and of hidden units, the state, and biases."""
+    """Apply the fused step of a GPU to the gates of inputs and of hidden units, the
+    state, and biases.
+    """
     inner, outer, state, *biases = call.operands
     gates = GATES["lstm" if "lstm" in call.name else "gru"]
-    units = flow.elementwise([state, *(_per_unit(flow, value, gates) for value in (inner, outer, *biases))])
+    units = flow.elementwise(
+        [state, *(_per_unit(flow, value, gates) for value in (inner, outer, *biases))]
+    )
     return [units, units][: len(call.shapes) - 1]
 
 
-# views ----------------------------------------------------------------------------------------------------------------
+# views --------------------------------------------------------------------------------
 
 
-@register_rule("view.default", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten")
+@register_rule(
+    "view.default", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten"
+)
 def reshape(flow: Flow, call: Call) -> Value:
     return flow.reshape(call.value, call.shape)
 
@@ -401,7 +569,9 @@ def permute(flow: Flow, call: Call) -> Value:
     if call.name == "transpose":
         one, other = call.value.axis(call["dim0"]), call.value.axis(call["dim1"])
         axes[one], axes[other] = other, one
-    return flow.relaid(call.value, [call.value.axis(axis) for axis in call.get("dims", axes)])
+    return flow.relaid(
+        call.value, [call.value.axis(axis) for axis in call.get("dims", axes)]
+    )
 
 
 @register_rule("expand", "expand_as")
@@ -419,7 +589,9 @@ def repeat(flow: Flow, call: Call) -> Value:
         if count != 1:
             shape = [*value.shape[:axis], count, *value.shape[axis:]]
             value = flow.expand(flow.unsqueeze(value, axis), shape)
-            value = flow.reshape(value, [*shape[:axis], count * shape[axis + 1], *shape[axis + 2 :]])
+            value = flow.reshape(
+                value, [*shape[:axis], count * shape[axis + 1], *shape[axis + 2 :]]
+            )
     return value
 
 
@@ -432,12 +604,14 @@ def view_as_real(flow: Flow, call: Call) -> Value:
 
 @register_rule("view_as_complex")
 def view_as_complex(flow: Flow, call: Call) -> Value:
-    """Drop the last axis: a unit along it is the real or the imaginary part of a larger one."""
+    """Drop the last axis: a unit along it is the real or the imaginary part of a larger
+    one.
+    """
     last = call.value.dim - 1
     return flow.squeeze(flow.collapse(call.value, [last]), [last])
 
 
-# indexing by known positions ------------------------------------------------------------------------------------------
+# indexing by known positions ----------------------------------------------------------
 
 
 @register_rule("slice", "select")
@@ -447,25 +621,39 @@ def slice_rule(flow: Flow, call: Call) -> Value:
 
 
 def _positions(call: Call) -> Array:
-    """Return the positions along its axis that a slice, or a selection of one, takes."""
+    """Return the positions along its axis that a slice, or a selection of one,
+    takes.
+    """
     every = np.arange(call.value.shape[call.axis])
     if "index" in call.arguments:
         return every[[int(call["index"])]]
     return every[call["start"] : call["end"] : call["step"]]
 
 
-@register_rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk")
+@register_rule(
+    "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"
+)
 def split(flow: Flow, call: Call) -> list[Value]:
     given = call.get("split_sizes", call.get("split_size"))
-    sizes = [*map(int, given)] if isinstance(given, list | tuple) else [shape[call.axis] for shape in call.shapes]
+    sizes = (
+        [*map(int, given)]
+        if isinstance(given, list | tuple)
+        else [shape[call.axis] for shape in call.shapes]
+    )
     pieces = zip(np.cumsum(sizes), sizes, strict=True)
-    return [flow.take(call.value, call.axis, np.arange(end - size, end)) for end, size in pieces]
+    return [
+        flow.take(call.value, call.axis, np.arange(end - size, end))
+        for end, size in pieces
+    ]
 
 
 @register_rule("unbind")
 def unbind(flow: Flow, call: Call) -> list[Value]:
     every = np.arange(call.value.shape[call.axis])
-    return [flow.squeeze(flow.take(call.value, call.axis, every[[i]]), [call.axis]) for i in every]
+    return [
+        flow.squeeze(flow.take(call.value, call.axis, every[[i]]), [call.axis])
+        for i in every
+    ]
 
 
 @register_rule("flip")
@@ -494,9 +682,17 @@ def pad(flow: Flow, call: Call) -> Value:
     value, widths = call.value, call["pad"]
     for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         axis = value.dim - 1 - step
-        value = flow.take(value, axis, np.arange(max(0, -before), value.shape[axis] + min(0, after)))
-        padding = [Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :])) for width in (before, after)]
-        value = flow.cat([piece for piece in (padding[0], value, padding[1]) if piece.shape[axis]], axis)
+        value = flow.take(
+            value, axis, np.arange(max(0, -before), value.shape[axis] + min(0, after))
+        )
+        padding = [
+            Value((*value.shape[:axis], max(0, width), *value.shape[axis + 1 :]))
+            for width in (before, after)
+        ]
+        value = flow.cat(
+            [piece for piece in (padding[0], value, padding[1]) if piece.shape[axis]],
+            axis,
+        )
     return value
 
 
@@ -509,24 +705,33 @@ def write_slice(flow: Flow, call: Call) -> Value:
     if np.array_equal(written, np.arange(value.shape[axis])):
         return source
     if value.part_on(axis) is None:
-        return _written(flow, call, [value.collapsed([axis]), flow.collapse(source, [axis])], [axis])
-    # Units keep their atoms; the source must have the same units, or be constant (zeros). Taking the positions notes
-    # them as a tensor of their own, which tells them apart from the rest.
+        return _written(
+            flow, call, [value.collapsed([axis]), flow.collapse(source, [axis])], [axis]
+        )
+    # Units keep their atoms; the source must have the same units, or be constant
+    # (zeros). Taking the positions notes them as a tensor of their own, which tells
+    # them apart from the rest.
     flow.elementwise([flow.take(value, axis, written), source])
-    return flow.value(value.shape, value.parts, value.fixed | {a for a in source.fixed if a != axis})
+    return flow.value(
+        value.shape, value.parts, value.fixed | {a for a in source.fixed if a != axis}
+    )
 
 
-# indexing by data -----------------------------------------------------------------------------------------------------
+# indexing by data ---------------------------------------------------------------------
 
 
 @register_rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 def embedding(flow: Flow, call: Call) -> Value:
-    """Look up rows (or their sums, means, largest entries) by index: the vocabulary is pinned."""
+    """Look up rows (or their sums, means, largest entries) by index: the vocabulary is
+    pinned.
+    """
     weight, *indices = call.operands
     for value in indices:
         flow.pin(value)
     lead = range(len(call.shape) - 1)
-    rows = flow.relaid(flow.restrict(weight, [1]), [*(None for _ in lead), 1], call.shape)
+    rows = flow.relaid(
+        flow.restrict(weight, [1]), [*(None for _ in lead), 1], call.shape
+    )
     return flow.value(call.shape, rows.parts, rows.fixed.union(lead))
 
 
@@ -536,18 +741,29 @@ def index(flow: Flow, call: Call) -> Value:
     value, indices = call.value, _indices(call)
     (entry, (axis, *_)), *others = indices
     if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
-        return flow.take(value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis])
+        return flow.take(
+            value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis]
+        )
     for entry, _ in indices:
         flow.pin(entry)
     axes, shape = [axis for _, replaced in indices for axis in replaced], call.shape
     kept = [axis for axis in range(value.dim) if axis not in axes]
-    first, new = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0, len(shape) - len(kept)
-    result = flow.relaid(flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape)
-    return flow.value(shape, result.parts, result.fixed.union(range(first, first + new)))
+    first, new = (
+        axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0,
+        len(shape) - len(kept),
+    )
+    result = flow.relaid(
+        flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape
+    )
+    return flow.value(
+        shape, result.parts, result.fixed.union(range(first, first + new))
+    )
 
 
 def _indices(call: Call) -> list[tuple[Value, list[int]]]:
-    """Return each index with the axes that it replaces: a mask replaces as many as it has."""
+    """Return each index with the axes that it replaces: a mask replaces as many as it
+    has.
+    """
     if "dim" in call.arguments:
         return [(call["index"], [call.axis])]
     indices, axis = [], 0
@@ -561,7 +777,9 @@ def _indices(call: Call) -> list[tuple[Value, list[int]]]:
 
 @register_rule("gather")
 def gather(flow: Flow, call: Call) -> Value:
-    """Gather along one axis: units survive if all their entries come from the same positions."""
+    """Gather along one axis: units survive if all their entries come from the same
+    positions.
+    """
     value, positions = flow.collapse(call.value, [call.axis]), call["index"]
     for other in set(range(value.dim)) - {call.axis}:
         value = flow.take(value, other, np.arange(positions.shape[other]))
@@ -575,30 +793,61 @@ def scatter(flow: Flow, call: Call) -> Value:
     source = call.get("src", call.get("value"))
     source = source if isinstance(source, Value) else Value(())
     flow.pin(positions)
-    whole, indexed, written = ([n for a, n in enumerate(x.shape) if a != axis] for x in (value, positions, source))
+    whole, indexed, written = (
+        [n for a, n in enumerate(x.shape) if a != axis]
+        for x in (value, positions, source)
+    )
     if whole != indexed or (source.dim and written != indexed):
-        return flow.give_up([value, source], call.shape, "only some of the units are written")
-    return _written(flow, call, [flow.collapse(x, [axis]) for x in (value, source, positions)], [axis])
+        return flow.give_up(
+            [value, source], call.shape, "only some of the units are written"
+        )
+    return _written(
+        flow,
+        call,
+        [flow.collapse(x, [axis]) for x in (value, source, positions)],
+        [axis],
+    )
 
 
-@register_rule("index_put", "_index_put_impl", "_unsafe_index_put", "index_add", "index_reduce", "index_copy")
+@register_rule(
+    "index_put",
+    "_index_put_impl",
+    "_unsafe_index_put",
+    "index_add",
+    "index_reduce",
+    "index_copy",
+)
 def index_put(flow: Flow, call: Call) -> Value:
-    """Assign or add: ``self[indices] = values``, ``+=``. The indexed axes must be adjacent."""
-    value, source, indices = call["self"], call.get("values", call.get("source")), _indices(call)
+    """Assign or add: ``self[indices] = values``, ``+=``. The indexed axes must be
+    adjacent.
+    """
+    value, source, indices = (
+        call["self"],
+        call.get("values", call.get("source")),
+        _indices(call),
+    )
     for entry, _ in indices:
         flow.pin(entry)
     axes = [axis for _, replaced in indices for axis in replaced]
     if axes != [*range(axes[0], axes[-1] + 1)]:
-        return flow.give_up([value, source], call.shape, "indices have gaps between them")
+        return flow.give_up(
+            [value, source], call.shape, "indices have gaps between them"
+        )
     before, after = [*range(axes[0])], value.dim - axes[-1] - 1
     dim = axes[0] + max(1 if entry.mask else entry.dim for entry, _ in indices) + after
     kept = [*before, *range(dim - after, dim)]
-    source = flow.restrict(flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept)
+    source = flow.restrict(
+        flow.relaid(source, [*[None] * (dim - source.dim), *range(source.dim)]), kept
+    )
     source = flow.relaid(source, [*before, *(None for _ in axes), *kept[len(before) :]])
     return _written(flow, call, [flow.collapse(value, axes), source], axes)
 
 
-def _written(flow: Flow, call: Call, operands: Sequence[Value], axes: Collection[int]) -> Value:
-    """Tie the units of old and new entries; along the indexed axes all entries differ."""
+def _written(
+    flow: Flow, call: Call, operands: Sequence[Value], axes: Collection[int]
+) -> Value:
+    """Tie the units of old and new entries; along the indexed axes all entries
+    differ.
+    """
     tied = flow.elementwise(operands)
     return flow.value(call.shape, tied.parts, tied.fixed.union(axes))

@@ -27,13 +27,14 @@ class AxisExplanation(NamedTuple):
 
     :param site: the parameter or running statistic.
     :param dim: the axis.
-    :param length: its number of positions, summed over slices that have units of their own (the columns of a grouped
-        kernel).
+    :param length: its number of positions, summed over slices that have units of their
+        own (the columns of a grouped kernel).
     :param permuted: the number of positions that are permuted.
     :param units: the units along this axis.
-    :param reason: why most of the other positions stay: the operator that pinned them, and its module.
-    :param chain: the axes that tie this one to the first axis of its units, or to the operator that pins it, each with
-        the operator that ties it.
+    :param reason: why most of the other positions stay: the operator that pinned them,
+        and its module.
+    :param chain: the axes that tie this one to the first axis of its units, or to the
+        operator that pins it, each with the operator that ties it.
     """
 
     site: str
@@ -47,7 +48,9 @@ class AxisExplanation(NamedTuple):
     def __str__(self) -> str:
         moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
         fate = moved if self.permuted else f"all {self.length} stay"
-        head = f"{self.site}[{self.dim}]: {fate}" + (f"; {self.reason}" if self.reason else "")
+        head = f"{self.site}[{self.dim}]: {fate}" + (
+            f"; {self.reason}" if self.reason else ""
+        )
         return "\n    -> ".join([head, *self.chain])
 
 
@@ -64,11 +67,19 @@ class Explanation(tuple[AxisExplanation, ...]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Symmetry:
-    """The group of moves that leave a network's function unchanged, found by :func:`~pyro_symmetric.find_symmetry`.
+    """The group of moves that leave a network's function unchanged, found by
+    :func:`~pyro_symmetric.find_symmetry`.
 
-    >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    >>> net, x = (
+    ...     nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
+    ...     torch.randn(5, 3),
+    ... )
     >>> symmetry = ps.find_symmetry(net, x)
-    >>> isinstance(symmetry, ps.Symmetry), symmetry.finite.order(), symmetry.scalings.factors
+    >>> (
+    ...     isinstance(symmetry, ps.Symmetry),
+    ...     symmetry.finite.order(),
+    ...     symmetry.scalings.factors,
+    ... )
     (True, 24, {'0': 4})
     >>> moved = symmetry.act(symmetry.sample(), net)
     >>> torch.allclose(moved(x), net(x), atol=1e-4)
@@ -76,8 +87,10 @@ class Symmetry:
 
     :param group: the units and their moves.
     :param explanation: for every axis of every parameter, its units or why it stays.
-    :param logits: whether the outputs go through a softmax, and so matter up to a constant only.
-    :param at_least: whether the network may have more symmetries: a module with parameters is called more than once.
+    :param logits: whether the outputs go through a softmax, and so matter up to a
+        constant only.
+    :param at_least: whether the network may have more symmetries: a module with
+        parameters is called more than once.
     """
 
     group: Group
@@ -87,15 +100,19 @@ class Symmetry:
 
     def __repr__(self) -> str:
         group = self.group
-        count = {move: sum(group[name].count for name in group.names(move)) for move in MOVES}
+        count = {
+            move: sum(group[name].count for name in group.names(move)) for move in MOVES
+        }
         least = "at least " if self.at_least else ""
         head = (
-            f"Symmetry of log-order {least}{group.log_order():.1f}: {count['permute']} units that permute, "
-            f"{count['scale']} scales, {count['flip']} signs, {len(group.names('shift'))} shifts"
+            f"Symmetry of log-order {least}{group.log_order():.1f}: {count['permute']} "
+            "units that permute, "
+            f"{count['scale']} scales, {count['flip']} signs, "
+            f"{len(group.names('shift'))} shifts"
         )
         return "\n".join([head, *table(group.units)]) if group.units else head
 
-    # the group and its subgroups ------------------------------------------------------------------------------------
+    # the group and its subgroups ------------------------------------------------------
 
     @property
     def finite(self) -> Group:
@@ -129,7 +146,9 @@ class Symmetry:
 
     @property
     def buffers(self) -> tuple[str, ...]:
-        """The buffers (running statistics) that the symmetry moves along with the parameters."""
+        """The buffers (running statistics) that the symmetry moves along with the
+        parameters.
+        """
         return self.group.buffers
 
     def log_order(self) -> float:
@@ -144,66 +163,95 @@ class Symmetry:
 
         >>> print(symmetry.explain("encoder.*bias"))
 
-        :param site: its name, or a pattern such as ``"*.bias"``; ``symmetry.explanation`` covers all sites.
+        :param site: its name, or a pattern such as ``"*.bias"``;
+            ``symmetry.explanation`` covers all sites.
         :raises ValueError: if no site has this name.
         """
         arguments.instance("site", site, str, "the name of a site or module")
-        chosen = named("site", site, dict.fromkeys(axis.site for axis in self.explanation))
+        chosen = named(
+            "site", site, dict.fromkeys(axis.site for axis in self.explanation)
+        )
         return Explanation(axis for axis in self.explanation if axis.site in chosen)
 
-    # elements -------------------------------------------------------------------------------------------------------
+    # elements -------------------------------------------------------------------------
 
     def sample(
-        self, shape: Sequence[int] = (), spread: float = 1.0, device: torch.device | str | None = None
+        self,
+        shape: Sequence[int] = (),
+        spread: float = 1.0,
+        device: torch.device | str | None = None,
     ) -> Element:
-        """Sample a batch of independent elements: permutations and signs uniform, log-scales and shifts normal.
+        """Sample a batch of independent elements: permutations and signs uniform,
+        log-scales and shifts normal.
 
         :param spread: standard deviation of log-scales and shifts.
-        :param device: where to draw them, by default on the CPU; they act on weights on any device.
+        :param device: where to draw them, by default on the CPU; they act on weights on
+            any device.
         """
         return self.group.sample(shape, spread, device)
 
     def act(self, element: Element, net: nn.Module) -> nn.Module:
         """Return a copy of a network with transformed weights and running statistics.
 
-        ``element(weights)`` transforms weights, or batches of them; ``posterior.map(element)`` a posterior, and
+        ``element(weights)`` transforms weights, or batches of them;
+        ``posterior.map(element)`` a posterior, and
         :func:`~pyro_symmetric.push_forward` a Gaussian guide.
 
         :raises ValueError: if the element is a batch, or belongs to another network.
         """
-        arguments.instance("element", element, Element, "an element: symmetry.sample(), align(...).element")
+        arguments.instance(
+            "element",
+            element,
+            Element,
+            "an element: symmetry.sample(), align(...).element",
+        )
         if element.batch_shape.numel() != 1:
-            raise ValueError(f"element has batch shape {tuple(element.batch_shape)}; one module takes one element")
+            raise ValueError(
+                f"element has batch shape {tuple(element.batch_shape)}; one module "
+                "takes one element"
+            )
         return with_weights(net, element(self.weights_of(net)))
 
     def weights_of(self, net: nn.Module) -> Weights:
         """Return the network's own tensors, site -> parameter or buffer.
 
-        :raises ValueError: if the names or shapes of its parameters differ from those of the symmetry's network.
+        :raises ValueError: if the names or shapes of its parameters differ from those
+            of the symmetry's network.
         """
         arguments.instance("net", net, nn.Module, "a torch.nn.Module")
         parameters = dict(net.named_parameters())
         tensors = parameters | dict(net.named_buffers())
         wrong = {site: "missing" for site in self.site_shapes if site not in tensors}
-        wrong |= {name: "unknown" for name in parameters if name not in self.site_shapes}
+        wrong |= {
+            name: "unknown" for name in parameters if name not in self.site_shapes
+        }
         for site, shape in self.site_shapes.items():
-            if site in tensors and not is_lazy(tensors[site]) and tensors[site].shape != shape:
-                wrong[site] = f"of shape {tuple(tensors[site].shape)}, not {tuple(shape)}"
+            if (
+                site in tensors
+                and not is_lazy(tensors[site])
+                and tensors[site].shape != shape
+            ):
+                wrong[site] = (
+                    f"of shape {tuple(tensors[site].shape)}, not {tuple(shape)}"
+                )
         if wrong:
             raise ValueError(
-                f"net isn't the network that the symmetry was found for: {wrong} (for a Pyro model, verify_model "
+                f"net isn't the network that the symmetry was found for: {wrong} (for "
+                "a Pyro model, verify_model "
                 "checks the invariance, and elements act on its sites as a dict)"
             )
         return {site: tensors[site] for site in self.site_shapes}
 
-    # restrictions, and other names ----------------------------------------------------------------------------------
+    # restrictions, and other names ----------------------------------------------------
 
     def holding(self, net: nn.Module | Mapping[str, Tensor]) -> Symmetry:
         """Return the symmetries that keep running statistics fixed.
 
-        These are the symmetries of a posterior over parameters alone, of a network with batch normalisation in eval
-        mode: units whose running statistics differ aren't interchangeable, and can't be rescaled before the
-        normalisation. Running statistics of an untrained network have mean 0 and variance 1: its units may be permuted.
+        These are the symmetries of a posterior over parameters alone, of a network with
+        batch normalisation in eval mode: units whose running statistics differ aren't
+        interchangeable, and can't be rescaled before the normalisation. Running
+        statistics of an untrained network have mean 0 and variance 1: its units may be
+        permuted.
 
         :param net: the network, or its buffers by site.
         :raises ValueError: if it lacks some of them.
@@ -212,17 +260,29 @@ class Symmetry:
             return self
         buffers = dict(net.named_buffers()) if isinstance(net, nn.Module) else net
         require_sites(buffers, self.buffers, "net")
-        fixed = {site: buffers[site].detach().double().reshape(self.site_shapes[site]) for site in self.buffers}
+        fixed = {
+            site: buffers[site].detach().double().reshape(self.site_shapes[site])
+            for site in self.buffers
+        }
         group = self.group
         for move in MOVES:
             for name in self.group.names(move):
-                before = {axis.site: fixed[axis.site] for axis in self.group[name].axes if axis.buffer}
+                before = {
+                    axis.site: fixed[axis.site]
+                    for axis in self.group[name].axes
+                    if axis.buffer
+                }
                 after = _moving_all(self.group, move, name).on_sites(before)
-                if not all(torch.allclose(after[site], before[site], 1e-9, 1e-12) for site in before):
+                if not all(
+                    torch.allclose(after[site], before[site], 1e-9, 1e-12)
+                    for site in before
+                ):
                     group = group.without([name], move)
         return replace(self, group=group.without_buffers(self.buffers))
 
-    def without(self, names: Sequence[str], moves: str | Sequence[str] | None = None) -> Symmetry:
+    def without(
+        self, names: Sequence[str], moves: str | Sequence[str] | None = None
+    ) -> Symmetry:
         """Leave units out, or some of their moves; units inside them stay.
 
         :param moves: the moves to leave out, all by default.
@@ -230,56 +290,94 @@ class Symmetry:
         return replace(self, group=self.group.without(names, moves))
 
     def prefixed(self, prefix: str) -> Symmetry:
-        """Rename sites for a network that is an attribute of a larger one: ``0.weight`` -> ``net.0.weight``."""
+        """Rename sites for a network that is an attribute of a larger one: ``0.weight``
+        -> ``net.0.weight``.
+        """
         arguments.instance("prefix", prefix, str, "the name of an attribute")
         start = f"{prefix.rstrip('.')}." if prefix else ""
-        explained = Explanation(axis._replace(site=start + axis.site) for axis in self.explanation)
-        return replace(self, group=self.group.renamed(lambda site: start + site), explanation=explained)
+        explained = Explanation(
+            axis._replace(site=start + axis.site) for axis in self.explanation
+        )
+        return replace(
+            self,
+            group=self.group.renamed(lambda site: start + site),
+            explanation=explained,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON, which :meth:`from_dict` reads."""
-        data = {"group": self.group.to_dict(), "explanation": [axis._asdict() for axis in self.explanation]}
+        data = {
+            "group": self.group.to_dict(),
+            "explanation": [axis._asdict() for axis in self.explanation],
+        }
         return data | {"logits": self.logits, "at_least": self.at_least}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
         """Read JSON that :meth:`to_dict` made."""
-        axes = (axis | {name: tuple(axis[name]) for name in ("units", "chain")} for axis in data["explanation"])
+        axes = (
+            axis | {name: tuple(axis[name]) for name in ("units", "chain")}
+            for axis in data["explanation"]
+        )
         explanation = Explanation(AxisExplanation(**axis) for axis in axes)
-        return cls(Group.from_dict(data["group"]), explanation, data["logits"], data["at_least"])
+        return cls(
+            Group.from_dict(data["group"]),
+            explanation,
+            data["logits"],
+            data["at_least"],
+        )
 
 
 def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
-    """Select sites by name, by the name of a module, or by a pattern such as ``*.bias``.
+    """Select sites by name, by the name of a module, or by a pattern such as
+    ``*.bias``.
 
     :param argument: the name of the argument that holds the names.
     :raises ValueError: if a name matches no site.
     """
     sites, selected = list(sites), set[str]()
-    for name in [names] if isinstance(names, str) else arguments.listed(argument, names, str, "names"):
-        matches = {site for site in sites if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)}
+    for name in (
+        [names]
+        if isinstance(names, str)
+        else arguments.listed(argument, names, str, "names")
+    ):
+        matches = {
+            site
+            for site in sites
+            if site == name or site.startswith(f"{name}.") or fnmatchcase(site, name)
+        }
         if not matches:
             raise ValueError(
-                f"{argument} names {name!r}, which is no module, parameter or buffer of the network; its sites are "
-                f"{sites[:6]}{' and others' if len(sites) > 6 else ''}, and '*' stands for any text"
+                f"{argument} names {name!r}, which is no module, parameter or buffer "
+                "of the network; its sites are "
+                f"{sites[:6]}{' and others' if len(sites) > 6 else ''}, and '*' stands "
+                "for any text"
             )
         selected |= matches
     return selected
 
 
 def _moving_all(group: Group, move: Move, name: str) -> Element:
-    """Return an element that moves all units at once: what it leaves unchanged, each move of these units does."""
+    """Return an element that moves all units at once: what it leaves unchanged, each
+    move of these units does.
+    """
     units = group[name]
     if move == "permute":  # cycle the units of each copy
-        return group.element({name: torch.arange(units.size, device="cpu").roll(1).expand(units.shape)})
+        return group.element(
+            {name: torch.arange(units.size, device="cpu").roll(1).expand(units.shape)}
+        )
     ones = torch.ones(units.shape, dtype=torch.float64, device="cpu")
     argument = {"flip": "signs", "scale": "log_scales", "shift": "shifts"}[move]
     return group.element(**{argument: {name: -ones if move == "flip" else ones}})
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:
-    """Return the detached weights of the network in which a group was found; see :meth:`Symmetry.weights_of`."""
-    return {site: value.detach() for site, value in Symmetry(group).weights_of(net).items()}
+    """Return the detached weights of the network in which a group was found; see
+    :meth:`Symmetry.weights_of`.
+    """
+    return {
+        site: value.detach() for site, value in Symmetry(group).weights_of(net).items()
+    }
 
 
 def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -292,26 +390,42 @@ def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     return result
 
 
-def copied(net: nn.Module, dtype: torch.dtype | None = None, shared: bool = False) -> nn.Module:
-    """Copy a network deeply, also if it keeps computed tensors, as old weight norm does; see :func:`refreshed`.
+def copied(
+    net: nn.Module, dtype: torch.dtype | None = None, shared: bool = False
+) -> nn.Module:
+    """Copy a network deeply, also if it keeps computed tensors, as old weight norm
+    does; see :func:`refreshed`.
 
-    :param dtype: that of the copy's real numbers; complex numbers get the same precision. Unchanged by default.
-    :param shared: whether the copy has modules of its own, but the network's parameters and buffers.
+    :param dtype: that of the copy's real numbers; complex numbers get the same
+        precision. Unchanged by default.
+    :param shared: whether the copy has modules of its own, but the network's parameters
+        and buffers.
     """
-    tensors, memo = (*net.parameters(), *net.buffers()) if shared or dtype else (), dict[int, Any]()
+    tensors, memo = (
+        (*net.parameters(), *net.buffers()) if shared or dtype else (),
+        dict[int, Any](),
+    )
     for value in (value for value in tensors if not is_lazy(value)):
         memo[id(value)] = value
         if not shared:  # cast at once: a copy in between would double the memory
             cast = value.detach().to(in_precision(value.dtype, dtype), copy=True)
-            memo[id(value)] = nn.Parameter(cast, value.requires_grad) if isinstance(value, nn.Parameter) else cast
+            memo[id(value)] = (
+                nn.Parameter(cast, value.requires_grad)
+                if isinstance(value, nn.Parameter)
+                else cast
+            )
     with _Detached():
         return refreshed(copy.deepcopy(net, memo))
 
 
 class _Detached(TorchFunctionMode):
-    """A mode in which copies of computed tensors are detached: PyTorch refuses to copy their graph."""
+    """A mode in which copies of computed tensors are detached: PyTorch refuses to copy
+    their graph.
+    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             tensor, memo = args
             return memo.setdefault(id(tensor), tensor.detach().clone())
@@ -319,7 +433,8 @@ class _Detached(TorchFunctionMode):
 
 
 def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
-    """Clear what a network caches of its weights in eval mode (biases that it looked up, say), and return it.
+    """Clear what a network caches of its weights in eval mode (biases that it looked
+    up, say), and return it.
 
     :param train: its new mode; each module keeps its own by default.
     """
@@ -333,24 +448,37 @@ def refreshed(net: nn.Module, train: bool | None = None) -> nn.Module:
 
 
 def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Replace a real or complex dtype by one of the precision of ``dtype``; integers stay."""
+    """Replace a real or complex dtype by one of the precision of ``dtype``; integers
+    stay.
+    """
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own
     return dtype.to_complex() if own.is_complex else dtype
 
 
 def near(
-    value: Tensor, buffer: bool, far: float = 0.3, generator: torch.Generator | None = None, least: float = 0.0
+    value: Tensor,
+    buffer: bool,
+    far: float = 0.3,
+    generator: torch.Generator | None = None,
+    least: float = 0.0,
 ) -> Tensor:
     """Perturb a network's tensor at random, relative to the deviation of its entries.
 
-    The deviation of a new layer's weights replaces that of a constant tensor. Buffers without a negative entry are
-    variances, and stay positive.
+    The deviation of a new layer's weights replaces that of a constant tensor. Buffers
+    without a negative entry are variances, and stay positive.
 
     :param least: the least deviation that counts.
     """
-    noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device="cpu").to(value.device)
-    if buffer and value.is_floating_point() and bool((value >= 0).all()) and bool(value.any()):
+    noise = torch.randn(
+        value.shape, generator=generator, dtype=value.dtype, device="cpu"
+    ).to(value.device)
+    if (
+        buffer
+        and value.is_floating_point()
+        and bool((value >= 0).all())
+        and bool(value.any())
+    ):
         return noise.mul_(far).exp_().mul_(value)
     spread = float(value.std(correction=0)) if value.numel() else 0.0
     spread = spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5

@@ -1,13 +1,16 @@
-"""Verification: a function of the weights, compared before and after random elements of the whole group.
+"""Verification: a function of the weights, compared before and after random elements of
+the whole group.
 
 The function may be a network's outputs (:func:`verify`), or a log-density
-(:mod:`~pyro_symmetric.discovery.model_check`). Each decides whether an element changes it by more than rounding; the
-elements that are tried, and the search for the moves that break the invariance, are the same.
+(:mod:`~pyro_symmetric.discovery.model_check`). Each decides whether an element changes
+it by more than rounding; the elements that are tried, and the search for the moves that
+break the invariance, are the same.
 
-Outputs are those of a copy in float64, whose constant tensors (zero-initialised heads, ones in normalisation layers,
-running statistics) are random: with zeros a wrong group can pass with an error of exactly zero. Casts to lower
-precisions become casts to float64. In eval mode each evaluation draws the same random numbers; in train mode they count
-as their means, so that noise that only regularises breaks no symmetry.
+Outputs are those of a copy in float64, whose constant tensors (zero-initialised heads,
+ones in normalisation layers, running statistics) are random: with zeros a wrong group
+can pass with an error of exactly zero. Casts to lower precisions become casts to
+float64. In eval mode each evaluation draws the same random numbers; in train mode they
+count as their means, so that noise that only regularises breaks no symmetry.
 """
 
 from __future__ import annotations
@@ -24,9 +27,22 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import drawn_seed, forked, with_both_branches, without_fast_attention, without_warnings
+from pyro_symmetric._process import (
+    drawn_seed,
+    forked,
+    with_both_branches,
+    without_fast_attention,
+    without_warnings,
+)
 from pyro_symmetric.arguments import described
-from pyro_symmetric.discovery.symmetry import CONSTANT, Symmetry, copied, in_precision, near, refreshed
+from pyro_symmetric.discovery.symmetry import (
+    CONSTANT,
+    Symmetry,
+    copied,
+    in_precision,
+    near,
+    refreshed,
+)
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.group import Group
@@ -46,7 +62,9 @@ class BrokenSymmetry(UserWarning):
 
 
 class UnverifiedSymmetry(UserWarning):
-    """A symmetry couldn't be checked, for the reason in the message (a random network, say)."""
+    """A symmetry couldn't be checked, for the reason in the message (a random network,
+    say).
+    """
 
 
 def verify(
@@ -58,7 +76,10 @@ def verify(
 ) -> Verification:
     """Compare outputs before and after random elements of the whole group.
 
-    >>> net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 3)
+    >>> net, x = (
+    ...     nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)),
+    ...     torch.randn(4, 3),
+    ... )
     >>> symmetry = ps.find_symmetry(net, x)
     >>> bool(ps.verify(symmetry, net, x))
     True
@@ -66,36 +87,54 @@ def verify(
     >>> bool(ps.verify(symmetry, other, x))  # softplus(c z) isn't c softplus(z)
     False
 
-    Outputs are compared in float64. A change of 1e-6 of the largest output passes, or a larger one if the measured
-    rounding errors are as large. Both sides draw the same random numbers, from the generators of PyTorch, NumPy and
-    Python. Masks of dropout, and the noise of train mode, count as their means.
+    Outputs are compared in float64. A change of 1e-6 of the largest output passes, or a
+    larger one if the measured rounding errors are as large. Both sides draw the same
+    random numbers, from the generators of PyTorch, NumPy and Python. Masks of dropout,
+    and the noise of train mode, count as their means.
 
     :param symmetry: the symmetry of the network, or of one like it.
     :param net: the network; it isn't changed.
-    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are replaced by random numbers if it
-        runs at these.
+    :param inputs: an example of what its ``forward`` takes. Floating-point inputs are
+        replaced by random numbers if it runs at these.
     :param kwargs: keyword arguments of its ``forward``.
-    :param trials: the number of random elements; by default so many that a wrong move passes less than once in a
-        million times.
+    :param trials: the number of random elements; by default so many that a wrong move
+        passes less than once in a million times.
     :raises ValueError: if the network doesn't take the inputs.
-    :raises InconclusiveError: if the network doesn't run in float64, draws random numbers that can't be drawn again,
-        has rounding errors as large as its outputs, or is on the meta device.
+    :raises InconclusiveError: if the network doesn't run in float64, draws random
+        numbers that can't be drawn again, has rounding errors as large as its outputs,
+        or is on the meta device.
     """
-    arguments.instance("symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)")
+    arguments.instance(
+        "symmetry", symmetry, Symmetry, "a Symmetry, such as find_symmetry(net, x)"
+    )
     arguments.instance("net", net, nn.Module, "a torch.nn.Module")
     arguments.whole("trials", trials, 1, none="as many as it takes")
     for number, value in enumerate(inputs):
         if isinstance(value, Tensor) and not value.numel():
-            raise ValueError(f"inputs[{number}] is {described(value)}, which is empty; there is nothing to compare")
+            raise ValueError(
+                f"inputs[{number}] is {described(value)}, which is empty; there is "
+                "nothing to compare"
+            )
     outputs = _outputs_of(symmetry, net, inputs, kwargs)
     broken, error = broken_moves(symmetry.group, outputs.change, trials)
-    return Verification("the network's outputs", broken, error, outputs.tolerance, "of the largest output")
+    return Verification(
+        "the network's outputs",
+        broken,
+        error,
+        outputs.tolerance,
+        "of the largest output",
+    )
 
 
 def repaired(
-    symmetry: Symmetry, net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    symmetry: Symmetry,
+    net: nn.Module,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Symmetry:
-    """Drop the moves that fail from a symmetry, with a warning that names them, or warn if nothing is conclusive."""
+    """Drop the moves that fail from a symmetry, with a warning that names them, or warn
+    if nothing is conclusive.
+    """
     dropped: list[BrokenMove] = []
     try:
         outputs = _outputs_of(symmetry, net, inputs, kwargs)
@@ -105,7 +144,8 @@ def repaired(
                 symmetry = symmetry.without([one.name], one.move)
     except InconclusiveError as error:
         warnings.warn(
-            f"{error}. The group is what rules and gradients propose; no element of it was tried.",
+            f"{error}. The group is what rules and gradients propose; no element of it "
+            "was tried.",
             UnverifiedSymmetry,
             stacklevel=3,
         )
@@ -113,20 +153,25 @@ def repaired(
         names = ", ".join(f"{one.name} ({one.move})" for one in dropped)
         sizes = ", ".join(f"{one.change:.3g}" for one in dropped)
         warnings.warn(
-            f"verification failed for the units {names}: these moves are left out of the group. Either a rule "
-            "that you registered is wrong, or pyro_symmetric is; then please report the network. (They change outputs "
-            f"by {sizes} of the largest; {outputs.tolerance:.1g} would pass as rounding.)",
+            f"verification failed for the units {names}: these moves are left out of "
+            "the group. Either a rule "
+            "that you registered is wrong, or pyro_symmetric is; then please report "
+            "the network. (They change outputs "
+            f"by {sizes} of the largest; {outputs.tolerance:.1g} would pass as "
+            "rounding.)",
             BrokenSymmetry,
             stacklevel=3,
         )
     return symmetry
 
 
-# results --------------------------------------------------------------------------------------------------------------
+# results ------------------------------------------------------------------------------
 
 
 class InconclusiveError(Error, ValueError):
-    """An invariance that can't be decided: the function depends on more than weights, or can't be evaluated."""
+    """An invariance that can't be decided: the function depends on more than weights,
+    or can't be evaluated.
+    """
 
 
 class Change(NamedTuple):
@@ -148,9 +193,10 @@ class BrokenMove(NamedTuple):
     :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
     :param name: the name of the units.
     :param change: the largest change, infinite outside of a support.
-    :param sites: the sites whose own density, given the others, changed; empty for outputs, and if discrete sites were
-        summed out.
-    :param remedy: the axis with or without which a declaration would hold, in words; empty if there is none.
+    :param sites: the sites whose own density, given the others, changed; empty for
+        outputs, and if discrete sites were summed out.
+    :param remedy: the axis with or without which a declaration would hold, in words;
+        empty if there is none.
     """
 
     move: Move
@@ -166,8 +212,10 @@ class Verification:
 
     :param function: the function, in words.
     :param broken: the moves that change it.
-    :param error: the largest change seen: of an output, relative to the largest one; of a log-density, in nats.
-    :param tolerance: the relative change that passes as rounding: of an output, or of each site's log-density.
+    :param error: the largest change seen: of an output, relative to the largest one; of
+        a log-density, in nats.
+    :param tolerance: the relative change that passes as rounding: of an output, or of
+        each site's log-density.
     :param unit: the unit of changes, in words.
     """
 
@@ -182,38 +230,57 @@ class Verification:
 
     def __str__(self) -> str:
         if self:
-            return (
-                f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e} {self.unit}"
-            )
-        lines = [f"{self.function}: not invariant under the units {[found.name for found in self.broken]}"]
+            return f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e} {self.unit}"
+        lines = [
+            f"{self.function}: not invariant under the units "
+            f"{[found.name for found in self.broken]}"
+        ]
         for one in self.broken:
-            changed = f"; what changes is the density of {', '.join(map(repr, one.sites))}" if one.sites else ""
+            changed = (
+                f"; what changes is the density of {', '.join(map(repr, one.sites))}"
+                if one.sites
+                else ""
+            )
             remedy = f". It would hold {one.remedy}" if one.remedy else ""
             size = f"a change of {one.change:.3g} {self.unit} when they {one.move}"
             lines.append(f"units {one.name!r}: {size}{changed}{remedy}")
-        return "\n".join([*lines, f"a relative change of up to {self.tolerance:.1g} would pass as rounding"])
+        return "\n".join(
+            [
+                *lines,
+                f"a relative change of up to {self.tolerance:.1g} would pass as "
+                "rounding",
+            ]
+        )
 
 
-# bisection ------------------------------------------------------------------------------------------------------------
+# bisection ----------------------------------------------------------------------------
 
 
 def broken_moves(
     group: Group, change: Callable[[Element], Change], trials: int | None = None
 ) -> tuple[tuple[BrokenMove, ...], float]:
-    """Try random elements; if one changes the function, find by bisection the moves that do.
+    """Try random elements; if one changes the function, find by bisection the moves
+    that do.
 
     :param change: the change of the function by an element.
-    :param trials: the number of elements; by default so many that a wrong move passes less than once in a million
-        times.
-    :return: the moves that change it, and the largest change that all of them made together.
+    :param trials: the number of elements; by default so many that a wrong move passes
+        less than once in a million times.
+    :return: the moves that change it, and the largest change that all of them made
+        together.
     """
-    counterexample: list[Element] = []  # the first element that changed it; others may reach a clamp, say, more rarely
+    # the first element that changed it; others may reach a clamp, say, more rarely
+    counterexample: list[Element] = []
 
     def worst(moves: Sequence[UnitMove], trials: int | None = None) -> Change:
         """Return the first change that is broken, or the largest of all."""
         largest = Change(False, 0.0)
-        for element in chain([only(one, moves) for one in counterexample], trial_elements(group, moves, trials)):
-            largest = max(largest, change(element), key=lambda one: (one.broken, one.size))
+        for element in chain(
+            [only(one, moves) for one in counterexample],
+            trial_elements(group, moves, trials),
+        ):
+            largest = max(
+                largest, change(element), key=lambda one: (one.broken, one.size)
+            )
             if largest.broken:
                 counterexample[:] = counterexample or [element]
                 break
@@ -223,20 +290,30 @@ def broken_moves(
     whole = worst(moves, trials)
     wrong = guilty(moves, lambda some: worst(some).broken) if whole.broken else []
     alone = [worst([move]) for move in wrong]
-    broken = (BrokenMove(*move, one.size, one.sites) for move, one in zip(wrong, alone, strict=True))
+    broken = (
+        BrokenMove(*move, one.size, one.sites)
+        for move, one in zip(wrong, alone, strict=True)
+    )
     return tuple(broken), whole.size
 
 
 def guilty(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Find by bisection, of some that fail together, those that fail alone; all if neither half fails."""
+    """Find by bisection, of some that fail together, those that fail alone; all if
+    neither half fails.
+    """
     if len(suspects) <= 1:
         return list(suspects)
     half = len(suspects) // 2
-    failing = [one for side in (suspects[:half], suspects[half:]) if fails(side) for one in guilty(side, fails)]
+    failing = [
+        one
+        for side in (suspects[:half], suspects[half:])
+        if fails(side)
+        for one in guilty(side, fails)
+    ]
     return failing or list(suspects)
 
 
-# trial elements -------------------------------------------------------------------------------------------------------
+# trial elements -----------------------------------------------------------------------
 
 
 def moves_in(group: Group) -> list[UnitMove]:
@@ -244,43 +321,68 @@ def moves_in(group: Group) -> list[UnitMove]:
     return [(move, name) for move in MOVES for name in group.names(move)]
 
 
-def trial_elements(group: Group, moves: Collection[UnitMove], trials: int | None = None) -> Iterator[Element]:
-    """Draw elements that make all of these moves at once: if none changes a function, no move does.
+def trial_elements(
+    group: Group, moves: Collection[UnitMove], trials: int | None = None
+) -> Iterator[Element]:
+    """Draw elements that make all of these moves at once: if none changes a function,
+    no move does.
 
-    Permutations of the first are cycles through all units of a copy, so that no unit stays; the others are uniform.
-    Elements that change nothing are a subgroup, so that each finds a wrong move with probability a half or more: of n
-    units that are exchanged, in all but two of (n over n / 2) cases (even permutations alone are no network's
-    symmetry). Random scales and shifts lie in no subgroup at all. Of a few flips of single units each element has one,
-    which finds a wrong one for certain.
+    Permutations of the first are cycles through all units of a copy, so that no unit
+    stays; the others are uniform. Elements that change nothing are a subgroup, so that
+    each finds a wrong move with probability a half or more: of n units that are
+    exchanged, in all but two of (n over n / 2) cases (even permutations alone are no
+    network's symmetry). Random scales and shifts lie in no subgroup at all. Of a few
+    flips of single units each element has one, which finds a wrong one for certain.
 
-    :param trials: their number; by default so many that a wrong move passes less than once in a million times.
+    :param trials: their number; by default so many that a wrong move passes less than
+        once in a million times.
     """
     single = [name for move, name in moves if move == "flip" and group[name].count == 1]
-    several = [one for one in moves if one[0] in ("permute", "flip") and group[one[1]].count > 1]
+    several = [
+        one
+        for one in moves
+        if one[0] in ("permute", "flip") and group[one[1]].count > 1
+    ]
     bits = {one: _bits(group, *one) for one in several}
-    enough = max(math.ceil(BITS / min(bits.values(), default=BITS)), min(BITS, len(single)))
+    enough = max(
+        math.ceil(BITS / min(bits.values(), default=BITS)), min(BITS, len(single))
+    )
     for i in range(enough if trials is None else trials):
-        # Large sets need one element only; without their moves, the next changes fewer sites of a large network.
+        # Large sets need one element only; without their moves, the next changes fewer
+        # sites of a large network.
         tried = [
-            one for one in moves if trials is not None or i * bits.get(one, 0.0 if one[1] in single else BITS) < BITS
+            one
+            for one in moves
+            if trials is not None
+            or i * bits.get(one, 0.0 if one[1] in single else BITS) < BITS
         ]
         element = group.sample(dtype=torch.float64)
         permutations, signs = element.permutations, element.signs
         if i == 0:
-            permutations = {n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1)) for n, p in permutations.items()}
+            permutations = {
+                n: torch.empty_like(p).scatter_(-1, p, p.roll(1, -1))
+                for n, p in permutations.items()
+            }
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
-        yield only(Element(group, permutations, signs, element.log_scales, element.shifts), tried)
+        yield only(
+            Element(group, permutations, signs, element.log_scales, element.shifts),
+            tried,
+        )
 
 
 def _bits(group: Group, move: Move, name: str) -> float:
-    """Return ``b`` such that a wrong move passes one random element with probability ``2 ** -b`` at most.
+    """Return ``b`` such that a wrong move passes one random element with probability
+    ``2 ** -b`` at most.
 
-    Flips of units that are exchanged are wrong together. Permutations that a cycle doesn't refute are a transitive
-    group: of more than eight units, the largest keeps two halves together (fewer have larger ones).
+    Flips of units that are exchanged are wrong together. Permutations that a cycle
+    doesn't refute are a transitive group: of more than eight units, the largest keeps
+    two halves together (fewer have larger ones).
     """
     around = (name, *group.ancestors(name)) if move == "flip" else (name,)
-    alike = math.prod(group[own].size for own in around if "permute" in group[own].moves)
+    alike = math.prod(
+        group[own].size for own in around if "permute" in group[own].moves
+    )
     n = min(alike, 2 * BITS)
     return math.log2(math.comb(n, n // 2) / 2) if n > 8 else max(1.0, (n - 1) / 2)
 
@@ -291,11 +393,21 @@ def only(element: Element, moves: Collection[UnitMove]) -> Element:
         {name: value for name, value in numbers.items() if (move, name) in moves}
         for move, numbers in zip(MOVES, element.parts, strict=True)
     )
-    return Element(element.group, permutations, signs, log_scales, shifts, element.batch_shape, dtype=torch.float64)
+    return Element(
+        element.group,
+        permutations,
+        signs,
+        log_scales,
+        shifts,
+        element.batch_shape,
+        dtype=torch.float64,
+    )
 
 
 def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:
-    """Return the largest change of an entry, relative to the largest finite entry of the same output."""
+    """Return the largest change of an entry, relative to the largest finite entry of
+    the same output.
+    """
     if before is None or after is None:
         return 0.0 if before is after else float("inf")
     if [x.shape for x in before] != [y.shape for y in after]:
@@ -307,22 +419,42 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
         if not (x.is_floating_point() or x.is_complex()):
             x, y = x.double(), y.double()
         same = (x == y) | (x.isnan() & y.isnan())
-        size = torch.where(x.isfinite(), x, 0).abs().max().clamp_min(torch.finfo(x.dtype).tiny)
-        worst = max(worst, float((torch.where(same, 0, x - y).abs().max() / size).nan_to_num(nan=float("inf"))))
+        size = (
+            torch.where(x.isfinite(), x, 0)
+            .abs()
+            .max()
+            .clamp_min(torch.finfo(x.dtype).tiny)
+        )
+        worst = max(
+            worst,
+            float(
+                (torch.where(same, 0, x - y).abs().max() / size).nan_to_num(
+                    nan=float("inf")
+                )
+            ),
+        )
     return worst
 
 
-# a network's outputs --------------------------------------------------------------------------------------------------
+# a network's outputs ------------------------------------------------------------------
 
 
-def _outputs_of(symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Outputs:
+def _outputs_of(
+    symmetry: Symmetry,
+    net: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> _Outputs:
     """Evaluate a network at random inputs if it runs at these, else at the example.
 
     :raises ValueError: if it doesn't take the inputs.
     :raises InconclusiveError: if it does, but nothing can be compared.
     """
     if any(parameter.is_meta for parameter in net.parameters()):
-        raise InconclusiveError(f"inconclusive: {type(net).__name__} is on the meta device, which holds no numbers")
+        raise InconclusiveError(
+            f"inconclusive: {type(net).__name__} is on the meta device, which holds no "
+            "numbers"
+        )
     try:
         return _Outputs(symmetry, net, args, kwargs, True)
     except InconclusiveError as error:
@@ -333,11 +465,13 @@ def _outputs_of(symmetry: Symmetry, net: nn.Module, args: Sequence[Any], kwargs:
 
 
 class _Outputs:
-    """The outputs of a randomised copy of a network in both modes, as functions of its weights.
+    """The outputs of a randomised copy of a network in both modes, as functions of its
+    weights.
 
     :param args: an example of what the forward pass takes; so are ``kwargs``.
     :param redraw: whether real and complex inputs are replaced by random numbers.
-    :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs aren't finite.
+    :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs
+        aren't finite.
     """
 
     def __init__(
@@ -350,22 +484,53 @@ class _Outputs:
     ):
         self.logits, self.seed = symmetry.logits, drawn_seed()
         self.net = copied(net, torch.float64)
-        self.weights = symmetry.weights_of(self.net)  # the copy's own tensors, which are written to
-        self.origin = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
-        full = {site: value for site, value in self.origin.items() if _real(value) and value.numel()}
-        constant = {site: value for site, value in full.items() if float(value.std(correction=0)) < CONSTANT}
-        self.origin |= {site: near(value, site in symmetry.buffers) for site, value in constant.items()}
+        # the copy's own tensors, which are written to
+        self.weights = symmetry.weights_of(self.net)
+        self.origin = {
+            site: value.detach() for site, value in symmetry.weights_of(net).items()
+        }
+        full = {
+            site: value
+            for site, value in self.origin.items()
+            if _real(value) and value.numel()
+        }
+        constant = {
+            site: value
+            for site, value in full.items()
+            if float(value.std(correction=0)) < CONSTANT
+        }
+        self.origin |= {
+            site: near(value, site in symmetry.buffers)
+            for site, value in constant.items()
+        }
         self.call = TensorsOnly(self.net, args, kwargs)
-        self.inputs = [x.detach().to(in_precision(x.dtype, torch.float64)) for x in self.call.tensors]
-        self.inputs = [torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs]
-        self.changed = set[str]()  # the sites whose weights in the copy may differ from the origin's
+        self.inputs = [
+            x.detach().to(in_precision(x.dtype, torch.float64))
+            for x in self.call.tensors
+        ]
+        self.inputs = [
+            torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs
+        ]
+        # the sites whose weights in the copy may differ from the origin's
+        self.changed = set[str]()
         self._load(self._own, constant)
-        self.before: dict[bool, list[Tensor] | None] = {train: self._run(train) for train in (False, True)}
+        self.before: dict[bool, list[Tensor] | None] = {
+            train: self._run(train) for train in (False, True)
+        }
         for output in (outputs := self.before[False] or []):
-            if _real(output) and output.numel() and (output.isnan().any() or not output.isfinite().any()):
-                raise InconclusiveError(f"inconclusive: the outputs of {type(net).__name__} are no finite numbers")
+            if (
+                _real(output)
+                and output.numel()
+                and (output.isnan().any() or not output.isfinite().any())
+            ):
+                raise InconclusiveError(
+                    f"inconclusive: the outputs of {type(net).__name__} are no finite "
+                    "numbers"
+                )
         if not outputs:
-            raise InconclusiveError(f"inconclusive: {type(net).__name__} returns no tensor")
+            raise InconclusiveError(
+                f"inconclusive: {type(net).__name__} returns no tensor"
+            )
         if difference(outputs, self.before[True]) == 0:  # both modes are one
             self.before[True] = None
         self.tolerance, self.measured = TOLERANCE, False
@@ -373,21 +538,36 @@ class _Outputs:
     def change(self, element: Element) -> Change:
         """Return the change of the outputs by an element, in either mode.
 
-        Scales of running variances plus epsilon are exact in eval mode alone; they are applied after train mode is
-        compared.
+        Scales of running variances plus epsilon are exact in eval mode alone; they are
+        applied after train mode is compared.
         """
         group = element.group
-        eval_only = {one.name for one in group.units.values() if any(a.buffer and a.exponent for a in one.axes)}
+        eval_only = {
+            one.name
+            for one in group.units.values()
+            if any(a.buffer and a.exponent for a in one.axes)
+        }
         eval_only &= set(group.names("scale"))
-        both = [one for one in moves_in(group) if one[0] != "scale" or one[1] not in eval_only]
+        both = [
+            one
+            for one in moves_in(group)
+            if one[0] != "scale" or one[1] not in eval_only
+        ]
         first = only(element, both) if eval_only else element
-        self._load(lambda site: first.on_site(site, self._own(site)), _moved_sites(element))
+        self._load(
+            lambda site: first.on_site(site, self._own(site)), _moved_sites(element)
+        )
         size = self._difference(True)
         if eval_only:
             scalings = group.scalings.without(set(group.scalings.units) - eval_only)
-            logs = {name: element.log_scales[name].reshape(scalings[name].shape) for name in eval_only}
+            logs = {
+                name: element.log_scales[name].reshape(scalings[name].shape)
+                for name in eval_only
+            }
             second = Element(scalings, log_scales=logs, dtype=torch.float64)
-            for site in {axis.site for one in scalings.units.values() for axis in one.axes}:
+            for site in {
+                axis.site for one in scalings.units.values() for axis in one.axes
+            }:
                 with torch.no_grad():
                     self.weights[site].copy_(second.on_site(site, self.weights[site]))
         size = max(size, self._difference(False))
@@ -395,52 +575,71 @@ class _Outputs:
             again = self._changes(self._own)
             if again >= self.tolerance:
                 raise InconclusiveError(
-                    "inconclusive: the network is random. Its outputs at the same weights, with all generators of "
-                    f"PyTorch, NumPy and Python at the same seed, differ by {again:.1g} of the largest one"
+                    "inconclusive: the network is random. Its outputs at the same "
+                    "weights, with all generators of "
+                    "PyTorch, NumPy and Python at the same seed, differ by "
+                    f"{again:.1g} of the largest one"
                 )
             if not self.measured:
                 self.tolerance, self.measured = self.rounding(), True
         return Change(not size < self.tolerance, size)
 
     def rounding(self) -> float:
-        """Return the tolerance: some times the change of outputs by the last digit of all weights.
+        """Return the tolerance: some times the change of outputs by the last digit of
+        all weights.
 
         :raises InconclusiveError: if that change is about as large as the outputs.
         """
 
         def nudged(site: str) -> Tensor:
             own = self._own(site)
-            return own * (1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1)) if _real(own) else own
+            return (
+                own * (1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1))
+                if _real(own)
+                else own
+            )
 
         size = max(self._changes(nudged) for _ in range(3))
         if not ROUNDINGS * size < HOPELESS:
             raise InconclusiveError(
-                f"inconclusive: the last digit of the weights changes outputs by {size:.1g} of the largest one, so "
+                "inconclusive: the last digit of the weights changes outputs by "
+                f"{size:.1g} of the largest one, so "
                 "that rounding errors hide whether an element of the group does"
             )
         return max(TOLERANCE, ROUNDINGS * size)
 
     def _own(self, site: str) -> Tensor:
-        """Put a site's own weights into the copy, and return them: each further array of a large site takes time."""
+        """Put a site's own weights into the copy, and return them: each further array
+        of a large site takes time.
+        """
         return self.weights[site].copy_(self.origin[site])
 
     def _changes(self, weights: Callable[[str], Tensor]) -> float:
-        """Return the largest relative change of an output, in either mode, at other weights, given by site."""
+        """Return the largest relative change of an output, in either mode, at other
+        weights, given by site.
+        """
         self._load(weights, self.weights)
         return max(self._difference(train) for train in (False, True))
 
     def _difference(self, train: bool) -> float:
-        return 0.0 if self.before[train] is None else difference(self.before[train], self._run(train))
+        return (
+            0.0
+            if self.before[train] is None
+            else difference(self.before[train], self._run(train))
+        )
 
     def _load(self, weights: Callable[[str], Tensor], sites: Iterable[str]) -> None:
-        """Put weights, site by site, into the copy: those of some sites, and of all that were changed before."""
+        """Put weights, site by site, into the copy: those of some sites, and of all
+        that were changed before.
+        """
         changed, self.changed = self.changed, {*sites}
         with torch.no_grad():
             for site in changed | self.changed:
                 self.weights[site].copy_(weights(site))
 
     def _run(self, train: bool) -> list[Tensor] | None:
-        """Run the copy, and restore its buffers; None if it has no train mode (at a batch of one, say).
+        """Run the copy, and restore its buffers; None if it has no train mode (at a
+        batch of one, say).
 
         :raises InconclusiveError: if it doesn't run in eval mode.
         """
@@ -459,7 +658,9 @@ class _Outputs:
                 outputs = self.call(*self.inputs)
         except Exception as error:
             if not train:
-                raise InconclusiveError(f"inconclusive: {type(self.net).__name__} doesn't run ({error!r})") from error
+                raise InconclusiveError(
+                    f"inconclusive: {type(self.net).__name__} doesn't run ({error!r})"
+                ) from error
             if not isinstance(error, ValueError | RuntimeError):
                 raise
             return None
@@ -468,14 +669,24 @@ class _Outputs:
                 for name, value in self.net.named_buffers():
                     if name in buffers and value.shape == buffers[name].shape:
                         value.copy_(buffers[name])
-        return [out.log_softmax(-1) if out.dim() else out for out in outputs] if self.logits else outputs
+        return (
+            [out.log_softmax(-1) if out.dim() else out for out in outputs]
+            if self.logits
+            else outputs
+        )
 
 
 def _moved_sites(element: Element) -> set[str]:
-    """Return the sites that an element changes, unless they happen to be alike along an axis."""
+    """Return the sites that an element changes, unless they happen to be alike along an
+    axis.
+    """
     group, still = element.group, element.group.identity().numbers
     moved = [value != still[move] for move, value in element.numbers.items()]
-    names = (name for name, slot in group.slots.items() if any(bool(units[slot].any()) for units in moved))
+    names = (
+        name
+        for name, slot in group.slots.items()
+        if any(bool(units[slot].any()) for units in moved)
+    )
     return {axis.site for name in names for axis in group[name].axes}
 
 

@@ -32,7 +32,8 @@ class Estimate(NamedTuple):
 
     :param value: the mean over draws, of batch shape.
     :param standard_error: the standard error of ``value``.
-    :param bound: ``"lower"`` if the expectation of ``value`` is a lower bound, ``"exact"`` if it is unbiased.
+    :param bound: ``"lower"`` if the expectation of ``value`` is a lower bound,
+        ``"exact"`` if it is unbiased.
     """
 
     value: Tensor
@@ -43,10 +44,12 @@ class Estimate(NamedTuple):
 class Symmetrized(TorchDistribution):
     r"""A base distribution averaged over the orbits of a group.
 
-    ``sample`` and ``rsample`` draw *from the base*: invariant functions of the weights (a network's predictions) are
-    distributed as under :math:`\bar q`, and the estimator's bound holds at these draws. :meth:`sample_orbit` draws from
-    :math:`\bar q` itself. ``log_prob`` is the estimate, random for a bound. If the model is invariant under the group,
-    as ``ps.verify_model(group, model, *args)`` checks, the expected ELBO made of it is at most that of :math:`\bar q`.
+    ``sample`` and ``rsample`` draw *from the base*: invariant functions of the weights
+    (a network's predictions) are distributed as under :math:`\bar q`, and the
+    estimator's bound holds at these draws. :meth:`sample_orbit` draws from
+    :math:`\bar q` itself. ``log_prob`` is the estimate, random for a bound. If the
+    model is invariant under the group, as ``ps.verify_model(group, model, *args)``
+    checks, the expected ELBO made of it is at most that of :math:`\bar q`.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
@@ -56,8 +59,8 @@ class Symmetrized(TorchDistribution):
     True
 
     :param base_distribution: a distribution over vectors of event shape ``(D,)``.
-    :param action: the group's action on these vectors, e.g. ``ps.groups.Action(group, sites)``; ``G`` are its
-        permutations and signs.
+    :param action: the group's action on these vectors, e.g. ``ps.groups.Action(group,
+        sites)``; ``G`` are its permutations and signs.
     :param estimator: the estimator of :math:`\log \bar q`; by default
         :class:`~pyro_symmetric.distributions.ExactOrbit` where that is cheap, else
         :class:`~pyro_symmetric.distributions.SinkhornImportance`.
@@ -77,13 +80,18 @@ class Symmetrized(TorchDistribution):
             arguments.instance("estimator", estimator, OrbitEstimator, wanted)
         if tuple(base_distribution.event_shape) != (action.dim,):
             raise ValueError(
-                f"base_distribution has event shape {tuple(base_distribution.event_shape)}, but the group acts on "
+                "base_distribution has event shape "
+                f"{tuple(base_distribution.event_shape)}, but the group acts on "
                 f"vectors of {action.dim} numbers"
             )
         self.base_distribution = base_distribution
         self.action = action
         self.estimator = estimator or usual_estimator(base_distribution, action)
-        super().__init__(base_distribution.batch_shape, base_distribution.event_shape, validate_args=validate_args)
+        super().__init__(
+            base_distribution.batch_shape,
+            base_distribution.event_shape,
+            validate_args=validate_args,
+        )
 
     @constraints.dependent_property(is_discrete=False, event_dim=1)
     def support(self) -> Any:
@@ -94,12 +102,16 @@ class Symmetrized(TorchDistribution):
         """The flag of the base: reparametrised draws."""
         return self.base_distribution.has_rsample
 
-    def expand(self, batch_shape: Sequence[int], _instance: Symmetrized | None = None) -> Symmetrized:
+    def expand(
+        self, batch_shape: Sequence[int], _instance: Symmetrized | None = None
+    ) -> Symmetrized:
         new = self._get_checked_instance(Symmetrized, _instance)
         new.base_distribution = self.base_distribution.expand(batch_shape)
         new.action = self.action
         new.estimator = self.estimator
-        super(Symmetrized, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
+        super(Symmetrized, new).__init__(
+            torch.Size(batch_shape), self.event_shape, validate_args=False
+        )
         new._validate_args = self._validate_args
         return new
 
@@ -113,9 +125,14 @@ class Symmetrized(TorchDistribution):
             return self.base_distribution.sample(torch.Size(sample_shape))
 
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        r"""Draw from :math:`\bar q` itself: from the base, each draw moved by a uniform group element."""
+        r"""Draw from :math:`\bar q` itself: from the base, each draw moved by a uniform
+        group element.
+        """
         value = self.sample(sample_shape)
-        return self.action(value, self.action.group.finite.sample(value.shape[:-1], device=value.device))
+        return self.action(
+            value,
+            self.action.group.finite.sample(value.shape[:-1], device=value.device),
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
@@ -123,45 +140,63 @@ class Symmetrized(TorchDistribution):
         return self.estimator.log_prob(self.base_distribution, self.action, value)
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
-        """Return the parts of Pyro's gradient estimators. Without reparametrisation the score function is the base's,
-        and the gradient of ``log_prob`` itself, whose mean is zero, is left out."""
+        """Return the parts of Pyro's gradient estimators. Without reparametrisation the
+        score function is the base's, and the gradient of ``log_prob`` itself, whose
+        mean is zero, is left out."""
         log_prob = self.log_prob(x)
-        score = (0, log_prob) if self.has_rsample else (self.base_distribution.log_prob(x), 0)
+        score = (
+            (0, log_prob)
+            if self.has_rsample
+            else (self.base_distribution.log_prob(x), 0)
+        )
         return ScoreParts(log_prob, *score)
 
-    # moments and information ----------------------------------------------------------------------------------------
+    # moments and information ----------------------------------------------------------
 
     @property
     def mean(self) -> Tensor:
-        r"""The exact mean of :math:`\bar q`: that of the base, averaged over the orbit of each entry."""
-        return averaged_over_orbits(self.action, self.base_distribution.mean, signed=True)
+        r"""The exact mean of :math:`\bar q`: that of the base, averaged over the orbit
+        of each entry.
+        """
+        return averaged_over_orbits(
+            self.action, self.base_distribution.mean, signed=True
+        )
 
     @property
     def variance(self) -> Tensor:
         r"""The exact variances of :math:`\bar q`."""
         second = self.base_distribution.variance + self.base_distribution.mean.square()
-        return averaged_over_orbits(self.action, second, signed=False) - self.mean.square()
+        return (
+            averaged_over_orbits(self.action, second, signed=False) - self.mean.square()
+        )
 
     @torch.no_grad()
     def mutual_information(self, num_samples: int = 1000) -> Estimate:
-        r"""Estimate :math:`I(g; w) = \mathbb E_q[\log q(w) - \log \bar q(w)]`, the nats that symmetrising gains.
+        r"""Estimate :math:`I(g; w) = \mathbb E_q[\log q(w) - \log \bar q(w)]`, the nats
+        that symmetrising gains.
 
-        It is 0 if the base is invariant, and :math:`\log|G|` if copies don't overlap. With a bound as estimator the
-        expectation is a lower bound.
+        It is 0 if the base is invariant, and :math:`\log|G|` if copies don't overlap.
+        With a bound as estimator the expectation is a lower bound.
 
         >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
         >>> base = dist.Normal(torch.tensor([-50.0, 0.0, 50.0]), 1.0).to_event(1)
-        >>> found = ps.Symmetrized(base, ps.groups.Action(group, ["w"]), ps.ExactOrbit()).mutual_information(100)
+        >>> found = ps.Symmetrized(
+        ...     base, ps.groups.Action(group, ["w"]), ps.ExactOrbit()
+        ... ).mutual_information(100)
         >>> round(float(found.value), 3), found.bound  # log 3!
         (1.792, 'exact')
         """
-        return self._mean_of(lambda w: self.base_distribution.log_prob(w) - self.log_prob(w), num_samples)
+        return self._mean_of(
+            lambda w: self.base_distribution.log_prob(w) - self.log_prob(w), num_samples
+        )
 
     @torch.no_grad()
     def entropy(self, num_samples: int = 1000) -> Estimate:  # type: ignore[override]
-        r"""Estimate :math:`-\mathbb E_{\bar q} \log \bar q(w)`, the base's entropy plus the :meth:`mutual_information`.
+        r"""Estimate :math:`-\mathbb E_{\bar q} \log \bar q(w)`, the base's entropy plus
+        the :meth:`mutual_information`.
 
-        The base's entropy is exact where it is known. With a bound as estimator the expectation is a lower bound.
+        The base's entropy is exact where it is known. With a bound as estimator the
+        expectation is a lower bound.
         """
         try:
             base_entropy = self.base_distribution.entropy()
@@ -170,27 +205,44 @@ class Symmetrized(TorchDistribution):
         information = self.mutual_information(num_samples)
         return information._replace(value=base_entropy + information.value)
 
-    def _mean_of(self, integrand: Callable[[Tensor], Tensor], num_samples: int) -> Estimate:
+    def _mean_of(
+        self, integrand: Callable[[Tensor], Tensor], num_samples: int
+    ) -> Estimate:
         count = arguments.whole("num_samples", num_samples, 2)
         sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
         values = torch.cat([integrand(self.sample((size,))) for size in sizes])
-        bound: Literal["lower", "exact"] = "exact" if self.estimator.bound == "exact" else "lower"
+        bound: Literal["lower", "exact"] = (
+            "exact" if self.estimator.bound == "exact" else "lower"
+        )
         return Estimate(values.mean(0), values.std(0) / math.sqrt(count), bound)
 
 
 @register_kl(Symmetrized, dist.Independent)
 def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
-    r"""Estimate :math:`\mathrm{KL}(\bar q \| p) = H(\bar q, p) - H(q) - I(g; w)` to independent normals, from above in
-    expectation. The cross entropy and, where known, the base's entropy are exact; one reparametrised draw estimates
-    the mutual information."""
+    r"""Estimate :math:`\mathrm{KL}(\bar q \| p) = H(\bar q, p) - H(q) - I(g; w)` to
+    independent normals, from above in expectation. The cross entropy and, where known,
+    the base's entropy are exact; one reparametrised draw estimates the mutual
+    information."""
     normal = prior.base_dist
-    if not isinstance(normal, torch.distributions.Normal) or len(prior.event_shape) != 1 or not q.has_rsample:
+    if (
+        not isinstance(normal, torch.distributions.Normal)
+        or len(prior.event_shape) != 1
+        or not q.has_rsample
+    ):
         raise NotImplementedError
     square = q.variance + (q.mean - normal.loc).square()
-    cross = (0.5 * square / normal.scale.square() + normal.scale.log() + 0.5 * math.log(2 * math.pi)).sum(-1)
+    cross = (
+        0.5 * square / normal.scale.square()
+        + normal.scale.log()
+        + 0.5 * math.log(2 * math.pi)
+    ).sum(-1)
     w = q.rsample()
     try:
-        return cross - q.base_distribution.entropy() - (q.base_distribution.log_prob(w) - q.log_prob(w))
+        return (
+            cross
+            - q.base_distribution.entropy()
+            - (q.base_distribution.log_prob(w) - q.log_prob(w))
+        )
     except NotImplementedError:
         return cross + q.log_prob(w)
 
@@ -198,11 +250,16 @@ def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
 def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor:
     """Average each entry over its orbit, ``batch_shape + (D,)``.
 
-    :param signed: whether a flip changes the sign of a value; values that can be flipped then average to zero.
-    :raises NotImplementedError: if the group permutes the entries of a simplex, whose coordinates it mixes.
+    :param signed: whether a flip changes the sign of a value; values that can be
+        flipped then average to zero.
+    :raises NotImplementedError: if the group permutes the entries of a simplex, whose
+        coordinates it mixes.
     """
     if action.nonlinear_sites:
-        raise NotImplementedError(f"the group mixes coordinates of {action.nonlinear_sites}: average sample_orbit's")
+        raise NotImplementedError(
+            f"the group mixes coordinates of {action.nonlinear_sites}: average "
+            "sample_orbit's"
+        )
     both = torch.cat([values, -values if signed else values], -1)
     orbit = _signed_orbits(action).to(values.device)
     size = torch.bincount(orbit, minlength=len(orbit)).to(values)
@@ -213,16 +270,24 @@ def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # the cache outlives the mode in which it is filled
 def _signed_orbits(action: Action) -> Tensor:
-    """Label the orbit of each entry, and of each entry negated, ``(2 D,)``, by its smallest number.
+    """Label the orbit of each entry, and of each entry negated, ``(2 D,)``, by its
+    smallest number.
 
-    Each random element spreads the smaller of two labels, so that the entries that have the smallest double; two
-    entries of one orbit keep different labels with a probability of about ``2**-ORBIT_ROUNDS``.
+    Each random element spreads the smaller of two labels, so that the entries that have
+    the smallest double; two entries of one orbit keep different labels with a
+    probability of about ``2**-ORBIT_ROUNDS``.
     """
     group, dim = action.group.finite, action.dim
-    numbered, orbit = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu"), torch.arange(2 * dim, device="cpu")
+    numbered, orbit = (
+        torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu"),
+        torch.arange(2 * dim, device="cpu"),
+    )
     with forked():
         for _ in range(ORBIT_ROUNDS):
             moved = action(numbered, group.sample(device="cpu"))
             source, flipped = moved.abs().long() - 1, moved < 0
-            orbit = torch.minimum(orbit, orbit[torch.cat([source + dim * flipped, source + dim * ~flipped])])
+            orbit = torch.minimum(
+                orbit,
+                orbit[torch.cat([source + dim * flipped, source + dim * ~flipped])],
+            )
     return orbit

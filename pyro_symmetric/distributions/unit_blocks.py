@@ -12,19 +12,24 @@ from torch.distributions import constraints
 
 
 class UnitBlocks(TorchDistribution):
-    r"""A normal over vectors of event shape ``(D,)``, independent between blocks of positions.
+    r"""A normal over vectors of event shape ``(D,)``, independent between blocks of
+    positions.
 
     .. math:: q(w) = \prod_{\text{units}} \mathcal N(w_u \mid m_u, L_u L_u^\top)
        \;\prod_{\text{rest}} \mathcal N(w_r \mid m_r, s_r^2)
 
-    The number of parameters is linear in the number of units. As under a mean-field normal, the log-density of one
-    unit's weights under another's block is known exactly.
+    The number of parameters is linear in the number of units. As under a mean-field
+    normal, the log-density of one unit's weights under another's block is known
+    exactly.
 
     :param loc: means, ``(D,)``.
-    :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the positions of unit ``u`` in the
-        vector, column ``a`` holds corresponding weights. No position is listed twice.
-    :param scale_trils: for each set the Cholesky factors of the units' covariances, ``(n, d, d)``.
-    :param scale: standard deviations, ``(D,)``, of the positions that aren't listed; one by default.
+    :param positions: for each set of units a LongTensor ``(n, d)``: row ``u`` lists the
+        positions of unit ``u`` in the vector, column ``a`` holds corresponding weights.
+        No position is listed twice.
+    :param scale_trils: for each set the Cholesky factors of the units' covariances,
+        ``(n, d, d)``.
+    :param scale: standard deviations, ``(D,)``, of the positions that aren't listed;
+        one by default.
     :ivar rest: the positions that aren't listed, LongTensor.
     """
 
@@ -42,27 +47,51 @@ class UnitBlocks(TorchDistribution):
         validate_args: bool | None = None,
     ):
         self.loc, self.scale = loc, torch.ones_like(loc) if scale is None else scale
-        self.positions, self.scale_trils = tuple(index.to(loc.device) for index in positions), tuple(scale_trils)
+        self.positions, self.scale_trils = (
+            tuple(index.to(loc.device) for index in positions),
+            tuple(scale_trils),
+        )
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
-        listed = torch.cat([index.reshape(-1) for index in self.positions] or [loc.new_zeros(0, dtype=torch.long)])
-        fitting = all(tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets)
+        listed = torch.cat(
+            [index.reshape(-1) for index in self.positions]
+            or [loc.new_zeros(0, dtype=torch.long)]
+        )
+        fitting = all(
+            tril.shape == (*index.shape, index.shape[-1]) for index, tril in self._sets
+        )
         distinct = bool((listed >= 0).all()) and len(listed.unique()) == len(listed)
         if self.scale.shape != loc.shape or not fitting or not distinct:
             raise ValueError(
-                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale has a number for every position; "
-                f"found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} and {tuple(self.scale.shape)}"
+                "positions are (n, d), no two alike, scale_trils (n, d, d), and scale "
+                "has a number for every position; "
+                f"found {[(tuple(i.shape), tuple(t.shape)) for i, t in self._sets]} "
+                f"and {tuple(self.scale.shape)}"
             )
         free = torch.ones(len(loc), dtype=torch.bool, device=loc.device)
         self.rest = free.index_fill(0, listed, False).nonzero()[:, 0]
         # The index of each position in the concatenation of all blocks and the rest.
         self._order = torch.cat([listed, self.rest]).argsort()
-        super().__init__(torch.Size(batch_shape), loc.shape, validate_args=validate_args)
+        super().__init__(
+            torch.Size(batch_shape), loc.shape, validate_args=validate_args
+        )
 
-    def expand(self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None) -> UnitBlocks:
+    def expand(
+        self, batch_shape: Sequence[int], _instance: UnitBlocks | None = None
+    ) -> UnitBlocks:
         new = self._get_checked_instance(UnitBlocks, _instance)
-        for name in ("loc", "positions", "scale_trils", "_sets", "scale", "rest", "_order"):
+        for name in (
+            "loc",
+            "positions",
+            "scale_trils",
+            "_sets",
+            "scale",
+            "rest",
+            "_order",
+        ):
             setattr(new, name, getattr(self, name))
-        super(UnitBlocks, new).__init__(torch.Size(batch_shape), self.event_shape, validate_args=False)
+        super(UnitBlocks, new).__init__(
+            torch.Size(batch_shape), self.event_shape, validate_args=False
+        )
         new._validate_args = self._validate_args
         return new
 
@@ -70,12 +99,24 @@ class UnitBlocks(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
-        centred, scale = (value - self.loc).reshape(-1, len(self.loc)), self.scale[self.rest]
-        total = -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
+        centred, scale = (
+            (value - self.loc).reshape(-1, len(self.loc)),
+            self.scale[self.rest],
+        )
+        total = (
+            -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
+        )
         for index, tril in self._sets:
-            # Draws are columns of one triangular system a unit: factors aren't copied for the batch.
-            white = torch.linalg.solve_triangular(tril, centred[:, index].permute(1, 2, 0), upper=False)
-            total = total - 0.5 * white.square().sum((0, 1)) - tril.diagonal(dim1=-2, dim2=-1).log().sum()
+            # Draws are columns of one triangular system a unit: factors aren't copied
+            # for the batch.
+            white = torch.linalg.solve_triangular(
+                tril, centred[:, index].permute(1, 2, 0), upper=False
+            )
+            total = (
+                total
+                - 0.5 * white.square().sum((0, 1))
+                - tril.diagonal(dim1=-2, dim2=-1).log().sum()
+            )
         total = total - 0.5 * len(self.loc) * math.log(2 * math.pi)
         return total.reshape(value.shape[:-1]).expand(shape)
 
@@ -84,9 +125,13 @@ class UnitBlocks(TorchDistribution):
         shape = torch.Size(sample_shape) + self.batch_shape
         parts = []
         for index, tril in self._sets:
-            noise = torch.randn(*index.shape, shape.numel(), dtype=tril.dtype, device=tril.device)
+            noise = torch.randn(
+                *index.shape, shape.numel(), dtype=tril.dtype, device=tril.device
+            )
             parts.append((tril @ noise).flatten(0, 1).mT)
-        noise = torch.randn(shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device)
+        noise = torch.randn(
+            shape.numel(), len(self.rest), dtype=self.loc.dtype, device=self.loc.device
+        )
         drawn = torch.cat([*parts, noise * self.scale[self.rest]], -1)[:, self._order]
         return (self.loc + drawn).reshape(*shape, len(self.loc))
 
@@ -101,16 +146,25 @@ class UnitBlocks(TorchDistribution):
         return whole.expand(self.batch_shape + self.event_shape)
 
     def entropy(self) -> Tensor:
-        diagonals = [tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils]
+        diagonals = [
+            tril.diagonal(dim1=-2, dim2=-1).reshape(-1) for tril in self.scale_trils
+        ]
         logs = torch.cat([*diagonals, self.scale[self.rest]]).log().sum()
-        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(self.batch_shape)
+        return (logs + 0.5 * len(self.loc) * (1 + math.log(2 * math.pi))).expand(
+            self.batch_shape
+        )
 
     def precisions(self, units: Tensor) -> Tensor | None:
-        """Return the precision matrices of one set's blocks, in float64, in the order of ``units``, ``(n, d)`` ->
-        ``(n, d, d)``; None unless the rows of ``units`` are these blocks, with the positions in any order."""
+        """Return the precision matrices of one set's blocks, in float64, in the order
+        of ``units``, ``(n, d)`` -> ``(n, d, d)``; None unless the rows of ``units`` are
+        these blocks, with the positions in any order."""
         for index, tril in self._sets:
-            if index.shape == units.shape and torch.equal(index.sort(-1).values, units.sort(-1).values):
+            if index.shape == units.shape and torch.equal(
+                index.sort(-1).values, units.sort(-1).values
+            ):
                 order = index.argsort(-1).gather(-1, units.argsort(-1).argsort(-1))
-                rows = torch.cholesky_inverse(tril.double()).take_along_dim(order.unsqueeze(-1), -2)
+                rows = torch.cholesky_inverse(tril.double()).take_along_dim(
+                    order.unsqueeze(-1), -2
+                )
                 return rows.take_along_dim(order.unsqueeze(-2), -1)
         return None

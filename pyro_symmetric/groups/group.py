@@ -1,12 +1,15 @@
 r"""The group that moves of units generate.
 
-Permutations of a set of ``n`` units form the symmetric group :math:`S_n`; signs multiply units by -1 (with permutations
-:math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant. Units inside others (rows inside attention
-heads) move first: with :math:`d` units inside each of :math:`H` they form the wreath product :math:`S_d \wr S_H`, of
-order :math:`(d!)^H H!`. Wreath products nest to any depth.
+Permutations of a set of ``n`` units form the symmetric group :math:`S_n`; signs
+multiply units by -1 (with permutations
+:math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant. Units
+inside others (rows inside attention heads) move first: with :math:`d` units inside each
+of :math:`H` they form the wreath product :math:`S_d \wr S_H`, of order :math:`(d!)^H
+H!`. Wreath products nest to any depth.
 
-Source: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations); Laurent, Aldea & Franchi 2024, arXiv
-2310.08287, section 3 (scales, shifts); Wiese et al. 2023, arXiv 2304.02902 (signs).
+Source: Ainsworth, Hayase & Srinivasa 2023, arXiv 2209.04836 (permutations); Laurent,
+Aldea & Franchi 2024, arXiv 2310.08287, section 3 (scales, shifts); Wiese et al. 2023,
+arXiv 2304.02902 (signs).
 """
 
 from __future__ import annotations
@@ -23,72 +26,144 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
-from pyro_symmetric.groups.units import MOVES, Axis, Element, Move, Units, checked, moves_of, outer_first, pruned, table
-from pyro_symmetric.weights import Weights, batch_shape, is_bias, require_same_network, require_sites, shapes_of
+from pyro_symmetric.groups.units import (
+    MOVES,
+    Axis,
+    Element,
+    Move,
+    Units,
+    checked,
+    moves_of,
+    outer_first,
+    pruned,
+    table,
+)
+from pyro_symmetric.weights import (
+    Weights,
+    batch_shape,
+    is_bias,
+    require_same_network,
+    require_sites,
+    shapes_of,
+)
 
 ENUMERATION_LIMIT = 1_000_000
 Members = list[tuple[str, Axis]]
-Runs = Mapping[str, tuple[int, int]]  # site -> first and last (excluded) of the axes that are flattened at least
+# site -> first and last (excluded) of the axes that are flattened at least
+Runs = Mapping[str, tuple[int, int]]
 
 
 class Group:
     """Units with their moves, and the axes of sites along which they lie.
 
-    If an :class:`Axis` spans several axes of its site, these are flattened in the *view* of the site (:meth:`view`), to
-    whose axes :meth:`members` and :meth:`axes` refer.
+    If an :class:`Axis` spans several axes of its site, these are flattened in the
+    *view* of the site (:meth:`view`), to whose axes :meth:`members` and :meth:`axes`
+    refer.
 
     >>> weights = {"locs": torch.zeros(3, 2), "weights": torch.ones(3)}
-    >>> group = ps.Group.declare({"locs": ("component", None), "weights": ("component",)}, weights)
+    >>> group = ps.Group.declare(
+    ...     {"locs": ("component", None), "weights": ("component",)}, weights
+    ... )
     >>> group.factors, group.sample((4,))(weights)["locs"].shape
     ({'component': 3}, torch.Size([4, 3, 2]))
 
-    :param units: the units, in the order in which they are visited, but each after its parent.
-    :param site_shapes: shape of every site of the model, touched or not (without batch dimensions).
-    :param of_network: whether the sites are all parameters of a network, so that weights with others are another's.
-    :ivar factors: name of the units that move -> their number, in one copy if they lie inside others.
+    :param units: the units, in the order in which they are visited, but each after its
+        parent.
+    :param site_shapes: shape of every site of the model, touched or not (without batch
+        dimensions).
+    :param of_network: whether the sites are all parameters of a network, so that
+        weights with others are another's.
+    :ivar factors: name of the units that move -> their number, in one copy if they lie
+        inside others.
     :ivar moves: all moves that some units admit.
     :ivar view_shapes: shapes of the sites in the view.
-    :ivar slots: name of the units -> their slice of all units, which are numbered consecutively; ``size``: of all.
-    :ivar depth: the levels of nesting below the outermost units; ``roots``: the outermost units.
-    :ivar sites: the sites along which units lie: ``buffers`` (running statistics) and ``required_sites``.
-    :raises ValueError: if two sets share a name, an axis doesn't fit its site, units don't lie inside their parent's,
-        or moves generate more than the elements that the units describe.
+    :ivar slots: name of the units -> their slice of all units, which are numbered
+        consecutively; ``size``: of all.
+    :ivar depth: the levels of nesting below the outermost units; ``roots``: the
+        outermost units.
+    :ivar sites: the sites along which units lie: ``buffers`` (running statistics) and
+        ``required_sites``.
+    :raises ValueError: if two sets share a name, an axis doesn't fit its site, units
+        don't lie inside their parent's, or moves generate more than the elements that
+        the units describe.
     """
 
-    def __init__(self, units: Iterable[Units], site_shapes: Mapping[str, torch.Size], of_network: bool = False):
+    def __init__(
+        self,
+        units: Iterable[Units],
+        site_shapes: Mapping[str, torch.Size],
+        of_network: bool = False,
+    ):
         shapes = shapes_of(site_shapes, "site_shapes")
         listed = arguments.listed("units", units, Units, "Units, each with its axes")
         _check_axes(listed, shapes)
         self._build(listed, shapes, of_network, {})
         _check_group(self)
 
-    def _build(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], of_network: bool, runs: Runs) -> Group:
-        self.site_shapes, self.of_network, self.units = dict(shapes), of_network, outer_first(units)
+    def _build(
+        self,
+        units: Sequence[Units],
+        shapes: Mapping[str, torch.Size],
+        of_network: bool,
+        runs: Runs,
+    ) -> Group:
+        self.site_shapes, self.of_network, self.units = (
+            dict(shapes),
+            of_network,
+            outer_first(units),
+        )
         self._runs = dict(runs)
         for axis in (axis for one in units for axis in one.axes if axis.span > 1):
             first, last = self._runs.get(axis.site, (axis.dim, 0))
-            self._runs[axis.site] = min(first, axis.dim), max(last, axis.dim + axis.span)
+            self._runs[axis.site] = (
+                min(first, axis.dim),
+                max(last, axis.dim + axis.span),
+            )
         self.view_shapes = dict(self.site_shapes)
         for site, (first, last) in self._runs.items():
             shape = self.site_shapes[site]
-            self.view_shapes[site] = torch.Size([*shape[:first], math.prod(shape[first:last]), *shape[last:]])
-        self._axes = {name: tuple(map(self._viewed, one.axes)) for name, one in self.units.items()}
+            self.view_shapes[site] = torch.Size(
+                [*shape[:first], math.prod(shape[first:last]), *shape[last:]]
+            )
+        self._axes = {
+            name: tuple(map(self._viewed, one.axes)) for name, one in self.units.items()
+        }
         self._members: dict[str, dict[int, Members]] = {}
         for name in sorted(self.units, key=lambda name: -len(self.ancestors(name))):
             for axis in self._axes[name]:
-                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append((name, axis))
+                self._members.setdefault(axis.site, {}).setdefault(axis.dim, []).append(
+                    (name, axis)
+                )
         ends = [0, *itertools.accumulate(one.count for one in self.units.values())]
-        self.slots = {name: slice(*pair) for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)}
-        self.size, self.depth = ends[-1], max((len(self.ancestors(name)) for name in self.units), default=0)
-        self.roots = tuple(name for name, one in self.units.items() if one.parent is None)
-        self._by_move = {move: tuple(n for n, one in self.units.items() if move in one.moves) for move in MOVES}
+        self.slots = {
+            name: slice(*pair)
+            for name, pair in zip(self.units, itertools.pairwise(ends), strict=True)
+        }
+        self.size, self.depth = (
+            ends[-1],
+            max((len(self.ancestors(name)) for name in self.units), default=0),
+        )
+        self.roots = tuple(
+            name for name, one in self.units.items() if one.parent is None
+        )
+        self._by_move = {
+            move: tuple(n for n, one in self.units.items() if move in one.moves)
+            for move in MOVES
+        }
         self.factors = {name: one.size for name, one in self.units.items() if one.moves}
         self.moves = frozenset(move for move in MOVES if self.names(move))
         self.sites = tuple(site for site in self.site_shapes if site in self._members)
-        self.buffers = tuple(site for site in self.sites if all(axis.buffer for axis in self._along(site)))
-        self.required_sites = tuple(site for site in self.sites if site not in self.buffers)
+        self.buffers = tuple(
+            site
+            for site in self.sites
+            if all(axis.buffer for axis in self._along(site))
+        )
+        self.required_sites = tuple(
+            site for site in self.sites if site not in self.buffers
+        )
         self._kept: dict[frozenset[Move], Group] = {}
-        self._hash = hash(tuple(self.factors.values()))  # of numbers: hashes of names differ between processes
+        # of numbers: hashes of names differ between processes
+        self._hash = hash(tuple(self.factors.values()))
         return self
 
     @classmethod
@@ -101,30 +176,52 @@ class Group:
     ) -> Group:
         """Declare the exchangeable axes of any Pyro model's sites.
 
-        The factors of a factor analysis can be permuted and flipped; their variances are permuted only:
+        The factors of a factor analysis can be permuted and flipped; their variances
+        are permuted only:
 
         >>> group = ps.Group.declare(
-        ...     {"loadings": (None, "factor"), "scores": ("factor", None), "variances": ("factor",)},
-        ...     {"loadings": torch.zeros(5, 2), "scores": torch.zeros(2, 20), "variances": torch.ones(2)},
+        ...     {
+        ...         "loadings": (None, "factor"),
+        ...         "scores": ("factor", None),
+        ...         "variances": ("factor",),
+        ...     },
+        ...     {
+        ...         "loadings": torch.zeros(5, 2),
+        ...         "scores": torch.zeros(2, 20),
+        ...         "variances": torch.ones(2),
+        ...     },
         ...     moves=("permute", "flip"),
         ...     even=["variances"],
         ... )
         >>> group.order()
         8
 
-        :param axes: site -> for each of its axes, the name of the units that lie along it, or ``None``.
-        :param example_weights: one example (or the shape) of every site of the model, without batch dimensions.
-        :param moves: ``"permute"``, ``"flip"``, or both; or, by the name of the units, what each may do.
+        :param axes: site -> for each of its axes, the name of the units that lie along
+            it, or ``None``.
+        :param example_weights: one example (or the shape) of every site of the model,
+            without batch dimensions.
+        :param moves: ``"permute"``, ``"flip"``, or both; or, by the name of the units,
+            what each may do.
         :param even: sites that no flip changes.
         """
-        shapes, even = shapes_of(example_weights), arguments.listed("even", even, str, "sites")
+        shapes, even = (
+            shapes_of(example_weights),
+            arguments.listed("even", even, str, "sites"),
+        )
         places: dict[str, list[tuple[str, int]]] = {}
         for site, names in axes.items():
             if site not in shapes:
-                raise ValueError(f"axes names {site!r}; example_weights holds {list(shapes)}")
-            if not isinstance(names, list | tuple) or len(names) != len(shapes[site]) or not names:
                 raise ValueError(
-                    f"axes[{site!r}] is {names!r}; it must name units or None for each axis of that site, whose shape "
+                    f"axes names {site!r}; example_weights holds {list(shapes)}"
+                )
+            if (
+                not isinstance(names, list | tuple)
+                or len(names) != len(shapes[site])
+                or not names
+            ):
+                raise ValueError(
+                    f"axes[{site!r}] is {names!r}; it must name units or None for each "
+                    "axis of that site, whose shape "
                     f"is {shapes[site]}"
                 )
             for dim, name in enumerate(names):
@@ -132,35 +229,69 @@ class Group:
                     places.setdefault(name, []).append((site, dim))
         by_name = moves if isinstance(moves, Mapping) else dict.fromkeys(places, moves)
         if set(by_name) != set(places) or not set(even) <= set(axes):
-            raise ValueError(f"moves names {list(by_name)}, even {even}; axes holds {list(places)} in {list(axes)}")
+            raise ValueError(
+                f"moves names {list(by_name)}, even {even}; axes holds {list(places)} "
+                f"in {list(axes)}"
+            )
         units = []
         for name, where in places.items():
-            lengths, allowed = {shapes[site][dim] for site, dim in where}, moves_of("moves", by_name[name])
+            lengths, allowed = (
+                {shapes[site][dim] for site, dim in where},
+                moves_of("moves", by_name[name]),
+            )
             if len(lengths) > 1 or not allowed <= {"permute", "flip"}:
                 raise ValueError(
-                    f"{name!r} lies along the axes {where} of lengths {sorted(lengths)}, and its moves are "
-                    f"{sorted(allowed)}; lengths must be equal, and declared units may only permute and flip"
+                    f"{name!r} lies along the axes {where} of lengths "
+                    f"{sorted(lengths)}, and its moves are "
+                    f"{sorted(allowed)}; lengths must be equal, and declared units may "
+                    "only permute and flip"
                 )
             index = torch.arange(lengths.pop(), device="cpu")[None]
-            own = (Axis(site, dim, index, int("flip" in allowed and site not in even)) for site, dim in where)
-            units.append(Units(name, index.shape[1], tuple(a for a in own if a.touched(allowed)), moves=allowed))
+            own = (
+                Axis(site, dim, index, int("flip" in allowed and site not in even))
+                for site, dim in where
+            )
+            units.append(
+                Units(
+                    name,
+                    index.shape[1],
+                    tuple(a for a in own if a.touched(allowed)),
+                    moves=allowed,
+                )
+            )
         return cls(units, shapes)
 
     def order(self) -> int:
-        """Return the number of permutations with signs; signs that act alike (all rows, all columns) count twice."""
-        permutations = (math.factorial(self[name].size) ** self[name].copies for name in self.names("permute"))
-        return math.prod(permutations) * int(2 ** sum(self[name].count for name in self.names("flip")))
+        """Return the number of permutations with signs; signs that act alike (all rows,
+        all columns) count twice.
+        """
+        permutations = (
+            math.factorial(self[name].size) ** self[name].copies
+            for name in self.names("permute")
+        )
+        return math.prod(permutations) * int(
+            2 ** sum(self[name].count for name in self.names("flip"))
+        )
 
     def log_order(self) -> float:
-        """Return the log of :meth:`order`, the number of equivalent modes of an invariant posterior."""
-        permutations = sum(self[name].copies * math.lgamma(self[name].size + 1) for name in self.names("permute"))
-        return permutations + math.log(2.0) * sum(self[name].count for name in self.names("flip"))
+        """Return the log of :meth:`order`, the number of equivalent modes of an
+        invariant posterior.
+        """
+        permutations = sum(
+            self[name].copies * math.lgamma(self[name].size + 1)
+            for name in self.names("permute")
+        )
+        return permutations + math.log(2.0) * sum(
+            self[name].count for name in self.names("flip")
+        )
 
-    # its units, and where they lie ------------------------------------------------------------------------------------
+    # its units, and where they lie ----------------------------------------------------
 
     def __getitem__(self, name: str) -> Units:
         if name not in self.units:
-            raise ValueError(f"the group has no units {name!r}; it has {list(self.units)}")
+            raise ValueError(
+                f"the group has no units {name!r}; it has {list(self.units)}"
+            )
         return self.units[name]
 
     def names(self, move: Move) -> tuple[str, ...]:
@@ -168,8 +299,13 @@ class Group:
         return self._by_move[move]
 
     def by_name(self, numbers: Tensor, move: Move) -> dict[str, Tensor]:
-        """Split numbers of all units, ``batch + (size,)``, into ``batch + units.shape`` of those that admit a move."""
-        return {name: numbers[..., self.slots[name]].unflatten(-1, self[name].shape) for name in self.names(move)}
+        """Split numbers of all units, ``batch + (size,)``, into ``batch + units.shape``
+        of those that admit a move.
+        """
+        return {
+            name: numbers[..., self.slots[name]].unflatten(-1, self[name].shape)
+            for name in self.names(move)
+        }
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """Return the units around some units, the innermost first."""
@@ -182,26 +318,54 @@ class Group:
         return (name, *(inner for child in children for inner in self.family(child)))
 
     def axes(self, name: str) -> tuple[Axis, ...]:
-        """Return the axes of some units in the view, in the order of ``group[name].axes``."""
+        """Return the axes of some units in the view, in the order of
+        ``group[name].axes``.
+        """
         return self._axes[name]
 
     def members(self, site: str) -> dict[int, Members]:
-        """Return (name, axis) for each axis of a viewed site along which units lie, inner units before outer ones."""
+        """Return (name, axis) for each axis of a viewed site along which units lie,
+        inner units before outer ones.
+        """
         return self._members.get(site, {})
 
     @property
     def weight_sites(self) -> tuple[str, ...]:
-        """The sites that are weights: no buffers, no biases by name, and of one axis only some.
+        """The sites that are weights: no buffers, no biases by name, and of one axis
+        only some.
 
-        A vector is a weight if units multiply it with a negative exponent, or if its name ends in ``weight``.
+        A vector is a weight if units multiply it with a negative exponent, or if its
+        name ends in ``weight``.
         """
-        outgoing = {axis.site for axes in self._axes.values() for axis in axes if axis.exponent < 0}
-        sites = (site for site in self.site_shapes if not is_bias(site) and site not in self.buffers)
-        return tuple(s for s in sites if len(self.site_shapes[s]) > 1 or s in outgoing or s.endswith("weight"))
+        outgoing = {
+            axis.site
+            for axes in self._axes.values()
+            for axis in axes
+            if axis.exponent < 0
+        }
+        sites = (
+            site
+            for site in self.site_shapes
+            if not is_bias(site) and site not in self.buffers
+        )
+        return tuple(
+            s
+            for s in sites
+            if len(self.site_shapes[s]) > 1 or s in outgoing or s.endswith("weight")
+        )
 
     def epsilon(self, site: str) -> float:
-        """Return the constant to add to a site before it is multiplied, and to subtract afterwards."""
-        return next((a.epsilon for a in self._along(site) if a.exponent and a.epsilon is not None), 0.0)
+        """Return the constant to add to a site before it is multiplied, and to subtract
+        afterwards.
+        """
+        return next(
+            (
+                a.epsilon
+                for a in self._along(site)
+                if a.exponent and a.epsilon is not None
+            ),
+            0.0,
+        )
 
     def view(self, site: str, value: Tensor) -> Tensor:
         """Flatten the spanned axes of a site, ``batch_shape + site_shape``."""
@@ -215,54 +379,84 @@ class Group:
         return {site: self.view(site, value) for site, value in weights.items()}
 
     def require_own(self, sites: Iterable[str], name: str = "weights") -> None:
-        """Raise ``ValueError`` if a network's group lacks some of these parameters: they are another network's."""
+        """Raise ``ValueError`` if a network's group lacks some of these parameters:
+        they are another network's.
+        """
         if self.of_network:
             require_same_network(sites, self.site_shapes, name)
 
     def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
-        """Return the batch shape of weights, checked against the sites' shapes; buffers may be missing."""
+        """Return the batch shape of weights, checked against the sites' shapes; buffers
+        may be missing.
+        """
         require_sites(weights, self.required_sites)
         return batch_shape(weights, self.site_shapes)
 
     @functools.cached_property
     @torch.inference_mode(False)  # the cache outlives the mode it is built in
     def nesting(self) -> Tensor:
-        """For each unit the first unit of its copy, the unit that it lies in, and the size of its copy: ``(3, size)``.
+        """For each unit the first unit of its copy, the unit that it lies in, and the
+        size of its copy: ``(3, size)``.
 
         Outermost units have themselves and 0.
         """
         columns = [torch.zeros(3, 0, dtype=torch.long, device="cpu")]
         for name, one in self.units.items():
-            units = torch.arange(self.slots[name].start, self.slots[name].stop, device="cpu")
+            units = torch.arange(
+                self.slots[name].start, self.slots[name].stop, device="cpu"
+            )
             copies = (units - self.slots[name].start) // one.size
-            parent = units if one.parent is None else self.slots[one.parent].start + copies
+            parent = (
+                units if one.parent is None else self.slots[one.parent].start + copies
+            )
             size = torch.full_like(units, 0 if one.parent is None else one.size)
-            columns.append(torch.stack([self.slots[name].start + copies * one.size, parent, size]))
+            columns.append(
+                torch.stack([self.slots[name].start + copies * one.size, parent, size])
+            )
         return torch.cat(columns, 1)
 
     def _along(self, site: str) -> list[Axis]:
         return [axis for members in self.members(site).values() for _, axis in members]
 
     def _viewed(self, axis: Axis) -> Axis:
-        """Convert an axis to the view, where its units occupy all positions along the other flattened axes."""
+        """Convert an axis to the view, where its units occupy all positions along the
+        other flattened axes.
+        """
         if axis.site not in self._runs:
             return axis
         start, end = self._runs[axis.site]
         if not start <= axis.dim < end:
-            return axis if axis.dim < start else replace(axis, dim=axis.dim - (end - start - 1))
+            return (
+                axis
+                if axis.dim < start
+                else replace(axis, dim=axis.dim - (end - start - 1))
+            )
         shape, first = self.site_shapes[axis.site][start:end], axis.dim - start
         positions = torch.arange(shape.numel(), device=axis.index.device)
-        positions = positions.reshape(*shape[:first], -1, *shape[first + axis.span :]).movedim(first, 0)
-        index = positions.reshape(len(positions), -1)[axis.index].movedim(-1, 1).flatten(0, 1).contiguous()
+        positions = positions.reshape(
+            *shape[:first], -1, *shape[first + axis.span :]
+        ).movedim(first, 0)
+        index = (
+            positions.reshape(len(positions), -1)[axis.index]
+            .movedim(-1, 1)
+            .flatten(0, 1)
+            .contiguous()
+        )
         return replace(axis, dim=start, index=index, span=1)
 
-    # restrictions ---------------------------------------------------------------------------------------------------
+    # restrictions ---------------------------------------------------------------------
 
     def restricted(self, *moves: str) -> Group:
-        """Restrict to some moves; units that keep none, and axes that none touches, are dropped."""
+        """Restrict to some moves; units that keep none, and axes that none touches, are
+        dropped.
+        """
         kept = moves_of("moves", moves)
         if kept not in self._kept:
-            self._kept[kept] = self if kept >= self.moves else self.without(self.units, set(MOVES) - kept)
+            self._kept[kept] = (
+                self
+                if kept >= self.moves
+                else self.without(self.units, set(MOVES) - kept)
+            )
         return self._kept[kept]
 
     @property
@@ -287,48 +481,85 @@ class Group:
 
     @property
     def finite(self) -> Group:
-        """Permutations and signs, over which a guide can be averaged. No proper prior is invariant under the others."""
+        """Permutations and signs, over which a guide can be averaged. No proper prior
+        is invariant under the others.
+        """
         return self.restricted("permute", "flip")
 
-    def without(self, names: Iterable[str], moves: str | Iterable[str] | None = None) -> Group:
+    def without(
+        self, names: Iterable[str], moves: str | Iterable[str] | None = None
+    ) -> Group:
         """Drop units, or some of their moves; units inside them stay."""
-        dropped = {self[name].name for name in arguments.listed("names", names, str, "names of units")}
+        dropped = {
+            self[name].name
+            for name in arguments.listed("names", names, str, "names of units")
+        }
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
-        units = [replace(u, moves=u.moves - taken) if u.name in dropped else u for u in self.units.values()]
+        units = [
+            replace(u, moves=u.moves - taken) if u.name in dropped else u
+            for u in self.units.values()
+        ]
         return self._checked(pruned(units), self.site_shapes, self._runs)
 
     def without_buffers(self, buffers: Collection[str] | None = None) -> Group:
         """Restrict the action to parameters; buffers (running statistics) stay.
 
-        That changes the network's function, unless buffers are equal for all units: it serves to compare weights.
+        That changes the network's function, unless buffers are equal for all units: it
+        serves to compare weights.
 
         :param buffers: the buffers to drop; by default all.
         """
         dropped = self.buffers if buffers is None else buffers
-        units = [replace(u, axes=tuple(a for a in u.axes if a.site not in dropped)) for u in self.units.values()]
-        shapes = {site: shape for site, shape in self.site_shapes.items() if site not in dropped}
-        return self._checked(pruned(units), shapes, {site: run for site, run in self._runs.items() if site in shapes})
+        units = [
+            replace(u, axes=tuple(a for a in u.axes if a.site not in dropped))
+            for u in self.units.values()
+        ]
+        shapes = {
+            site: shape
+            for site, shape in self.site_shapes.items()
+            if site not in dropped
+        }
+        return self._checked(
+            pruned(units),
+            shapes,
+            {site: run for site, run in self._runs.items() if site in shapes},
+        )
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """Rename the sites."""
         shapes = {rename(site): shape for site, shape in self.site_shapes.items()}
         if len(shapes) < len(self.site_shapes):
             raise ValueError("rename gives two sites the same name")
-        units = [replace(u, axes=tuple(replace(a, site=rename(a.site)) for a in u.axes)) for u in self.units.values()]
-        return self._checked(units, shapes, {rename(site): run for site, run in self._runs.items()})
+        units = [
+            replace(u, axes=tuple(replace(a, site=rename(a.site)) for a in u.axes))
+            for u in self.units.values()
+        ]
+        return self._checked(
+            units, shapes, {rename(site): run for site, run in self._runs.items()}
+        )
 
-    def _checked(self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs) -> Group:
+    def _checked(
+        self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs
+    ) -> Group:
         """Build a group, in the same view, of units that are checked already."""
         return Group.__new__(Group)._build(units, shapes, self.of_network, runs)
 
-    # elements -------------------------------------------------------------------------------------------------------
+    # elements -------------------------------------------------------------------------
 
     def identity(
-        self, shape: Sequence[int] = (), device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        shape: Sequence[int] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Element:
         """Return the neutral element, as a batch of a shape."""
         shape = arguments.shape("shape", shape)
-        return Element(self, batch_shape=shape, device=device, dtype=arguments.dtype("dtype", dtype))
+        return Element(
+            self,
+            batch_shape=shape,
+            device=device,
+            dtype=arguments.dtype("dtype", dtype),
+        )
 
     def element(
         self,
@@ -338,11 +569,13 @@ class Group:
         log_scales: Mapping[str, Any] | None = None,
         shifts: Mapping[str, Any] | None = None,
     ) -> Element:
-        """Build an element or a batch of elements, from numbers as :class:`~pyro_symmetric.groups.units.Element` takes.
+        """Build an element or a batch of elements, from numbers as
+        :class:`~pyro_symmetric.groups.units.Element` takes.
 
         Shifts act first, then signs and scales, then permutations.
 
-        :raises ValueError: if units are unknown or don't admit the move, or numbers are invalid.
+        :raises ValueError: if units are unknown or don't admit the move, or numbers are
+            invalid.
         """
         return Element(
             self,
@@ -360,61 +593,107 @@ class Group:
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> Element:
-        """Sample independent elements: permutations and signs uniform, log-scales and shifts normal.
+        """Sample independent elements: permutations and signs uniform, log-scales and
+        shifts normal.
 
-        :param spread: standard deviation of log-scales and shifts, on which no uniform distribution exists.
-        :param device: of the generator, by default the CPU; elements act on weights on any device.
+        :param spread: standard deviation of log-scales and shifts, on which no uniform
+            distribution exists.
+        :param device: of the generator, by default the CPU; elements act on weights on
+            any device.
         """
         shape = tuple(arguments.shape("shape", shape))
         arguments.number("spread", spread, least=0, below=math.inf)
         options: Any = {"device": device or torch.device("cpu"), "generator": generator}
-        real: Any = {**options, "dtype": arguments.dtype("dtype", dtype) or torch.get_default_dtype()}
+        real: Any = {
+            **options,
+            "dtype": arguments.dtype("dtype", dtype) or torch.get_default_dtype(),
+        }
 
-        def draw(move: Move, sampler: Callable[[tuple[int, ...]], Tensor]) -> dict[str, Tensor]:
-            return {name: sampler((*shape, *self[name].shape)) for name in self.names(move)}
+        def draw(
+            move: Move, sampler: Callable[[tuple[int, ...]], Tensor]
+        ) -> dict[str, Tensor]:
+            return {
+                name: sampler((*shape, *self[name].shape)) for name in self.names(move)
+            }
 
-        # Sorting uniform keys gives uniform permutations up to ties; float64 keys make ties too rare to matter.
-        permutations = draw("permute", lambda full: torch.rand(full, dtype=torch.float64, **options).argsort(-1))
-        signs = draw("flip", lambda full: torch.randint(0, 2, full, **real).mul_(2).sub_(1))
-        scales, shifts = (draw(move, lambda full: spread * torch.randn(full, **real)) for move in ("scale", "shift"))
+        # Sorting uniform keys gives uniform permutations up to ties; float64 keys make
+        # ties too rare to matter.
+        permutations = draw(
+            "permute",
+            lambda full: torch.rand(full, dtype=torch.float64, **options).argsort(-1),
+        )
+        signs = draw(
+            "flip", lambda full: torch.randint(0, 2, full, **real).mul_(2).sub_(1)
+        )
+        scales, shifts = (
+            draw(move, lambda full: spread * torch.randn(full, **real))
+            for move in ("scale", "shift")
+        )
         return Element(self, permutations, signs, scales, shifts, shape)
 
     def enumerate(self) -> Element:
-        """List all permutations with signs, as a batch of shape ``(order,)``, the identity first.
+        """List all permutations with signs, as a batch of shape ``(order,)``, the
+        identity first.
 
         :raises ValueError: if there are more than a million.
         """
         if self.log_order() > math.log(ENUMERATION_LIMIT) + 1e-9:
             raise ValueError(
-                f"the group has exp({self.log_order():.1f}) elements; at most {ENUMERATION_LIMIT} can be enumerated"
+                f"the group has exp({self.log_order():.1f}) elements; at most "
+                f"{ENUMERATION_LIMIT} can be enumerated"
             )
-        permuted, flipped = ([self[name] for name in self.names(move)] for move in ("permute", "flip"))
-        sizes = [math.factorial(one.size) for one in permuted for _ in range(one.copies)]
+        permuted, flipped = (
+            [self[name] for name in self.names(move)] for move in ("permute", "flip")
+        )
+        sizes = [
+            math.factorial(one.size) for one in permuted for _ in range(one.copies)
+        ]
         sizes += [2] * sum(one.count for one in flipped)
-        digits = iter(torch.unravel_index(torch.arange(self.order(), device="cpu"), sizes) if sizes else ())
+        digits = iter(
+            torch.unravel_index(torch.arange(self.order(), device="cpu"), sizes)
+            if sizes
+            else ()
+        )
         permutations, signs = {}, {}
         for one in permuted:
-            table = torch.tensor(list(itertools.permutations(range(one.size))), device="cpu")
-            permutations[one.name] = torch.stack([table[next(digits)] for _ in range(one.copies)], -2)
+            table = torch.tensor(
+                list(itertools.permutations(range(one.size))), device="cpu"
+            )
+            permutations[one.name] = torch.stack(
+                [table[next(digits)] for _ in range(one.copies)], -2
+            )
             permutations[one.name] = permutations[one.name].reshape(-1, *one.shape)
         for one in flipped:
             bits = torch.stack([next(digits) for _ in range(one.count)], -1)
             signs[one.name] = (1.0 - 2.0 * bits).reshape(-1, *one.shape)
         return Element(self, permutations, signs, batch_shape=(self.order(),))
 
-    # equality and JSON ----------------------------------------------------------------------------------------------
+    # equality and JSON ----------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the group as JSON; indices of units that fill an axis in order are ``None``."""
+        """Return the group as JSON; indices of units that fill an axis in order are
+        ``None``.
+        """
 
         def axis_data(axis: Axis) -> dict[str, Any]:
             data = {field.name: getattr(axis, field.name) for field in fields(axis)}
-            return {**data, "index": None if axis.fills(axis.length(self.site_shapes)) else axis.index.tolist()}
+            return {
+                **data,
+                "index": None
+                if axis.fills(axis.length(self.site_shapes))
+                else axis.index.tolist(),
+            }
 
         return {
-            "site_shapes": {site: list(shape) for site, shape in self.site_shapes.items()},
+            "site_shapes": {
+                site: list(shape) for site, shape in self.site_shapes.items()
+            },
             "units": [
-                {**vars(one), "axes": [axis_data(axis) for axis in one.axes], "moves": sorted(one.moves)}
+                {
+                    **vars(one),
+                    "axes": [axis_data(axis) for axis in one.axes],
+                    "moves": sorted(one.moves),
+                }
                 for one in self.units.values()
             ],
             "of_network": self.of_network,
@@ -423,34 +702,56 @@ class Group:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Group:
         """Build a group from :meth:`to_dict`."""
-        shapes = {site: torch.Size(shape) for site, shape in data["site_shapes"].items()}
+        shapes = {
+            site: torch.Size(shape) for site, shape in data["site_shapes"].items()
+        }
 
         def axis_of(given: Mapping[str, Any]) -> Axis:
             dim, index = given["dim"], given["index"]
             if index is None:
-                index = [list(range(math.prod(shapes[given["site"]][dim : dim + given["span"]])))]
+                index = [
+                    list(
+                        range(
+                            math.prod(shapes[given["site"]][dim : dim + given["span"]])
+                        )
+                    )
+                ]
             return Axis(**{**given, "index": torch.tensor(index, device="cpu")})
 
-        units = (Units(**{**one, "axes": [axis_of(axis) for axis in one["axes"]]}) for one in data["units"])
+        units = (
+            Units(**{**one, "axes": [axis_of(axis) for axis in one["axes"]]})
+            for one in data["units"]
+        )
         return cls(units, shapes, data["of_network"])
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Group) or self.factors != other.factors:
+        if (
+            self is other
+            or not isinstance(other, Group)
+            or self.factors != other.factors
+        ):
             return self is other
-        return {**self.to_dict(), "of_network": None} == {**other.to_dict(), "of_network": None}
+        return {**self.to_dict(), "of_network": None} == {
+            **other.to_dict(),
+            "of_network": None,
+        }
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        return "\n".join([f"Group of log-order {self.log_order():.1f}", *table(self.units)])
+        return "\n".join(
+            [f"Group of log-order {self.log_order():.1f}", *table(self.units)]
+        )
 
 
-# checks that moves form a group ---------------------------------------------------------------------------------------
+# checks that moves form a group -------------------------------------------------------
 
 
 class _Occupied(NamedTuple):
-    """The positions that units occupy along an axis, ``(blocks, count)``, and the unit and block at each position."""
+    """The positions that units occupy along an axis, ``(blocks, count)``, and the unit
+    and block at each position.
+    """
 
     units: Units
     power: int
@@ -460,61 +761,105 @@ class _Occupied(NamedTuple):
 
 
 def _check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -> None:
-    """Check that each axis lies within its site, and that no two units of a set share a position."""
+    """Check that each axis lies within its site, and that no two units of a set share a
+    position.
+    """
     for name, axis in ((one.name, axis) for one in units for axis in one.axes):
         shape, index = site_shapes.get(axis.site), axis.index
         if shape is None or axis.dim + axis.span > len(shape):
-            raise ValueError(f"the units {name!r} lie along {axis}, but the known sites are {dict(site_shapes)}")
+            raise ValueError(
+                f"the units {name!r} lie along {axis}, but the known sites are "
+                f"{dict(site_shapes)}"
+            )
         outside = bool((index < 0).any() or (index >= axis.length(site_shapes)).any())
         if outside or index.unique().numel() != index.numel():
-            raise ValueError(f"the index of {name!r} names a position of {axis} twice, or one outside: {index}")
+            raise ValueError(
+                f"the index of {name!r} names a position of {axis} twice, or one "
+                f"outside: {index}"
+            )
 
 
 def _check_group(group: Group) -> None:
-    """Check that the moves of all units form a group, in which every product has the form :math:`p\\,m\\,t`."""
+    """Check that the moves of all units form a group, in which every product has the
+    form :math:`p\\,m\\,t`.
+    """
     for site in group.sites:
         members = [pair for pairs in group.members(site).values() for pair in pairs]
         if len(epsilons := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
-            raise ValueError(f"units multiply {site!r} with different epsilons, {epsilons}; a site has one")
+            raise ValueError(
+                f"units multiply {site!r} with different epsilons, {epsilons}; a site "
+                "has one"
+            )
         for name, own in members:
-            if "shift" in group[name].moves and any(axis.exponent and axis.dim != own.dim for _, axis in members):
-                raise ValueError(f"the units {name!r} shift {site!r}, which other units multiply along other axes")
+            if "shift" in group[name].moves and any(
+                axis.exponent and axis.dim != own.dim for _, axis in members
+            ):
+                raise ValueError(
+                    f"the units {name!r} shift {site!r}, which other units multiply "
+                    "along other axes"
+                )
         for dim, pairs in group.members(site).items():
             occupied = _occupied(group, pairs, group.view_shapes[site][dim])
             if occupied and (conflicting := _conflicting(group, occupied)):
                 raise ValueError(
-                    f"the moves of the units {conflicting} along axis {dim} of {site!r} make up no group: units that "
-                    "permute the same positions must lie inside one another, or be rows and columns of a table; units "
-                    "that are multiplied must be those that are permuted, lie inside them, or be left alone by every "
+                    f"the moves of the units {conflicting} along axis {dim} of "
+                    f"{site!r} make up no group: units that "
+                    "permute the same positions must lie inside one another, or be "
+                    "rows and columns of a table; units "
+                    "that are multiplied must be those that are permuted, lie inside "
+                    "them, or be left alone by every "
                     "permutation; a shift needs units of its own"
                 )
 
 
 def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
-    """List the units that act along an axis; disjoint axes of the same units and power are joined."""
+    """List the units that act along an axis; disjoint axes of the same units and power
+    are joined.
+    """
     occupied: list[_Occupied] = []
     for name, axis in members:
         one, index = group[name], axis.index
         if axis.touched(one.moves):
-            power = axis.exponent if "scale" in one.moves else axis.exponent % 2 if "flip" in one.moves else 0
+            power = (
+                axis.exponent
+                if "scale" in one.moves
+                else axis.exponent % 2
+                if "flip" in one.moves
+                else 0
+            )
             for k, own in enumerate(occupied):
-                if own.units is one and own.power == power and not bool((own.unit[index] >= 0).any()):
+                if (
+                    own.units is one
+                    and own.power == power
+                    and not bool((own.unit[index] >= 0).any())
+                ):
                     index = torch.cat([occupied.pop(k).positions, index])
                     break
             unit, block = (torch.full((length,), -1, device="cpu") for _ in range(2))
             unit[index] = torch.arange(one.count, device="cpu").expand_as(index)
-            block[index] = torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
+            block[index] = (
+                torch.arange(len(index), device="cpu").unsqueeze(-1).expand_as(index)
+            )
             occupied.append(_Occupied(one, power, index, unit, block))
     return occupied
 
 
 def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
-    """Return the names of the first units along an axis whose moves form no group; none if all do."""
-    outer, covered = [group.ancestors(own.units.name) for own in occupied], dict[str, Tensor]()
+    """Return the names of the first units along an axis whose moves form no group; none
+    if all do.
+    """
+    outer, covered = (
+        [group.ancestors(own.units.name) for own in occupied],
+        dict[str, Tensor](),
+    )
     for own in occupied:
         covered[own.units.name] = covered.get(own.units.name, False) | (own.unit >= 0)
     for own, around in zip(occupied, outer, strict=True):
-        for name in (name for name in around if "permute" in group[name].moves and group[name].size > 1):
+        for name in (
+            name
+            for name in around
+            if "permute" in group[name].moves and group[name].size > 1
+        ):
             if name not in covered or not bool(covered[name][own.positions].all()):
                 return [name, own.units.name]
     overlap = torch.stack([own.unit >= 0 for own in occupied]).double()
@@ -526,12 +871,18 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
 
 
 def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
-    """Return whether permutations of some units map moves of others, maybe inside them, to moves of these."""
+    """Return whether permutations of some units map moves of others, maybe inside them,
+    to moves of these.
+    """
     units, shifted = one.units, "shift" in other.units.moves
     permuted = "permute" in other.units.moves and other.units.size > 1
     if shifted and one.power:
         return False
-    if "permute" not in units.moves or units.size == 1 or not (permuted or other.power or shifted):
+    if (
+        "permute" not in units.moves
+        or units.size == 1
+        or not (permuted or other.power or shifted)
+    ):
         return True
     if one is other and not shifted:
         return True
@@ -539,7 +890,9 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
     unit, block = other.unit[positions], other.block[positions]
     if inside and not shifted:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
-        unit = torch.where(unit < 0, unit, unit - first * (other.units.count // units.count))
+        unit = torch.where(
+            unit < 0, unit, unit - first * (other.units.count // units.count)
+        )
     same = bool((unit == unit[..., :1]).all())
     if not permuted or not same:
         return same
@@ -552,14 +905,22 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
 def group_of(symmetry: Any, name: str = "group") -> Group:
     """Return the group of a symmetry, or a group itself.
 
-    >>> symmetry = ps.find_symmetry(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3))
+    >>> symmetry = ps.find_symmetry(
+    ...     nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
+    ...     torch.randn(5, 3),
+    ... )
     >>> ps.groups.group_of(symmetry) is symmetry.group
     True
 
     :param name: what messages call it.
     :raises TypeError: if it is neither.
     """
-    group = symmetry if isinstance(symmetry, Group) else getattr(symmetry, "group", None)
+    group = (
+        symmetry if isinstance(symmetry, Group) else getattr(symmetry, "group", None)
+    )
     if not isinstance(group, Group):
-        raise TypeError(f"{name} is {described(symmetry)}; it must be find_symmetry(net, x), or a Group")
+        raise TypeError(
+            f"{name} is {described(symmetry)}; it must be find_symmetry(net, x), or a "
+            "Group"
+        )
     return group

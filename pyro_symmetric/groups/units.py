@@ -1,15 +1,18 @@
-r"""Units, named sets of interchangeable things with the axes along which they lie; and the elements that move them.
+r"""Units, named sets of interchangeable things with the axes along which they lie; and
+the elements that move them.
 
-An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m`` (signs times scales), then its
-permutations ``p``:
+An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m``
+(signs times scales), then its permutations ``p``:
 
 .. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
 
-The units of a group are numbered consecutively, and an element stores one tensor a move, ``batch_shape + (units,)``.
-The *image* of a unit is the unit whose weights it receives, under its own permutation and those of all units around it.
-So a product of permutations is one gather, :math:`(p r)(i) = r(p(i))`, and an inverse one argsort. They normalise
-multipliers: :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`. Elements are unique but for signs: flipping
-all rows of a matrix flips all of its columns.
+The units of a group are numbered consecutively, and an element stores one tensor a
+move, ``batch_shape + (units,)``. The *image* of a unit is the unit whose weights it
+receives, under its own permutation and those of all units around it. So a product of
+permutations is one gather, :math:`(p r)(i) = r(p(i))`, and an inverse one argsort. They
+normalise multipliers: :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`.
+Elements are unique but for signs: flipping all rows of a matrix flips all of its
+columns.
 """
 
 from __future__ import annotations
@@ -43,18 +46,28 @@ class Axis:
 
     >>> rows = ps.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
     >>> columns = ps.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
-    >>> units = ps.Units("hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"}))
-    >>> ps.Group([units], {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])}).factors
+    >>> units = ps.Units(
+    ...     "hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"})
+    ... )
+    >>> ps.Group(
+    ...     [units],
+    ...     {"hidden.weight": torch.Size([3, 2]), "out.weight": torch.Size([1, 3])},
+    ... ).factors
     {'hidden': 3}
 
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions ``index[:, u]``. Kept on the CPU.
-    :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f ** exponent``: 1 for what enters a
-        unit (its rows and bias), -1 for what leaves it, 2 for a running variance, 0 for no effect.
-    :param buffer: whether the site is a buffer (running statistics), which guides and models may lack.
-    :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v + epsilon) - epsilon``, which is exact
-        for the running variances of batch normalisation.
-    :param span: how many axes, from ``dim`` on, are flattened into one. The input channels of group ``g`` of a grouped
-        convolution occupy columns (axis 1) in the rows (axis 0) of that group only.
+    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions
+        ``index[:, u]``. Kept on the CPU.
+    :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f **
+        exponent``: 1 for what enters a unit (its rows and bias), -1 for what leaves it,
+        2 for a running variance, 0 for no effect.
+    :param buffer: whether the site is a buffer (running statistics), which guides and
+        models may lack.
+    :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v +
+        epsilon) - epsilon``, which is exact for the running variances of batch
+        normalisation.
+    :param span: how many axes, from ``dim`` on, are flattened into one. The input
+        channels of group ``g`` of a grouped convolution occupy columns (axis 1) in the
+        rows (axis 0) of that group only.
     """
 
     site: str
@@ -68,8 +81,12 @@ class Axis:
     def __post_init__(self) -> None:
         index = arguments.tensor("index", self.index)
         if index.dtype != torch.long or index.dim() != 2:
-            raise ValueError(f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor (blocks, count)")
-        if index.is_inference() or index.device.type != "cpu":  # groups outlive the mode they are built in
+            raise ValueError(
+                f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor "
+                "(blocks, count)"
+            )
+        # groups outlive the mode they are built in
+        if index.is_inference() or index.device.type != "cpu":
             with torch.inference_mode(False):
                 object.__setattr__(self, "index", index.cpu().clone())
 
@@ -79,29 +96,41 @@ class Axis:
 
     def touched(self, moves: frozenset[Move]) -> bool:
         """Return whether moves of the units change the weights along the axis."""
-        multiplied = bool(self.exponent) if "scale" in moves else "flip" in moves and bool(self.exponent % 2)
+        multiplied = (
+            bool(self.exponent)
+            if "scale" in moves
+            else "flip" in moves and bool(self.exponent % 2)
+        )
         return multiplied or "permute" in moves or "shift" in moves
 
     def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
-        """Return the number of positions along the axis, or along all axes that it spans."""
+        """Return the number of positions along the axis, or along all axes that it
+        spans.
+        """
         return math.prod(site_shapes[self.site][self.dim : self.dim + self.span])
 
     def fills(self, length: int) -> bool:
-        """Return whether unit ``i`` is position ``i`` of an axis of this length, for all positions."""
+        """Return whether unit ``i`` is position ``i`` of an axis of this length, for
+        all positions.
+        """
         return self.index.shape[1] == int(length) and self._in_order
 
     @functools.cached_property
     def _in_order(self) -> bool:
         blocks, count = self.index.shape
-        return blocks == 1 and torch.equal(self.index[0], torch.arange(count, device=self.index.device))
+        return blocks == 1 and torch.equal(
+            self.index[0], torch.arange(count, device=self.index.device)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """A named set of interchangeable things: hidden units, heads, mixture components, factors.
+    """A named set of interchangeable things: hidden units, heads, mixture components,
+    factors.
 
-    Units may lie inside others: the rows of the attention heads are ``Units("rows", d, parent="heads", copies=H)``, and
-    row ``i`` of head ``c`` has the number ``c * d + i`` in the indices of the axes.
+    Units may lie inside others: the rows of the attention heads are ``Units("rows", d,
+    parent="heads", copies=H)``, and row ``i`` of head ``c`` has the number ``c * d +
+    i`` in the indices of the axes.
 
     >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
     >>> units = ps.Units("hidden", 3, (rows,))
@@ -110,9 +139,11 @@ class Units:
 
     :param size: the number of units in one copy.
     :param parent: the units inside which these lie, if any.
-    :param copies: the number of the parent's units; without a parent, the number of independent copies.
-    :param moves: what the units may do: permute within their copy (``"permute"``), flip signs (``"flip"``), be
-        multiplied by positive numbers (``"scale"``), be shifted by constants (``"shift"``).
+    :param copies: the number of the parent's units; without a parent, the number of
+        independent copies.
+    :param moves: what the units may do: permute within their copy (``"permute"``), flip
+        signs (``"flip"``), be multiplied by positive numbers (``"scale"``), be shifted
+        by constants (``"shift"``).
     """
 
     name: str
@@ -123,18 +154,27 @@ class Units:
     moves: frozenset[Move] = frozenset({"permute"})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")))
-        object.__setattr__(self, "moves", moves_of("moves", self.moves) if self.moves else frozenset())
+        object.__setattr__(
+            self,
+            "axes",
+            tuple(arguments.listed("axes", self.axes, Axis, "Axis objects")),
+        )
+        object.__setattr__(
+            self, "moves", moves_of("moves", self.moves) if self.moves else frozenset()
+        )
         for axis in self.axes:
             if axis.index.shape[1] != self.count:
                 raise ValueError(
-                    f"the index of {self.name!r} on {axis} has shape {tuple(axis.index.shape)}; it must be "
+                    f"the index of {self.name!r} on {axis} has shape "
+                    f"{tuple(axis.index.shape)}; it must be "
                     f"(blocks, {self.count}), one column for each unit"
                 )
 
     @property
     def number(self) -> str:
-        """The number of units as text: ``3``, or ``2 x 3`` for three in each of two copies."""
+        """The number of units as text: ``3``, or ``2 x 3`` for three in each of two
+        copies.
+        """
         return str(self.size) if self.copies == 1 else f"{self.copies} x {self.size}"
 
     @property
@@ -144,7 +184,9 @@ class Units:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one element's numbers, one for each unit: ``(size,)``, or ``(copies, size)``."""
+        """The shape of one element's numbers, one for each unit: ``(size,)``, or
+        ``(copies, size)``.
+        """
         return (self.size,) if self.copies == 1 else (self.copies, self.size)
 
 
@@ -152,14 +194,18 @@ def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
     """Return one or several moves as a set, checked."""
     moves = [value] if isinstance(value, str) else list(value)
     if not moves or not set(moves) <= set(MOVES):
-        raise ValueError(f"{name} is {value!r}; it must hold one or several of {list(MOVES)}")
+        raise ValueError(
+            f"{name} is {value!r}; it must hold one or several of {list(MOVES)}"
+        )
     return frozenset(moves)  # type: ignore[arg-type]
 
 
 class Element:
-    """A batch of elements of a :class:`~pyro_symmetric.groups.group.Group`, whose methods build them.
+    """A batch of elements of a :class:`~pyro_symmetric.groups.group.Group`, whose
+    methods build them.
 
-    ``g(weights)`` acts, ``(g @ h)(w) == g(h(w))``, ``g.inverse()`` inverts; batch shapes broadcast.
+    ``g(weights)`` acts, ``(g @ h)(w) == g(h(w))``, ``g.inverse()`` inverts; batch
+    shapes broadcast.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> g = group.element({"unit": torch.tensor([2, 0, 1])})
@@ -168,14 +214,17 @@ class Element:
     >>> isinstance(g, ps.groups.Element), (g @ g.inverse()).equal(group.identity())
     (True, True)
 
-    :param group: the group. The other arguments aren't checked: units left out stay, unknown names are ignored.
-    :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``: unit ``i`` of a copy receives
-        the weights of unit ``permutations[..., i]`` of that copy, before the units around them move.
+    :param group: the group. The other arguments aren't checked: units left out stay,
+        unknown names are ignored.
+    :param permutations: name of the units -> LongTensor ``batch_shape + units.shape``:
+        unit ``i`` of a copy receives the weights of unit ``permutations[..., i]`` of
+        that copy, before the units around them move.
     :param signs: name -> 1 and -1.
     :param log_scales: name -> logarithms of multipliers.
     :param shifts: name -> constants to add.
     :param batch_shape: broadcast with the batch shape of the numbers.
-    :ivar numbers: move of the group -> the numbers of all units, ``batch_shape + (units,)``.
+    :ivar numbers: move of the group -> the numbers of all units, ``batch_shape +
+        (units,)``.
     """
 
     def __init__(
@@ -191,13 +240,25 @@ class Element:
         dtype: torch.dtype | None = None,
     ):
         self.group, given = group, {}
-        for move, part in zip(MOVES, (permutations, signs, log_scales, shifts), strict=True):
-            given[move] = {name: part[name] for name in group.names(move) if part and name in part}
-        known = [(group[name], value) for part in given.values() for name, value in part.items()]
+        for move, part in zip(
+            MOVES, (permutations, signs, log_scales, shifts), strict=True
+        ):
+            given[move] = {
+                name: part[name] for name in group.names(move) if part and name in part
+            }
+        known = [
+            (group[name], value)
+            for part in given.values()
+            for name, value in part.items()
+        ]
         device = device or (known[0][1].device if known else torch.device("cpu"))
-        dtype = dtype or next((v.dtype for _, v in known if v.is_floating_point()), torch.get_default_dtype())
+        dtype = dtype or next(
+            (v.dtype for _, v in known if v.is_floating_point()),
+            torch.get_default_dtype(),
+        )
         shapes = (value.shape[: value.dim() - len(one.shape)] for one, value in known)
-        self.batch_shape = torch.Size(np.broadcast_shapes(tuple(batch_shape), *shapes))  # faster than torch's
+        # faster than torch's
+        self.batch_shape = torch.Size(np.broadcast_shapes(tuple(batch_shape), *shapes))
         self.numbers: dict[Move, Tensor] = {}
         for move in (move for move in MOVES if group.names(move)):
             pieces = []
@@ -206,8 +267,14 @@ class Element:
                 if value is None and move == "permute":
                     value = torch.arange(one.size, device=device).expand(one.shape)
                 elif value is None:
-                    value = torch.full(one.shape, float(move == "flip"), device=device, dtype=dtype)
-                pieces.append(value.expand(*self.batch_shape, *one.shape).flatten(len(self.batch_shape)))
+                    value = torch.full(
+                        one.shape, float(move == "flip"), device=device, dtype=dtype
+                    )
+                pieces.append(
+                    value.expand(*self.batch_shape, *one.shape).flatten(
+                        len(self.batch_shape)
+                    )
+                )
             self.numbers[move] = torch.cat(pieces, -1)
         if "permute" in self.numbers:
             steps = images = self.numbers["permute"] + group.nesting[0].to(device)
@@ -215,20 +282,32 @@ class Element:
                 images = steps.gather(-1, _carried(group, images))
             self.numbers["permute"] = images
 
-    def changed(self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]) -> Element:
-        """Return the element of the same group whose numbers are ``change(move, numbers)``."""
+    def changed(
+        self, change: Callable[[Move, Tensor], Tensor], batch_shape: Sequence[int]
+    ) -> Element:
+        """Return the element of the same group whose numbers are ``change(move,
+        numbers)``.
+        """
         element = Element.__new__(Element)
         element.group, element.batch_shape = self.group, torch.Size(batch_shape)
-        element.numbers = {move: change(move, value) for move, value in self.numbers.items()}
+        element.numbers = {
+            move: change(move, value) for move, value in self.numbers.items()
+        }
         return element
 
-    # its numbers ----------------------------------------------------------------------------------------------------
+    # its numbers ----------------------------------------------------------------------
 
     @functools.cached_property
     def steps(self) -> Tensor:
-        """The images if the units around stayed, among all units: ``batch_shape + (units,)``."""
+        """The images if the units around stayed, among all units: ``batch_shape +
+        (units,)``.
+        """
         images = self.numbers["permute"]
-        return images.gather(-1, _carried(self.group, images).argsort(-1)) if self.group.depth else images
+        return (
+            images.gather(-1, _carried(self.group, images).argsort(-1))
+            if self.group.depth
+            else images
+        )
 
     @property
     def permutations(self) -> ByName:
@@ -258,19 +337,29 @@ class Element:
     def _by_name(self, move: Move) -> ByName:
         if move not in self.numbers:
             return {}
-        numbers = self.steps - self.group.nesting[0].to(self.device) if move == "permute" else self.numbers[move]
+        numbers = (
+            self.steps - self.group.nesting[0].to(self.device)
+            if move == "permute"
+            else self.numbers[move]
+        )
         return self.group.by_name(numbers, move)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the permutation of some units within each copy, ``batch_shape + units.shape``."""
+        """Return the permutation of some units within each copy, ``batch_shape +
+        units.shape``.
+        """
         return self.permutations[name]
 
     def images(self, name: str) -> Tensor:
-        """Return the images of some units, counted through all copies: LongTensor ``batch_shape + (count,)``."""
+        """Return the images of some units, counted through all copies: LongTensor
+        ``batch_shape + (count,)``.
+        """
         slot = self.group.slots[name]
         if "permute" in self.numbers:
             return self.numbers["permute"][..., slot] - slot.start
-        return torch.arange(self.group[name].count, device=self.device).expand(*self.batch_shape, -1)
+        return torch.arange(self.group[name].count, device=self.device).expand(
+            *self.batch_shape, -1
+        )
 
     def __repr__(self) -> str:
         sizes = [f"{name}: {self.group[name].number}" for name in self.group.factors]
@@ -281,37 +370,57 @@ class Element:
         """The device of the numbers; ``None`` if there are none."""
         return next((value.device for value in self.numbers.values()), None)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Element:
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Element:
         """Move to a device; cast signs, scales and shifts."""
         arguments.dtype("dtype", dtype)
         return self.changed(
-            lambda move, value: value.to(device=device, dtype=None if move == "permute" else dtype), self.batch_shape
+            lambda move, value: value.to(
+                device=device, dtype=None if move == "permute" else dtype
+            ),
+            self.batch_shape,
         )
 
     def select(self, index: int | slice | Tensor | tuple[Any, ...]) -> Element:
-        """Index the batch: ``g.select(0)`` is the first element. Tensors may lie on any device."""
-        device, parts = self.device or torch.device("cpu"), index if isinstance(index, tuple) else (index,)
-        index = tuple(part.to(device) if isinstance(part, Tensor) else part for part in parts)
+        """Index the batch: ``g.select(0)`` is the first element. Tensors may lie on any
+        device.
+        """
+        device, parts = (
+            self.device or torch.device("cpu"),
+            index if isinstance(index, tuple) else (index,),
+        )
+        index = tuple(
+            part.to(device) if isinstance(part, Tensor) else part for part in parts
+        )
         shape = torch.empty(self.batch_shape, device=device)[index].shape
         return self.changed(lambda _, value: value[index], shape)
 
     def expand(self, batch_shape: Sequence[int]) -> Element:
         """Expand to a larger batch."""
-        return self.changed(lambda _, value: value.expand(*batch_shape, -1), batch_shape)
+        return self.changed(
+            lambda _, value: value.expand(*batch_shape, -1), batch_shape
+        )
 
     def within(self, group: Group) -> Element:
-        """Return the element of another group with the same numbers for common units; the others stay."""
+        """Return the element of another group with the same numbers for common units;
+        the others stay.
+        """
         return Element(group, *self.parts, self.batch_shape, device=self.device)
 
     def equal(self, other: Element) -> bool:
         """Return whether all numbers are equal, bit by bit."""
         arguments.instance("other", other, Element, "an Element")
-        same = self.batch_shape == other.batch_shape and self.group.slots == other.group.slots
+        same = (
+            self.batch_shape == other.batch_shape
+            and self.group.slots == other.group.slots
+        )
         return (same and self.numbers.keys() == other.numbers.keys()) and all(
-            torch.equal(value, other.numbers[move].to(value)) for move, value in self.numbers.items()
+            torch.equal(value, other.numbers[move].to(value))
+            for move, value in self.numbers.items()
         )
 
-    # algebra --------------------------------------------------------------------------------------------------------
+    # algebra --------------------------------------------------------------------------
 
     def inverse(self) -> Element:
         """Return the inverse: ``g.inverse() @ g`` is the identity."""
@@ -321,7 +430,9 @@ class Element:
             if move == "permute":
                 return value.argsort(-1)
             value = value.reciprocal() if move == "flip" else -value
-            return value if images is None or move == "shift" else value.gather(-1, images)
+            return (
+                value if images is None or move == "shift" else value.gather(-1, images)
+            )
 
         return self.changed(inverted, self.batch_shape)
 
@@ -329,41 +440,59 @@ class Element:
         if not isinstance(other, Element):
             return NotImplemented
         if self.group is not other.group and self.group != other.group:
-            raise ValueError("only elements of one group compose; bring one into the other by within(group)")
+            raise ValueError(
+                "only elements of one group compose; bring one into the other by "
+                "within(group)"
+            )
         shape = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
         mine, theirs = self.expand(shape), other.expand(shape).to(self.device)
-        back = theirs.numbers["permute"].argsort(-1) if "permute" in theirs.numbers else None
+        back = (
+            theirs.numbers["permute"].argsort(-1)
+            if "permute" in theirs.numbers
+            else None
+        )
 
         def product(move: Move, value: Tensor) -> Tensor:
             if move == "permute":
                 return theirs.numbers[move].gather(-1, value)
             if move != "shift" and back is not None:
                 value = value.gather(-1, back)
-            return value * theirs.numbers[move] if move == "flip" else value + theirs.numbers[move]
+            return (
+                value * theirs.numbers[move]
+                if move == "flip"
+                else value + theirs.numbers[move]
+            )
 
         return mine.changed(product, shape)
 
-    # action ---------------------------------------------------------------------------------------------------------
+    # action ---------------------------------------------------------------------------
 
     def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
-        """Act on weights; sites that the group doesn't move are expanded to the same batch shape.
+        """Act on weights; sites that the group doesn't move are expanded to the same
+        batch shape.
 
-        :raises ValueError: if sites, or buffers, are missing or of other shapes; if a network's group gets another's.
+        :raises ValueError: if sites, or buffers, are missing or of other shapes; if a
+            network's group gets another's.
         """
         batch = acted_shape(self.group, weights)
         shape = torch.broadcast_shapes(self.batch_shape, batch)
         moved = self.on_sites(weights)
-        return {site: value.expand((*shape, *weights[site].shape[len(batch) :])) for site, value in moved.items()}
+        return {
+            site: value.expand((*shape, *weights[site].shape[len(batch) :]))
+            for site, value in moved.items()
+        }
 
     def on_sites(self, weights: Mapping[str, Tensor]) -> Weights:
         """Act on some sites; those that nothing moves keep their batch shape."""
         return {site: self.on_site(site, value) for site, value in weights.items()}
 
     def on_site(self, site: str, value: Tensor, site_dims: int | None = None) -> Tensor:
-        """Act on one site; batch shapes broadcast. Site by site, large networks need no second copy.
+        """Act on one site; batch shapes broadcast. Site by site, large networks need no
+        second copy.
 
-        :param site_dims: the number of the site's axes, if its shape differs from the group's (unconstrained
-            coordinates may have fewer entries along axes that nothing moves).
+        :param site_dims: the number of the site's axes, if its shape differs from the
+            group's (unconstrained coordinates may have fewer entries along axes that
+            nothing moves).
         """
         members = self.group.members(site)
         if not members:
@@ -371,23 +500,45 @@ class Element:
         if site_dims is None:
             dims = len(self.group.view_shapes[site])
             moved = self.on_site(site, self.group.view(site, value), dims)
-            return moved.reshape(*moved.shape[: moved.dim() - dims], *self.group.site_shapes[site])
+            return moved.reshape(
+                *moved.shape[: moved.dim() - dims], *self.group.site_shapes[site]
+            )
         for dim, pairs in members.items():
-            for name, axis in (pair for pair in pairs if "shift" in self.group[pair[0]].moves):
+            for name, axis in (
+                pair for pair in pairs if "shift" in self.group[pair[0]].moves
+            ):
                 shift = self.numbers["shift"][..., self.group.slots[name]].to(value)
                 shift = laid_out(shift, axis, self.group.view_shapes[site][dim], 0.0)
                 value = value + along_axis(shift, dim, site_dims)
         if "flip" in self.numbers or "scale" in self.numbers:
             epsilon = self.group.epsilon(site)
             value = value + epsilon if epsilon else value
-            for dim in (dim for dim, pairs in members.items() if any(axis.exponent for _, axis in pairs)):
-                value = value * along_axis(self._axis_multiplier(site, dim, value.dtype).to(value), dim, site_dims)
+            for dim in (
+                dim
+                for dim, pairs in members.items()
+                if any(axis.exponent for _, axis in pairs)
+            ):
+                value = value * along_axis(
+                    self._axis_multiplier(site, dim, value.dtype).to(value),
+                    dim,
+                    site_dims,
+                )
             value = value - epsilon if epsilon else value
-        permuted = (dim for dim, pairs in members.items() if any("permute" in self.group[n].moves for n, _ in pairs))
-        return permute_axes(value, {dim: self._axis_index(site, dim).to(value.device) for dim in permuted}, site_dims)
+        permuted = (
+            dim
+            for dim, pairs in members.items()
+            if any("permute" in self.group[n].moves for n, _ in pairs)
+        )
+        return permute_axes(
+            value,
+            {dim: self._axis_index(site, dim).to(value.device) for dim in permuted},
+            site_dims,
+        )
 
     def _axis_index(self, site: str, dim: int) -> Tensor:
-        """Return the source of each position along an axis of the view, LongTensor ``batch_shape + (length,)``."""
+        """Return the source of each position along an axis of the view, LongTensor
+        ``batch_shape + (length,)``.
+        """
         length, sources = self.group.view_shapes[site][dim], None
         for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
             if "permute" not in self.group[name].moves:
@@ -397,71 +548,118 @@ class Element:
             if not axis.fills(length):
                 positions = axis.index.T.to(step.device)  # of each unit
                 moved = positions[step].flatten(-2)
-                identity = torch.arange(length, device=step.device).repeat(*self.batch_shape, 1)
-                step = identity.scatter_(-1, positions.reshape(-1).expand(moved.shape), moved)
+                identity = torch.arange(length, device=step.device).repeat(
+                    *self.batch_shape, 1
+                )
+                step = identity.scatter_(
+                    -1, positions.reshape(-1).expand(moved.shape), moved
+                )
             sources = step if sources is None else step.gather(-1, sources)
-        return torch.arange(length, device=self.device).expand(*self.batch_shape, -1) if sources is None else sources
+        return (
+            torch.arange(length, device=self.device).expand(*self.batch_shape, -1)
+            if sources is None
+            else sources
+        )
 
     def _axis_multiplier(self, site: str, dim: int, dtype: torch.dtype) -> Tensor:
-        """Return the multiplier of each position, to apply before the permutation: ``batch_shape + (length,)``."""
+        """Return the multiplier of each position, to apply before the permutation:
+        ``batch_shape + (length,)``.
+        """
         length = self.group.view_shapes[site][dim]
-        multiplier = torch.ones(*self.batch_shape, length, dtype=dtype, device=self.device)
+        multiplier = torch.ones(
+            *self.batch_shape, length, dtype=dtype, device=self.device
+        )
         for name, axis in self.group.members(site)[dim]:
             moves, slot = self.group[name].moves, self.group.slots[name]
             if axis.exponent and "scale" in moves:
                 logs = laid_out(self.numbers["scale"][..., slot], axis, length, 0.0)
-                multiplier = multiplier * (axis.exponent * logs.to(torch.promote_types(logs.dtype, dtype))).exp()
+                multiplier = (
+                    multiplier
+                    * (
+                        axis.exponent * logs.to(torch.promote_types(logs.dtype, dtype))
+                    ).exp()
+                )
             if axis.exponent % 2 and "flip" in moves:
-                multiplier = multiplier * laid_out(self.numbers["flip"][..., slot], axis, length, 1.0)
+                multiplier = multiplier * laid_out(
+                    self.numbers["flip"][..., slot], axis, length, 1.0
+                )
         return multiplier
 
 
 def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
-    """Return the batch shape of weights to act on, checked to be all that the group moves."""
+    """Return the batch shape of weights to act on, checked to be all that the group
+    moves.
+    """
     arguments.weights("weights", weights)
     require_buffers(weights, group.buffers)
     group.require_own(weights)
     return group.batch_shape(weights)
 
 
-def require_buffers(weights: Mapping[str, Any], buffers: Sequence[str], name: str = "weights") -> None:
-    """Raise ``ValueError`` if buffers that a group moves are missing: moving the rest would change predictions."""
+def require_buffers(
+    weights: Mapping[str, Any], buffers: Sequence[str], name: str = "weights"
+) -> None:
+    """Raise ``ValueError`` if buffers that a group moves are missing: moving the rest
+    would change predictions.
+    """
     if missing := [site for site in buffers if site not in weights]:
         raise ValueError(
-            f"{name} holds no running statistics {missing}, which the symmetry moves along with the parameters. If "
-            "they stay in the network (a posterior over parameters alone), take symmetry.holding(net); if every set of "
+            f"{name} holds no running statistics {missing}, which the symmetry moves "
+            "along with the parameters. If "
+            "they stay in the network (a posterior over parameters alone), take "
+            "symmetry.holding(net); if every set of "
             "weights has its own, add them"
         )
 
 
-def checked(argument: str, group: Group, move: Move, given: Mapping[str, Any] | None) -> ByName:
+def checked(
+    argument: str, group: Group, move: Move, given: Mapping[str, Any] | None
+) -> ByName:
     """Check a user's numbers of one move; return them as tensors."""
     tensors = {}
     for name, value in (given or {}).items():
         if move not in group[name].moves:
-            raise ValueError(f"{argument} holds {name!r}; only {list(group.names(move))} admit the move {move!r}")
+            raise ValueError(
+                f"{argument} holds {name!r}; only {list(group.names(move))} admit the "
+                f"move {move!r}"
+            )
         shape, numbers = group[name].shape, as_tensor(value)
         if move == "permute":
             wanted = f"rows, each a permutation of 0 .. {shape[-1] - 1}"
-            right = numbers.sort(-1).values == torch.arange(numbers.shape[-1], device=numbers.device)
+            right = numbers.sort(-1).values == torch.arange(
+                numbers.shape[-1], device=numbers.device
+            )
             numbers = numbers.long()
         else:
             wanted = "1 and -1" if move == "flip" else "finite numbers"
             right = numbers.abs() == 1 if move == "flip" else torch.isfinite(numbers)
-            numbers = numbers if numbers.is_floating_point() else numbers.to(torch.get_default_dtype())
-        if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(right.all()):
-            raise ValueError(f"{argument}[{name!r}] is {numbers}; its shape must end in {shape}, with {wanted}")
+            numbers = (
+                numbers
+                if numbers.is_floating_point()
+                else numbers.to(torch.get_default_dtype())
+            )
+        if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(
+            right.all()
+        ):
+            raise ValueError(
+                f"{argument}[{name!r}] is {numbers}; its shape must end in {shape}, "
+                f"with {wanted}"
+            )
         tensors[name] = numbers
     return tensors
 
 
 def _carried(group: Group, images: Tensor) -> Tensor:
-    """Return the images of all units if only the units around them move, by the images of these."""
+    """Return the images of all units if only the units around them move, by the images
+    of these.
+    """
     _, parent, size = group.nesting.to(images.device)
-    return torch.arange(group.size, device=images.device) + size * (images[..., parent] - parent)
+    return torch.arange(group.size, device=images.device) + size * (
+        images[..., parent] - parent
+    )
 
 
-# several sets of units ------------------------------------------------------------------------------------------------
+# several sets of units ----------------------------------------------------------------
 
 
 def outer_first(units: Sequence[Units]) -> dict[str, Units]:
@@ -469,13 +667,21 @@ def outer_first(units: Sequence[Units]) -> dict[str, Units]:
     named: dict[str | None, Units] = {one.name: one for one in units}
     ordered: dict[str, Units] = {}
     if len(named) < len(units):
-        raise ValueError(f"two sets of units have one name: {[one.name for one in units]}; each needs its own")
+        raise ValueError(
+            f"two sets of units have one name: {[one.name for one in units]}; each "
+            "needs its own"
+        )
     for one in units:
         line = [one]
         while (name := line[-1].parent) is not None:
-            if name not in named or named[name].count != line[-1].copies or named[name] in line:
+            if (
+                name not in named
+                or named[name].count != line[-1].copies
+                or named[name] in line
+            ):
                 raise ValueError(
-                    f"the units {line[-1].name!r} lie in {name!r}, in {line[-1].copies} copies; there must be such "
+                    f"the units {line[-1].name!r} lie in {name!r}, in "
+                    f"{line[-1].copies} copies; there must be such "
                     "units, one copy in each, and none may lie inside themselves"
                 )
             line.append(named[name])
@@ -490,13 +696,23 @@ def pruned(units: Sequence[Units]) -> list[Units]:
     """
     carried: set[str | None] = set()
     for one in units:
-        carried |= {one.name} if "permute" in one.moves or one.parent in carried else set()
+        carried |= (
+            {one.name} if "permute" in one.moves or one.parent in carried else set()
+        )
     kept: list[Units] = []
     carriers: set[str | None] = set()
     for one in reversed(units):
-        axes = one.axes if one.name in carriers else tuple(axis for axis in one.axes if axis.touched(one.moves))
+        axes = (
+            one.axes
+            if one.name in carriers
+            else tuple(axis for axis in one.axes if axis.touched(one.moves))
+        )
         if axes or one.name in carriers:
-            kept.append(replace(one, axes=axes, parent=one.parent if one.parent in carried else None))
+            kept.append(
+                replace(
+                    one, axes=axes, parent=one.parent if one.parent in carried else None
+                )
+            )
             carriers.add(kept[-1].parent)
     return kept[::-1]
 
@@ -507,16 +723,28 @@ def table(units: Mapping[str, Units]) -> list[str]:
 
     def add(parent: str | None, indent: str) -> None:
         for one in (own for own in units.values() if own.parent == parent):
-            axes = list(map(str, one.axes[:LISTED])) + [f"... {len(one.axes) - LISTED} more"] * bool(one.axes[LISTED:])
-            rows.append((indent + one.name, one.number, ", ".join(m for m in MOVES if m in one.moves), ", ".join(axes)))
+            axes = list(map(str, one.axes[:LISTED])) + [
+                f"... {len(one.axes) - LISTED} more"
+            ] * bool(one.axes[LISTED:])
+            rows.append(
+                (
+                    indent + one.name,
+                    one.number,
+                    ", ".join(m for m in MOVES if m in one.moves),
+                    ", ".join(axes),
+                )
+            )
             add(one.name, indent + "  ")
 
     add(None, "")
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip() for a, b, c, d in rows]
+    return [
+        f"  {a:<{widths[0]}}  {b:>{widths[1]}}  {c:<{widths[2]}}  {d}".rstrip()
+        for a, b, c, d in rows
+    ]
 
 
-# entries along axes ---------------------------------------------------------------------------------------------------
+# entries along axes -------------------------------------------------------------------
 
 
 def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
@@ -525,24 +753,40 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
     :param value: a site in the group's view, ``batch_shape + site_shape``.
     :param axis: an axis of the view.
     :param site_dims: the number of the viewed site's axes.
-    :return: ``batch_shape + (count, entries)``; a view of ``value`` if unit ``i`` is position ``i``.
+    :return: ``batch_shape + (count, entries)``; a view of ``value`` if unit ``i`` is
+        position ``i``.
     """
     batch = value.dim() - site_dims
     if not axis.fills(value.shape[batch + axis.dim]):
-        value = value.index_select(batch + axis.dim, axis.index.reshape(-1).to(value.device))
+        value = value.index_select(
+            batch + axis.dim, axis.index.reshape(-1).to(value.device)
+        )
     along = value.movedim(batch + axis.dim, batch)
     along = along.flatten(batch + 1) if site_dims > 1 else along.unsqueeze(-1)
     blocks, count = axis.index.shape
-    return along if blocks == 1 else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
+    return (
+        along
+        if blocks == 1
+        else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
+    )
 
 
 def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
-    """Reshape ``batch + (n,)`` to ``batch + (1, .., n, .., 1)``, along axis ``dim`` of a site of ``site_dims`` axes."""
-    return vector.reshape(*vector.shape[:-1], *([1] * dim), vector.shape[-1], *([1] * (site_dims - 1 - dim)))
+    """Reshape ``batch + (n,)`` to ``batch + (1, .., n, .., 1)``, along axis ``dim`` of
+    a site of ``site_dims`` axes.
+    """
+    return vector.reshape(
+        *vector.shape[:-1],
+        *([1] * dim),
+        vector.shape[-1],
+        *([1] * (site_dims - 1 - dim)),
+    )
 
 
 def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tensor:
-    """Lay out numbers of units, ``batch + (count,)``, at the positions of an axis, ``batch + (length,)``."""
+    """Lay out numbers of units, ``batch + (count,)``, at the positions of an axis,
+    ``batch + (length,)``.
+    """
     if axis.fills(length):
         return numbers
     full = numbers.new_full((*numbers.shape[:-1], length), elsewhere)
@@ -550,25 +794,46 @@ def laid_out(numbers: Tensor, axis: Axis, length: int, elsewhere: float) -> Tens
     return full
 
 
-def permute_axes(value: Tensor, indices: Mapping[int, Tensor], site_dims: int) -> Tensor:
-    """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch shapes broadcast."""
-    batch, site = value.shape[: value.dim() - site_dims], value.shape[value.dim() - site_dims :]
-    batches = [index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1]
+def permute_axes(
+    value: Tensor, indices: Mapping[int, Tensor], site_dims: int
+) -> Tensor:
+    """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch
+    shapes broadcast.
+    """
+    batch, site = (
+        value.shape[: value.dim() - site_dims],
+        value.shape[value.dim() - site_dims :],
+    )
+    batches = [
+        index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1
+    ]
     if len(indices) > 1 and any(shape != batch for shape in batches):
-        # Elements broadcast over values: one gather with flat indices, computed once for each element.
+        # Elements broadcast over values: one gather with flat indices, computed once
+        # for each element.
         flat = torch.zeros((), dtype=torch.long, device=value.device)
         for dim, length in enumerate(site):
             index = indices.get(dim, torch.arange(length, device=value.device))
             flat = flat + along_axis(index * math.prod(site[dim + 1 :]), dim, site_dims)
-        return permute_axes(value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1).unflatten(-1, site)
+        return permute_axes(
+            value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1
+        ).unflatten(-1, site)
     for dim, index in indices.items():
         batch, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
         if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1:
             value = value.index_select(dim - site_dims, index.reshape(-1))
-        elif dim == 0 and rest:  # whole rows, many times as fast as a gather of their entries
-            row = index + site[0] * torch.arange(batch.numel(), device=value.device).reshape(*batch, 1)
-            value = value.reshape(-1, *rest).index_select(0, row.flatten()).reshape(*row.shape, *rest)
+        # whole rows, many times as fast as a gather of their entries
+        elif dim == 0 and rest:
+            row = index + site[0] * torch.arange(
+                batch.numel(), device=value.device
+            ).reshape(*batch, 1)
+            value = (
+                value.reshape(-1, *rest)
+                .index_select(0, row.flatten())
+                .reshape(*row.shape, *rest)
+            )
         else:
             full = (*torch.broadcast_shapes(batch, index.shape[:-1]), *site)
-            value = value.expand(full).gather(dim - site_dims, along_axis(index, dim, site_dims).expand(full))
+            value = value.expand(full).gather(
+                dim - site_dims, along_axis(index, dim, site_dims).expand(full)
+            )
     return value

@@ -1,15 +1,25 @@
 """Symmetrised and Gaussian guides for stock :class:`~pyro.infer.SVI`.
 
-They pickle, also to workers of process pools and dask. Under :class:`~torch.nn.parallel.DistributedDataParallel` wrap
-``Trace_ELBO()(model, guide)`` after ``guide.setup(...)``, and give all ranks the same seed before each step.
+They pickle, also to workers of process pools and dask. Under
+:class:`~torch.nn.parallel.DistributedDataParallel` wrap ``Trace_ELBO()(model, guide)``
+after ``guide.setup(...)``, and give all ranks the same seed before each step.
 """
 
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
-from pyro_symmetric.guides.gaussian import AutoGaussian, AutoUnitBlocks, sample_posterior
+from pyro_symmetric.guides.gaussian import (
+    AutoGaussian,
+    AutoUnitBlocks,
+    sample_posterior,
+)
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized, symmetrize
-from pyro_symmetric.guides.transport import barycentre, fit_gaussian, interpolate, push_forward
+from pyro_symmetric.guides.transport import (
+    barycentre,
+    fit_gaussian,
+    interpolate,
+    push_forward,
+)
 
 __all__ = [
     "AutoGaussian",

@@ -1,5 +1,5 @@
-"""The base class of this library's guides, their initial means, and of any set-up guide the layout of its vector and
-a group's action on it."""
+"""The base class of this library's guides, their initial means, and of any set-up guide
+the layout of its vector and a group's action on it."""
 
 from __future__ import annotations
 
@@ -27,54 +27,78 @@ from pyro_symmetric.weights import Layout, Weights
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
 
-INIT_NOISE = 0.01  # deviation of initial means, unconstrained; the initial scale of guides is 0.1
-# Pyro's store holds parameters under names that start with the guide's: two guides of one name would share them.
+# deviation of initial means, unconstrained; the initial scale of guides is 0.1
+INIT_NOISE = 0.01
+# Pyro's store holds parameters under names that start with the guide's: two guides of
+# one name would share them.
 _NAMES = itertools.count(1)
 
 
 class WeightsGuide(AutoContinuous):
     """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
 
-    Beyond Pyro's: it shares its parameters with no other guide, :meth:`setup` creates them before the first step, and
-    :meth:`sample_posterior` draws weights without data. Pickling leaves the guide intact; pickles and copies have their
-    own parameters, in any process. A set-up guide is pickled without its model, which it no longer needs.
+    Beyond Pyro's: it shares its parameters with no other guide, :meth:`setup` creates
+    them before the first step, and
+    :meth:`sample_posterior` draws weights without data. Pickling leaves the guide
+    intact; pickles and copies have their own parameters, in any process. A set-up guide
+    is pickled without its model, which it no longer needs.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
-        self._raw_model: Any = (model,)  # in a tuple, so that a module isn't registered as a submodule
+        # in a tuple, so that a module isn't registered as a submodule
+        self._raw_model: Any = (model,)
         self._take_name()
 
     def _take_name(self) -> None:
         """Take a name that no other guide of this process has."""
         for module in self.modules():
             if isinstance(module, PyroModule):
-                module._pyro_context = self._pyro_context  # which dask, unlike pickle, copies for each module
+                # which dask, unlike pickle, copies for each module
+                module._pyro_context = self._pyro_context
         self._pyro_context.used = False
-        self._pyro_set_supermodule(f"{type(self).__name__}_{next(_NAMES)}", self._pyro_context)
+        self._pyro_set_supermodule(
+            f"{type(self).__name__}_{next(_NAMES)}", self._pyro_context
+        )
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:
-        """Create the parameters by tracing the model on its arguments, unless the guide is set up.
+        """Create the parameters by tracing the model on its arguments, unless the guide
+        is set up.
 
-        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see all parameters.
+        Afterwards ``guide.parameters()``, ``guide.to(...)`` and ``load_state_dict`` see
+        all parameters.
         """
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.setup(*args, **kwargs)  # outside of Pyro's store: parameters belong to the module
+        # outside of Pyro's store: parameters belong to the module
+        self.setup(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Weights:
-        """Draw the latent vector and sample every site, as a Delta with the Jacobian of its transform."""
-        latent, plates, result = self.sample_latent(*args, **kwargs), self._create_plates(*args, **kwargs), {}
+        """Draw the latent vector and sample every site, as a Delta with the Jacobian of
+        its transform.
+        """
+        latent, plates, result = (
+            self.sample_latent(*args, **kwargs),
+            self._create_plates(*args, **kwargs),
+            {},
+        )
         trace: Any = self.prototype_trace
         shapes, nodes = self._unconstrained_shapes, trace.nodes
-        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)  # one operation backward, too
+        # one operation backward, too
+        pieces = latent.split([shape.numel() for shape in shapes.values()], -1)
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
-            fn, event_dim = nodes[name]["fn"], nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
-            value = piece.view(np.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * event_dim)))  # particles lead
+            fn, event_dim = (
+                nodes[name]["fn"],
+                nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim(),
+            )
+            # particles lead
+            value = piece.view(
+                np.broadcast_shapes(shape, (*latent.shape[:-1], *[1] * event_dim))
+            )
             with ExitStack() as stack:
                 for frame in self._cond_indep_stacks[name]:
                     stack.enter_context(plates[frame.name])
@@ -82,7 +106,9 @@ class WeightsGuide(AutoContinuous):
         return result
 
     def sample_posterior(self, sample_shape: Sequence[int] = ()) -> Weights:
-        """Draw weights, ``sample_shape + site_shape``, without data; detached and on the guide's device."""
+        """Draw weights, ``sample_shape + site_shape``, without data; detached and on
+        the guide's device.
+        """
         shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
         with torch.no_grad():
             return layout.constrain(self.get_posterior().sample(shape))
@@ -92,7 +118,9 @@ class WeightsGuide(AutoContinuous):
         return layout_of(self).constrain(latent)
 
     def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the flat unconstrained vectors of weights: the inverse of :meth:`unpack`."""
+        """Return the flat unconstrained vectors of weights: the inverse of
+        :meth:`unpack`.
+        """
         return layout_of(self).unconstrain(weights)
 
     def _adopt(self, guide: AutoGuide) -> None:
@@ -100,13 +128,21 @@ class WeightsGuide(AutoContinuous):
         layout, trace = layout_of(guide), guide.prototype_trace.copy()  # type: ignore[union-attr]
         for name in {"_INPUT", "_RETURN"} & set(trace.nodes):
             trace.remove_node(name)
-        stacks = {name: trace.nodes[name]["cond_indep_stack"] for name in layout.site_shapes}
+        stacks = {
+            name: trace.nodes[name]["cond_indep_stack"] for name in layout.site_shapes
+        }
         self.prototype_trace, self._cond_indep_stacks = trace, stacks
-        self._prototype_frames = {frame.name: frame for stack in stacks.values() for frame in stack}
-        self._unconstrained_shapes, self.latent_dim = layout.unconstrained_shapes, layout.dim
+        self._prototype_frames = {
+            frame.name: frame for stack in stacks.values() for frame in stack
+        }
+        self._unconstrained_shapes, self.latent_dim = (
+            layout.unconstrained_shapes,
+            layout.dim,
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Pyro's makes this guide the master of a guide that it holds, by a weak reference that dask can't pickle.
+        # Pyro's makes this guide the master of a guide that it holds, by a weak
+        # reference that dask can't pickle.
         PyroModule.__setattr__(self, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,15 +163,19 @@ class WeightsGuide(AutoContinuous):
 class Start:
     """An ``init_loc_fn`` near a group's fixed point, but not at it.
 
-    Sites that a group moves start at a network's own values, else at the prior's mean with a little noise: at the mean
-    itself all units are alike, and no gradient separates them; at a draw of the prior, far from it, units may never
-    leave a poor place. Other sites, such as the noise scale of a likelihood, start at their prior's median.
+    Sites that a group moves start at a network's own values, else at the prior's mean
+    with a little noise: at the mean itself all units are alike, and no gradient
+    separates them; at a draw of the prior, far from it, units may never leave a poor
+    place. Other sites, such as the noise scale of a likelihood, start at their prior's
+    median.
 
     :param moved: the sites that a group moves.
     """
 
     def __init__(self, model: Any, moved: Collection[str]):
-        self.values = model.initial_weights() if isinstance(model, BayesianModel) else {}
+        self.values = (
+            model.initial_weights() if isinstance(model, BayesianModel) else {}
+        )
         self.moved = moved
 
     def __call__(self, site: dict[str, Any]) -> Tensor:
@@ -150,35 +190,44 @@ class Start:
 
 
 def layout_of(guide: AutoGuide) -> Layout:
-    """Return the layout of a set-up guide's flat vector, its sites in the order of concatenation."""
+    """Return the layout of a set-up guide's flat vector, its sites in the order of
+    concatenation.
+    """
     trace = getattr(guide, "prototype_trace", None)
     if trace is None:
         raise ValueError(
-            f"this {type(guide).__name__} hasn't been set up: call guide.setup(*model_args) (or guide(*model_args), "
+            f"this {type(guide).__name__} hasn't been set up: call "
+            "guide.setup(*model_args) (or guide(*model_args), "
             "for a stock guide) or take one SVI step first"
         )
     nodes = dict(trace.iter_stochastic_nodes())
     if not nodes:
         raise ValueError("the model has no latent site; a guide needs at least one")
     shapes = {name: node["value"].shape for name, node in nodes.items()}
-    return Layout(shapes, {name: biject_to(node["fn"].support) for name, node in nodes.items()})
+    return Layout(
+        shapes, {name: biject_to(node["fn"].support) for name, node in nodes.items()}
+    )
 
 
 def action_on(guide: AutoGuide, group: Group) -> Action:
     """Return the action of a group on a guide's vectors.
 
-    :raises ValueError: if the guide lacks a site that the group moves, or its shape or support doesn't fit.
+    :raises ValueError: if the guide lacks a site that the group moves, or its shape or
+        support doesn't fit.
     """
     shapes: Any = layout_of(guide).site_shapes
     for site in group.required_sites:
         if site not in shapes:
             raise ValueError(
-                f"the group moves the site {site!r}, which the guide doesn't have; the guide's sites are "
-                f"{list(shapes)}. If the network is an attribute 'net' of the model, take symmetry.prefixed('net')"
+                f"the group moves the site {site!r}, which the guide doesn't have; the "
+                "guide's sites are "
+                f"{list(shapes)}. If the network is an attribute 'net' of the model, "
+                "take symmetry.prefixed('net')"
             )
         if shapes[site] != group.site_shapes[site]:
             raise ValueError(
-                f"site {site!r} has shape {tuple(shapes[site])} in the guide, but {tuple(group.site_shapes[site])} in "
+                f"site {site!r} has shape {tuple(shapes[site])} in the guide, but "
+                f"{tuple(group.site_shapes[site])} in "
                 "the group"
             )
     nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
@@ -186,7 +235,8 @@ def action_on(guide: AutoGuide, group: Group) -> Action:
 
 
 class _Transformed(Delta):
-    """A point mass at a constrained value, with the log-density of the transform from the unconstrained one.
+    """A point mass at a constrained value, with the log-density of the transform from
+    the unconstrained one.
 
     Pyro's Delta compares the value with itself, takes a logarithm and adds zero.
     """
@@ -197,13 +247,18 @@ class _Transformed(Delta):
         transform, event_dim = biject_to(fn.support), fn.event_dim
         value = transform(unconstrained)
         batch = value.shape[: value.dim() - event_dim]
-        if value is unconstrained or poutine.get_mask() is False:  # the identity, or a density that isn't asked for
+        # the identity, or a density that isn't asked for
+        if value is unconstrained or poutine.get_mask() is False:
             # A scalar on the CPU combines with tensors on any device.
             device = unconstrained.device if batch else "cpu"
-            log_density = torch.zeros((), dtype=unconstrained.dtype, device=device).expand(batch)
+            log_density = torch.zeros(
+                (), dtype=unconstrained.dtype, device=device
+            ).expand(batch)
         else:
             log_density = transform.inv.log_abs_det_jacobian(value, unconstrained)
-            log_density = sum_rightmost(log_density, log_density.dim() - value.dim() + event_dim)
+            log_density = sum_rightmost(
+                log_density, log_density.dim() - value.dim() + event_dim
+            )
         return cls(value, log_density, event_dim, validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:

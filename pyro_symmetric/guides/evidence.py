@@ -1,19 +1,23 @@
-r"""ELBOs of a guide and estimates of its model's log-evidence: importance sampling, and a bridge to chains.
+r"""ELBOs of a guide and estimates of its model's log-evidence: importance sampling, and
+a bridge to chains.
 
 .. math:: \mathrm{ELBO}(q) = \mathbb E_q[\log p(w, D) - \log q(w)] \;\le\; \mathrm{ELBO}(\bar q)
    \;\le\; \log p(D) = \log \mathbb E_{\bar q}\big[e^{\ell(w)}\big], \qquad \ell(w) = \log p(w, D) - \log \bar q(w)
 
-*Importance sampling* averages the weights :math:`e^{\ell}` over draws of the guide; its error is known if their tail
-is light, by the Pareto shape ``k`` (Vehtari et al. 2024, arXiv 1507.02646). *Bridge sampling* (Meng & Wong 1996; Gronau
-et al. 2017, arXiv 1703.05984) also takes draws :math:`w_j` of the posterior, in any copies, beside the guide's
-:math:`w_i`: with :math:`s_1, s_2` the shares of effective draws of posterior and guide, and :math:`\sigma` the logistic
-function, its estimate is the only root ``x`` of
+*Importance sampling* averages the weights :math:`e^{\ell}` over draws of the guide; its
+error is known if their tail is light, by the Pareto shape ``k`` (Vehtari et al. 2024,
+arXiv 1507.02646). *Bridge sampling* (Meng & Wong 1996; Gronau et al. 2017, arXiv
+1703.05984) also takes draws :math:`w_j` of the posterior, in any copies, beside the
+guide's
+:math:`w_i`: with :math:`s_1, s_2` the shares of effective draws of posterior and guide,
+and :math:`\sigma` the logistic function, its estimate is the only root ``x`` of
 
 .. math:: \frac1{s_1} \operatorname{mean}_i\, \sigma(\ell(w_i) - x - c) = \frac1{s_2} \operatorname{mean}_j\,
     \sigma(x + c - \ell(w_j)), \qquad c = \log\frac{s_2}{s_1} .
 
-All of this holds for estimates of :math:`\log \bar q`, too: :math:`e^{\ell}` is then a ratio of two joint densities of
-weights and drawn group elements. Reference for the ELBOs: Gelberg et al. 2024 (arXiv 2408.05496).
+All of this holds for estimates of :math:`\log \bar q`, too: :math:`e^{\ell}` is then a
+ratio of two joint densities of weights and drawn group elements. Reference for the
+ELBOs: Gelberg et al. 2024 (arXiv 2408.05496).
 """
 
 from __future__ import annotations
@@ -43,15 +47,23 @@ from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint as joint_of
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.posterior.statistics import chain_statistics, copied_chains, effective_size
+from pyro_symmetric.posterior.statistics import (
+    chain_statistics,
+    copied_chains,
+    effective_size,
+)
 from pyro_symmetric.weights import Layout, Weights, require_finite, require_sites
 
 Joint = Callable[[Weights], Tensor]
 
-CHECKED, CHECKED_DENSITIES = 4, 64  # draws at which log_joint, and estimates of log q̄, are checked
+# draws at which log_joint, and estimates of log q̄, are checked
+CHECKED, CHECKED_DENSITIES = 4, 64
 MANY_DRAWS = 1000  # effective draws, from which on the largest weights are among them
-FEW_DRAWS = 25  # effective draws, below which neither a tail's shape nor an error is known
-HEAVY_TAIL = 0.45  # Pareto shape of the upper sixth of the weights, beyond which their variance may be infinite
+# effective draws, below which neither a tail's shape nor an error is known
+FEW_DRAWS = 25
+# Pareto shape of the upper sixth of the weights, beyond which their variance may be
+# infinite
+HEAVY_TAIL = 0.45
 LARGEST_ERROR = 20.0  # nats; larger standard errors are reported as infinite
 
 
@@ -62,7 +74,8 @@ class EvidenceEstimate:
     :param log_evidence: in nats.
     :param error: the standard error, in nats; infinite beyond 20.
     :param num_draws: the number of draws of the guide, or of the chains.
-    :param effective_draws: the number of independent draws of equal weight that these are worth.
+    :param effective_draws: the number of independent draws of equal weight that these
+        are worth.
     """
 
     log_evidence: float
@@ -71,8 +84,12 @@ class EvidenceEstimate:
     effective_draws: float
 
     def interval(self, prob: float = 0.95) -> tuple[float, float]:
-        """Return the ends of the confidence interval of the log-evidence, by the normal approximation."""
-        half = self.error * NormalDist().inv_cdf(0.5 + arguments.fraction("prob", prob) / 2)
+        """Return the ends of the confidence interval of the log-evidence, by the normal
+        approximation.
+        """
+        half = self.error * NormalDist().inv_cdf(
+            0.5 + arguments.fraction("prob", prob) / 2
+        )
         return self.log_evidence - half, self.log_evidence + half
 
 
@@ -81,14 +98,16 @@ class Evidence:
     """ELBOs and log-evidence estimates, in nats.
 
     :param elbo: the ELBO of the plain guide; ``elbo_error`` is its standard error.
-    :param symmetrized_elbo: the ELBO of the symmetrised guide; ``symmetrized_error`` is its standard error.
+    :param symmetrized_elbo: the ELBO of the symmetrised guide; ``symmetrized_error`` is
+        its standard error.
     :param estimator: the estimator of the symmetrised density.
-    :param bound: ``"lower"`` if the expectation of ``symmetrized_elbo`` is a lower bound of the symmetrised guide's
-        ELBO, ``"exact"`` if it is that ELBO.
+    :param bound: ``"lower"`` if the expectation of ``symmetrized_elbo`` is a lower
+        bound of the symmetrised guide's ELBO, ``"exact"`` if it is that ELBO.
     :param log_order: ``log |G|``, the most that symmetrisation can add.
-    :param importance: the log-evidence by importance sampling from the symmetrised guide.
-    :param pareto_k: the Pareto shape of the importance weights; above 0.7, or less for fewer than 2,200 draws, the
-        standard error is unreliable.
+    :param importance: the log-evidence by importance sampling from the symmetrised
+        guide.
+    :param pareto_k: the Pareto shape of the importance weights; above 0.7, or less for
+        fewer than 2,200 draws, the standard error is unreliable.
     :param bridge: the log-evidence by bridge sampling, if a posterior was given.
     :param doubts: diagnostics that failed; empty if all passed.
     """
@@ -107,25 +126,45 @@ class Evidence:
 
     @property
     def best(self) -> EvidenceEstimate:
-        """The bridge estimate if there is one, as its terms are bounded, else importance sampling: mind ``doubts``."""
+        """The bridge estimate if there is one, as its terms are bounded, else
+        importance sampling: mind ``doubts``.
+        """
         return self.bridge or self.importance
 
     def __repr__(self) -> str:
-        relation, shape = "=" if self.bound == "exact" else "≥", f", Pareto-k {self.pareto_k:.2f}"
+        relation, shape = (
+            "=" if self.bound == "exact" else "≥",
+            f", Pareto-k {self.pareto_k:.2f}",
+        )
         lines = [
             "Evidence, in nats",
             f"  ELBO                = {self.elbo:.7g} ± {self.elbo_error:.2g}",
-            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.7g} ± {self.symmetrized_error:.2g}, by "
+            f"  symmetrised ELBO    {relation} {self.symmetrized_elbo:.7g} ± "
+            f"{self.symmetrized_error:.2g}, by "
             f"{self.estimator}; log |G| = {self.log_order:.1f}",
         ]
-        for name, estimate, suffix in (("importance", self.importance, shape), ("bridge", self.bridge, "")):
+        for name, estimate, suffix in (
+            ("importance", self.importance, shape),
+            ("bridge", self.bridge, ""),
+        ):
             if estimate:
                 error = "" if self.doubts else f" ± {estimate.error:.2g}"
                 draws = f"{estimate.effective_draws:.0f} effective of {estimate.num_draws} draws{suffix}"
-                lines.append(f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, {draws}")
+                lines.append(
+                    f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, "
+                    f"{draws}"
+                )
         if self.doubts:
-            return "\n".join([*lines, "  in doubt, so that no error is known:", *(f"  ! {d}" for d in self.doubts)])
-        return "\n".join([*lines, "  95 % interval: {:.2f} to {:.2f}".format(*self.best.interval())])
+            return "\n".join(
+                [
+                    *lines,
+                    "  in doubt, so that no error is known:",
+                    *(f"  ! {d}" for d in self.doubts),
+                ]
+            )
+        return "\n".join(
+            [*lines, "  95 % interval: {:.2f} to {:.2f}".format(*self.best.interval())]
+        )
 
 
 def evidence(
@@ -139,95 +178,177 @@ def evidence(
     group: Group | Symmetry | Any = None,
     **kwargs: Any,
 ) -> Evidence:
-    """Return the ELBOs of a guide, and estimates of its model's log-evidence by importance and bridge sampling.
+    """Return the ELBOs of a guide, and estimates of its model's log-evidence by
+    importance and bridge sampling.
 
     >>> def model():  # two components; the evidence is log(1/2) + 2 log N(5; 0, sqrt(10))
     ...     locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 3.0).to_event(1))
-    ...     y = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), dist.Normal(locs, 1.0)).expand([2]).to_event(1)
+    ...     y = (
+    ...         dist.MixtureSameFamily(
+    ...             dist.Categorical(torch.ones(2)), dist.Normal(locs, 1.0)
+    ...         )
+    ...         .expand([2])
+    ...         .to_event(1)
+    ...     )
     ...     pyro.sample("y", y, obs=torch.tensor([-5.0, 5.0]))
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> start = dict(init_loc_fn=lambda site: torch.tensor([-4.5, 4.5]), init_scale=1.0)
     >>> found = ps.evidence(ps.AutoSymmetrized(model, group, **start).setup())
-    >>> round(found.symmetrized_elbo, 1), round(found.best.log_evidence, 1), found.doubts
+    >>> (
+    ...     round(found.symmetrized_elbo, 1),
+    ...     round(found.best.log_evidence, 1),
+    ...     found.doubts,
+    ... )
     (-7.3, -7.3, ())
 
-    Failed diagnostics are listed in ``doubts``; a mode that guide and chains both miss goes unnoticed. Mean-field
-    guides of weights with correlations above about 0.5 are doubted at any number of draws: take a richer guide, such as
-    that of :func:`~pyro_symmetric.guides.fit_gaussian`, or the bridge.
+    Failed diagnostics are listed in ``doubts``; a mode that guide and chains both miss
+    goes unnoticed. Mean-field guides of weights with correlations above about 0.5 are
+    doubted at any number of draws: take a richer guide, such as that of
+    :func:`~pyro_symmetric.guides.fit_gaussian`, or the bridge.
 
-    :param guide: a set-up ``AutoSymmetrized``; or any Gaussian or continuous guide, with ``log_joint`` and ``group``.
+    :param guide: a set-up ``AutoSymmetrized``; or any Gaussian or continuous guide,
+        with ``log_joint`` and ``group``.
     :param args: the model's arguments, with all data; likewise ``kwargs``.
-    :param posterior: for the bridge, draws of the posterior that the guide wasn't fitted to.
-    :param estimator: of the symmetrised log-density; by default exact where that is cheap, else matched units.
-    :param num_samples: draws of the guide, at least 2, and about as many of the posterior, evenly spaced.
+    :param posterior: for the bridge, draws of the posterior that the guide wasn't
+        fitted to.
+    :param estimator: of the symmetrised log-density; by default exact where that is
+        cheap, else matched units.
+    :param num_samples: draws of the guide, at least 2, and about as many of the
+        posterior, evenly spaced.
     :param chunk: the number of draws evaluated at once.
-    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood of all data, ``(S,)``; by default
-        the model's. ``group``: its symmetries. Any other value of these two names, such as the group indices of a
-        hierarchical model, goes to the model.
-    :raises ValueError: naming the units whose exchange changes the model; for chains that never move or equal others.
+    :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood
+        of all data, ``(S,)``; by default the model's. ``group``: its symmetries. Any
+        other value of these two names, such as the group indices of a hierarchical
+        model, goes to the model.
+    :raises ValueError: naming the units whose exchange changes the model; for chains
+        that never move or equal others.
     """
     if log_joint is not None and not callable(log_joint):
         log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
-    if log_joint is None and group is not None and not isinstance(group, Group | Symmetry):
+    if (
+        log_joint is None
+        and group is not None
+        and not isinstance(group, Group | Symmetry)
+    ):
         group, kwargs = None, {**kwargs, "group": group}
     kind = AutoSymmetrized if group is None or log_joint is None else AutoGuide
     wrapped = "an AutoSymmetrized, such as AutoSymmetrized(model, group, base=guide).setup(*args) of another guide"
-    arguments.instance("guide", guide, kind, f"{wrapped}, or another AutoGuide with log_joint= and group=")
+    arguments.instance(
+        "guide",
+        guide,
+        kind,
+        f"{wrapped}, or another AutoGuide with log_joint= and group=",
+    )
     group = group_of(group or guide.group).finite
     if log_joint is None:
         if guide._raw_model is None:
             raise ValueError(
-                "guide was read from a file or another process, without its model; take "
+                "guide was read from a file or another process, without its model; "
+                "take "
                 "ps.AutoSymmetrized(model, group, base=guide).setup(*args)"
             )
         log_joint = joint_of(guide._raw_model[0], *args, **kwargs)
     arguments.whole("num_samples", num_samples, 2)
-    layout, base, action = layout_of(guide), plain_posterior(guide), action_on(guide, group)
+    layout, base, action = (
+        layout_of(guide),
+        plain_posterior(guide),
+        action_on(guide, group),
+    )
     estimator = estimator or usual_estimator(base, action, training=False)
     training = guide.estimator if isinstance(guide, AutoSymmetrized) else estimator
     require_spread(base, guide)
 
     def joint(vectors: Tensor) -> Tensor:
-        return torch.cat([_joint(log_joint, layout, part) for part in vectors.split(chunk)])
+        return torch.cat(
+            [_joint(log_joint, layout, part) for part in vectors.split(chunk)]
+        )
 
     def density(log_prob: Callable[..., Tensor], vectors: Tensor) -> Tensor:
-        return torch.cat([log_prob(base, action, part).double() for part in vectors.split(chunk)])
+        return torch.cat(
+            [log_prob(base, action, part).double() for part in vectors.split(chunk)]
+        )
 
     def gap(estimator: OrbitEstimator) -> float:
-        """Return the nats between an estimator's upper bound, with the identity, and its lower bound, without."""
+        """Return the nats between an estimator's upper bound, with the identity, and
+        its lower bound, without.
+        """
         with forked(), suppress(NotImplementedError):
             draws = base.sample((CHECKED_DENSITIES,))
-            return float((density(estimator.log_prob, draws) - density(estimator.log_prob_elsewhere, draws)).mean())
+            return float(
+                (
+                    density(estimator.log_prob, draws)
+                    - density(estimator.log_prob_elsewhere, draws)
+                ).mean()
+            )
         return math.inf
 
-    device = next((value.device for value in (*guide.parameters(), *guide.buffers())), None)
-    # The checks restore PyTorch's generator: of two threads at once, unforked, both would have the same draws.
+    device = next(
+        (value.device for value in (*guide.parameters(), *guide.buffers())), None
+    )
+    # The checks restore PyTorch's generator: of two threads at once, unforked, both
+    # would have the same draws.
     with torch.no_grad(), forked(drawn_seed(), device):
         draws = base.sample((num_samples,))
-        if not (invariant := check_function(group, log_joint, layout.constrain(draws[:CHECKED]))):
+        if not (
+            invariant := check_function(
+                group, log_joint, layout.constrain(draws[:CHECKED])
+            )
+        ):
             raise ValueError(
-                f"at draws of the guide, {invariant}\nWithout that symmetry the symmetrised ELBO would be no bound of "
-                "the evidence: give the group that the model has (ps.verify_model names the sites), or mend the prior"
+                f"at draws of the guide, {invariant}\nWithout that symmetry the "
+                "symmetrised ELBO would be no bound of "
+                "the evidence: give the group that the model has (ps.verify_model "
+                "names the sites), or mend the prior"
             )
         target = joint(draws)
-        plain, symmetrized = target - base.log_prob(draws).double(), target - density(estimator.log_prob, draws)
-        noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)  # half the variance of log_joint
-        open_nats = gap(training) > 0.05 * group.log_order() or gap(estimator) + noise > 0.5
-        weighted, k, bridged, r_hat = importance(symmetrized), pareto_k(symmetrized), None, 1.0
+        plain, symmetrized = (
+            target - base.log_prob(draws).double(),
+            target - density(estimator.log_prob, draws),
+        )
+        # half the variance of log_joint
+        noise = float((joint(draws[:CHECKED]) - target[:CHECKED]).square().mean() / 4)
+        open_nats = (
+            gap(training) > 0.05 * group.log_order() or gap(estimator) + noise > 0.5
+        )
+        weighted, k, bridged, r_hat = (
+            importance(symmetrized),
+            pareto_k(symmetrized),
+            None,
+            1.0,
+        )
         slow, mean = slow_tail(symmetrized), float(symmetrized.mean())
         if posterior is not None and math.isfinite(weighted.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
-            at_chains = joint(chains.flatten(0, 1)) - density(estimator.log_prob_elsewhere, chains.flatten(0, 1))
+            at_chains = joint(chains.flatten(0, 1)) - density(
+                estimator.log_prob_elsewhere, chains.flatten(0, 1)
+            )
             if not bool(at_chains.isfinite().all()):
-                raise ValueError("log_joint is infinite at draws of posterior; they must be draws of the guide's model")
-            at_chains = at_chains.reshape(chains.shape[:2])  # invariant: chains in other copies agree
+                raise ValueError(
+                    "log_joint is infinite at draws of posterior; they must be draws "
+                    "of the guide's model"
+                )
+            # invariant: chains in other copies agree
+            at_chains = at_chains.reshape(chains.shape[:2])
             bridged = bridge(symmetrized, at_chains, posterior.kind == "independent")
-            r_hat = float(chain_statistics(at_chains).r_hat) if posterior.kind == "chains" else 1.0
+            r_hat = (
+                float(chain_statistics(at_chains).r_hat)
+                if posterior.kind == "chains"
+                else 1.0
+            )
     doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat)
-    elbos = ((float(values.mean()), float(values.std() / num_samples**0.5)) for values in (plain, symmetrized))
+    elbos = (
+        (float(values.mean()), float(values.std() / num_samples**0.5))
+        for values in (plain, symmetrized)
+    )
     (elbo, elbo_error), (above, above_error) = elbos
-    settings = repr(estimator), "lower" if estimator.bound == "upper" else estimator.bound, group.log_order()
-    return Evidence(elbo, elbo_error, above, above_error, *settings, weighted, k, bridged, doubts)
+    settings = (
+        repr(estimator),
+        "lower" if estimator.bound == "upper" else estimator.bound,
+        group.log_order(),
+    )
+    return Evidence(
+        elbo, elbo_error, above, above_error, *settings, weighted, k, bridged, doubts
+    )
 
 
 def doubts_of(
@@ -239,49 +360,78 @@ def doubts_of(
     bridged: EvidenceEstimate | None = None,
     r_hat: float = 1.0,
 ) -> tuple[str, ...]:
-    """Return the diagnostics that the estimates by importance sampling, ``weighted``, and by the bridge fail.
+    """Return the diagnostics that the estimates by importance sampling, ``weighted``,
+    and by the bridge fail.
 
-    The largest weights may not have been drawn, and Pareto's ``k`` of those that were is then too small:
-    :func:`slow_tail` looks at more of them, and log-normal weights whose log-mean lies ``above`` the ELBO, the mean of
-    their logarithms, are worth ``exp(-2 above)`` of a draw each. Importance sampling in doubt should be too low.
+    The largest weights may not have been drawn, and Pareto's ``k`` of those that were
+    is then too small:
+    :func:`slow_tail` looks at more of them, and log-normal weights whose log-mean lies
+    ``above`` the ELBO, the mean of their logarithms, are worth ``exp(-2 above)`` of a
+    draw each. Importance sampling in doubt should be too low.
     """
-    largest_k, count = min(0.7, 1 - 1 / math.log10(max(weighted.num_draws, 11))), weighted.effective_draws
+    largest_k, count = (
+        min(0.7, 1 - 1 / math.log10(max(weighted.num_draws, 11))),
+        weighted.effective_draws,
+    )
     finite = math.isfinite(elbo) and math.isfinite(weighted.log_evidence)
     above = max(0.0, weighted.log_evidence - elbo) if finite else 0.0
     reasons = {
         f"Pareto-k is {k:.2f}, good up to {largest_k:.2f}": not k <= largest_k,
-        f"more of the weights fall off like {slow:.2f}, good up to {HEAVY_TAIL}": slow > HEAVY_TAIL,
-        f"effective draws are {count:.0f}, good from {FEW_DRAWS} on": not count >= FEW_DRAWS,
+        f"more of the weights fall off like {slow:.2f}, good up to {HEAVY_TAIL}": slow
+        > HEAVY_TAIL,
+        f"effective draws are {count:.0f}, good from {FEW_DRAWS} on": not count
+        >= FEW_DRAWS,
         f"the error is {weighted.error:.2g} nats": not weighted.error <= 0.5,
-        f"it lies {above:.1f} nats above the ELBO": weighted.num_draws * math.exp(-2 * above) < 50,
+        f"it lies {above:.1f} nats above the ELBO": weighted.num_draws
+        * math.exp(-2 * above)
+        < 50,
     }
-    missing = "the largest weights may be missing: " + ", ".join(reason for reason, wrong in reasons.items() if wrong)
+    missing = "the largest weights may be missing: " + ", ".join(
+        reason for reason, wrong in reasons.items() if wrong
+    )
     checks = [
         (any(reasons.values()), f"importance sampling: {missing}"),
-        (open_nats, "density: its estimates, or log_joint, leave nats open; take a larger K, and give all data"),
+        (
+            open_nats,
+            "density: its estimates, or log_joint, leave nats open; take a larger K, "
+            "and give all data",
+        ),
     ]
     if bridged:
-        difference, error = weighted.log_evidence - bridged.log_evidence, math.hypot(weighted.error, bridged.error)
+        difference, error = (
+            weighted.log_evidence - bridged.log_evidence,
+            math.hypot(weighted.error, bridged.error),
+        )
         difference = difference if checks[0][0] or open_nats else abs(difference)
-        mixing = f"R-hat is {r_hat:.2f}, of {bridged.effective_draws:.0f} effective draws"
-        unreliable = r_hat > 1.05 or bridged.effective_draws < FEW_DRAWS or bridged.error > 0.5
+        mixing = (
+            f"R-hat is {r_hat:.2f}, of {bridged.effective_draws:.0f} effective draws"
+        )
+        unreliable = (
+            r_hat > 1.05 or bridged.effective_draws < FEW_DRAWS or bridged.error > 0.5
+        )
         differs = f"it differs from importance sampling by {abs(difference):.2f} nats"
         checks += [
-            (unreliable, f"bridge sampling: {mixing}, with an error of {bridged.error:.2g} nats"),
+            (
+                unreliable,
+                f"bridge sampling: {mixing}, with an error of {bridged.error:.2g} nats",
+            ),
             (difference > 3 * error, f"bridge sampling: {differs}"),
         ]
     return tuple(reason for wrong, reason in checks if wrong)
 
 
-# estimates of log-ratios ----------------------------------------------------------------------------------------------
+# estimates of log-ratios --------------------------------------------------------------
 
 
 def importance(log_ratios: Tensor) -> EvidenceEstimate:
-    r"""Return the log of the mean weight; its error is the relative error of the mean, :math:`\sqrt{1/N_e - 1/N}`.
+    r"""Return the log of the mean weight; its error is the relative error of the mean,
+    :math:`\sqrt{1/N_e - 1/N}`.
 
-    If the largest weights weren't drawn, tail and error are both too small. With fewer than 1,000 effective draws
-    :math:`N_e` is therefore at most that of log-normal weights with the spread of the upper half, whose relative
-    variance is :math:`e^{\sigma^2} - 1`: :math:`\sigma` is the larger step between upper quantiles one deviation apart.
+    If the largest weights weren't drawn, tail and error are both too small. With fewer
+    than 1,000 effective draws
+    :math:`N_e` is therefore at most that of log-normal weights with the spread of the
+    upper half, whose relative variance is :math:`e^{\sigma^2} - 1`: :math:`\sigma` is
+    the larger step between upper quantiles one deviation apart.
     """
     values = log_ratios.double()
     total, count = float(values.logsumexp(0)), len(values)
@@ -291,32 +441,50 @@ def importance(log_ratios: Tensor) -> EvidenceEstimate:
     variance = max(0.0, 1 / effective - 1 / count)
     if effective < MANY_DRAWS:
         middle, high, top = upper_quantiles(values)
-        variance = max(variance, math.expm1(min(max(high - middle, top - high) ** 2, 700.0)) / count)
-    return EvidenceEstimate(total - math.log(count), _capped(math.sqrt(variance)), count, 1 / (variance + 1 / count))
+        variance = max(
+            variance,
+            math.expm1(min(max(high - middle, top - high) ** 2, 700.0)) / count,
+        )
+    return EvidenceEstimate(
+        total - math.log(count),
+        _capped(math.sqrt(variance)),
+        count,
+        1 / (variance + 1 / count),
+    )
 
 
 def upper_quantiles(values: Tensor) -> list[float]:
-    """Return the quantiles of the finite values at 0, 1 and 2 deviations of a normal."""
-    shares = values.new_tensor([NormalDist().cdf(deviations) for deviations in (0.0, 1.0, 2.0)])
+    """Return the quantiles of the finite values at 0, 1 and 2 deviations of a
+    normal.
+    """
+    shares = values.new_tensor(
+        [NormalDist().cdf(deviations) for deviations in (0.0, 1.0, 2.0)]
+    )
     return values[values.isfinite()].quantile(shares).tolist()
 
 
 def slow_tail(log_ratios: Tensor) -> float:
-    """Return Hill's estimate of the weights' Pareto shape, by the mean excess of the upper sixth of their logarithms; 0
-    if these fall off like a normal's.
+    """Return Hill's estimate of the weights' Pareto shape, by the mean excess of the
+    upper sixth of their logarithms; 0 if these fall off like a normal's.
 
-    Guides narrower than the posterior, such as mean-field ones of correlated weights, have heavy tails, whose end few
-    draws reach.
+    Guides narrower than the posterior, such as mean-field ones of correlated weights,
+    have heavy tails, whose end few draws reach.
     """
     values = log_ratios.double()
     if int(values.isfinite().sum()) < FEW_DRAWS:
         return 0.0
     middle, high, top = upper_quantiles(values)
-    return float((values[values > high] - high).mean()) if top - high > 1.5 * (high - middle) else 0.0
+    return (
+        float((values[values > high] - high).mean())
+        if top - high > 1.5 * (high - middle)
+        else 0.0
+    )
 
 
 def pareto_k(log_ratios: Tensor) -> float:
-    """Return the Pareto shape of the largest weights; ``-inf`` if they are equal, NaN if they are too few."""
+    """Return the Pareto shape of the largest weights; ``-inf`` if they are equal, NaN
+    if they are too few.
+    """
     values = log_ratios.double().cpu().numpy()
     if len(values) < FEW_DRAWS or not np.isfinite(values.max()):
         return math.nan
@@ -325,16 +493,20 @@ def pareto_k(log_ratios: Tensor) -> float:
     tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
     if tail[-1] - tail[0] < 1e-5:  # equal but for rounding
         return -math.inf
-    if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < -650.0:  # the fit divides by this weight, which underflows
+    # the fit divides by this weight, which underflows
+    if tail[(len(tail) + 2) // 4 - 1] - tail[-1] < -650.0:
         return math.inf
     with np.errstate(over="ignore"):
         return float(array_stats.psislw(-values)[1])
 
 
-def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> EvidenceEstimate:
+def bridge(
+    of_guide: Tensor, of_chains: Tensor, independent: bool = False
+) -> EvidenceEstimate:
     """Return the bridge estimate; ``effective_draws`` are those of the chains' mean.
 
-    The error adds the relative variances of both means; the autocorrelation of chains is accounted for.
+    The error adds the relative variances of both means; the autocorrelation of chains
+    is accounted for.
 
     :param of_guide: log-ratios at draws of the guide, ``(N,)``.
     :param of_chains: log-ratios at draws of the posterior, ``(chains, draws)``.
@@ -342,7 +514,9 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Ev
     """
 
     def effective(values: Any) -> float:
-        """Return the effective sample size of the mean of values, ``(chains, draws)``."""
+        """Return the effective sample size of the mean of values, ``(chains,
+        draws)``.
+        """
         if independent:
             return float(values.size)
         half = values.shape[1] // 2
@@ -356,15 +530,27 @@ def bridge(of_guide: Tensor, of_chains: Tensor, independent: bool = False) -> Ev
 
     def log_sides(x: float) -> float:
         left = logsumexp(log_expit(guide - x - shift)) - math.log(len(guide) * share)
-        right = logsumexp(log_expit(x + shift - chains)) - math.log(chains.size * (1 - share))
+        right = logsumexp(log_expit(x + shift - chains)) - math.log(
+            chains.size * (1 - share)
+        )
         return float(left - right)
 
-    finite, margin = np.concatenate([guide[np.isfinite(guide)], chains.ravel()]), 50.0 + abs(shift)
-    x = float(brentq(log_sides, finite.min() - margin, finite.max() + margin, xtol=1e-10))
+    finite, margin = (
+        np.concatenate([guide[np.isfinite(guide)], chains.ravel()]),
+        50.0 + abs(shift),
+    )
+    x = float(
+        brentq(log_sides, finite.min() - margin, finite.max() + margin, xtol=1e-10)
+    )
     # Up to a common factor, which relative variances don't see.
-    terms = [np.exp(v - v.max()) for v in (log_expit(guide - x - shift), log_expit(x + shift - chains))]
+    terms = [
+        np.exp(v - v.max())
+        for v in (log_expit(guide - x - shift), log_expit(x + shift - chains))
+    ]
     counts = len(guide), effective(terms[1])
-    variance = sum(t.var(ddof=1) / t.mean() ** 2 / n for t, n in zip(terms, counts, strict=True))
+    variance = sum(
+        t.var(ddof=1) / t.mean() ** 2 / n for t, n in zip(terms, counts, strict=True)
+    )
     return EvidenceEstimate(x, _capped(math.sqrt(variance)), chains.size, counts[1])
 
 
@@ -372,31 +558,51 @@ def _capped(error: float) -> float:
     return error if error < LARGEST_ERROR else math.inf
 
 
-# densities ------------------------------------------------------------------------------------------------------------
+# densities ----------------------------------------------------------------------------
 
 
 def _joint(log_joint: Joint, layout: Layout, vectors: Tensor) -> Tensor:
-    """Return ``log_joint`` plus the log-determinant of the transforms, ``(N,)``, in float64."""
+    """Return ``log_joint`` plus the log-determinant of the transforms, ``(N,)``, in
+    float64.
+    """
     # Transforms in float64: near the border of a simplex float32 loses the value.
     wide, log_det = layout.constrain_with_log_det(vectors.double())
     tiny = torch.finfo(vectors.dtype).tiny
-    weights = {s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(vectors.dtype) for s, v in wide.items()}
+    weights = {
+        s: v.where((v == 0) | (v.abs() >= tiny), tiny * v.sign()).to(vectors.dtype)
+        for s, v in wide.items()
+    }
     values = log_joint(weights)
     if values.shape != (len(vectors),):
-        raise ValueError(f"log_joint gave shape {tuple(values.shape)} for {len(vectors)} sets of weights")
+        raise ValueError(
+            f"log_joint gave shape {tuple(values.shape)} for {len(vectors)} sets of "
+            "weights"
+        )
     return values.double() + log_det
 
 
 def _vectors(posterior: Posterior, layout: Layout, num_samples: int) -> Tensor:
-    """Return about ``num_samples`` of the draws, evenly spaced, as unconstrained vectors, ``(chains, draws, D)``."""
+    """Return about ``num_samples`` of the draws, evenly spaced, as unconstrained
+    vectors, ``(chains, draws, D)``.
+    """
     require_sites(posterior.samples, layout.site_shapes, "posterior")
     if posterior.num_samples < 4:
-        raise ValueError(f"posterior has {posterior.num_samples} draws of each chain; a bridge needs at least 4")
+        raise ValueError(
+            f"posterior has {posterior.num_samples} draws of each chain; a bridge "
+            "needs at least 4"
+        )
     every = max(1, posterior.num_chains * posterior.num_samples // num_samples)
     thinned = posterior.thin(min(every, posterior.num_samples // 4))
-    vectors = layout.unconstrain({site: thinned.samples[site] for site in layout.site_shapes})
+    vectors = layout.unconstrain(
+        {site: thinned.samples[site] for site in layout.site_shapes}
+    )
     require_finite({"vectors": vectors}, "posterior")
     still = (vectors == vectors[:, :1]).flatten(1).all(1).nonzero()[:, 0].tolist()
-    if posterior.kind == "chains" and (left_out := still or copied_chains(posterior.samples)):
-        raise ValueError(f"the chains {left_out} of posterior never move, or equal others; leave them out")
+    if posterior.kind == "chains" and (
+        left_out := still or copied_chains(posterior.samples)
+    ):
+        raise ValueError(
+            f"the chains {left_out} of posterior never move, or equal others; leave "
+            "them out"
+        )
     return vectors

@@ -18,7 +18,12 @@ from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
 from pyro_symmetric.arguments import described
-from pyro_symmetric.distributions import ExactOrbit, InfoNCE, SinkhornImportance, UnitBlocks
+from pyro_symmetric.distributions import (
+    ExactOrbit,
+    InfoNCE,
+    SinkhornImportance,
+    UnitBlocks,
+)
 from pyro_symmetric.groups import Group
 from pyro_symmetric.guides.base import WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
@@ -27,15 +32,18 @@ from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensor
 
 KIND = "guide"
 VERSION = 4
-ESTIMATORS: dict[str, Any] = {kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)}
+ESTIMATORS: dict[str, Any] = {
+    kind.__name__: kind for kind in (ExactOrbit, InfoNCE, SinkhornImportance)
+}
 
 
 def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """Write a set-up guide to one ``.safetensors`` file, atomically and without pickle.
 
-    Supported are our guides, symmetrised over a Gaussian base or plain, and the stock Gaussian ones (``AutoNormal``,
-    ``AutoDiagonalNormal``, ``AutoMultivariateNormal``, ``AutoLowRankMultivariateNormal``, which becomes one of full
-    rank). Of others save ``guide.state_dict()``.
+    Supported are our guides, symmetrised over a Gaussian base or plain, and the stock
+    Gaussian ones (``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``,
+    ``AutoLowRankMultivariateNormal``, which becomes one of full rank). Of others save
+    ``guide.state_dict()``.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
@@ -50,7 +58,8 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     """
     if not isinstance(guide, AutoGuide):
         raise TypeError(
-            f"guide is {described(guide)}, no AutoGuide; of a guide written by hand save the parameters, "
+            f"guide is {described(guide)}, no AutoGuide; of a guide written by hand "
+            "save the parameters, "
             "pyro.get_param_store() or its module's state_dict()"
         )
     header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
@@ -58,19 +67,30 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     if isinstance(guide, AutoSymmetrized):
         name = type(guide.estimator).__name__
         if ESTIMATORS.get(name) is not type(guide.estimator):
-            raise TypeError(f"the estimator {guide.estimator!r} can't be written; known are {sorted(ESTIMATORS)}")
-        header |= {"group": guide.group.to_dict(), "estimator": {"name": name, **asdict(guide.estimator)}}
+            raise TypeError(
+                f"the estimator {guide.estimator!r} can't be written; known are "
+                f"{sorted(ESTIMATORS)}"
+            )
+        header |= {
+            "group": guide.group.to_dict(),
+            "estimator": {"name": name, **asdict(guide.estimator)},
+        }
     save_tensors(path, KIND, VERSION, moments.state_dict(), header)
 
 
-def load_guide(path: PathLike, device: torch.device | str | None = None) -> WeightsGuide:
-    """Read a guide that :func:`save_guide` wrote: an :class:`AutoGaussian`, or an :class:`AutoSymmetrized` over one.
+def load_guide(
+    path: PathLike, device: torch.device | str | None = None
+) -> WeightsGuide:
+    """Read a guide that :func:`save_guide` wrote: an :class:`AutoGaussian`, or an
+    :class:`AutoSymmetrized` over one.
 
     ``sample_posterior`` works at once, and stock SVI continues the training.
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> guide = ps.AutoSymmetrized(model, ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})).setup()
+    >>> guide = ps.AutoSymmetrized(
+    ...     model, ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})
+    ... ).setup()
     >>> ps.save_guide(guide, "guide.safetensors")
     >>> ps.load_guide("guide.safetensors").sample_posterior((20,))["w"].shape
     torch.Size([20, 3])
@@ -84,9 +104,13 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
         loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
-        positions = [tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)]
+        positions = [
+            tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)
+        ]
         trils = [loc.new_ones(index.shape).diag_embed() for index in positions]
-        guide: Any = AutoGaussian(sites, UnitBlocks(torch.zeros_like(loc), positions, trils))
+        guide: Any = AutoGaussian(
+            sites, UnitBlocks(torch.zeros_like(loc), positions, trils)
+        )
         guide.load_state_dict(tensors)
         if header["group"] is not None:
             fields, group = dict(header["estimator"]), Group.from_dict(header["group"])
@@ -98,10 +122,14 @@ def load_guide(path: PathLike, device: torch.device | str | None = None) -> Weig
     return guide
 
 
-# sites as JSON --------------------------------------------------------------------------------------------------------
+# sites as JSON ------------------------------------------------------------------------
 
 _MEMBERS = [*vars(constraints).values(), *vars(pyro_constraints).values()]
-_KINDS = {kind.__name__: kind for kind in _MEMBERS if isinstance(kind, type) and issubclass(kind, Constraint)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in _MEMBERS
+    if isinstance(kind, type) and issubclass(kind, Constraint)
+}
 
 
 def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
@@ -114,7 +142,8 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
             "support": _support_to_dict(nodes[name]["fn"].support),
             "event_dim": nodes[name]["fn"].event_dim,
             "plates": [
-                [p.name, int(p.full_size or p.size), int(p.size), p.dim] for p in nodes[name]["cond_indep_stack"]
+                [p.name, int(p.full_size or p.size), int(p.size), p.dim]
+                for p in nodes[name]["cond_indep_stack"]
             ],
         }
         for name, shape in layout_of(guide).site_shapes.items()
@@ -122,7 +151,9 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
 
 
 def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
-    """Set up a guide of a model with these sites and no data, with the device and dtype of a tensor."""
+    """Set up a guide of a model with these sites and no data, with the device and dtype
+    of a tensor.
+    """
     supports = {site["name"]: _support_from_dict(site["support"]) for site in sites}
 
     def model(*args: Any, **kwargs: Any) -> None:
@@ -135,7 +166,12 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
                     if name not in plates:
                         plates[name] = pyro.plate(name, size, subsample, dim=dim)
                     stack.enter_context(plates[name])
-                pyro.sample(site["name"], dist.ImproperUniform(supports[site["name"]], shape[:split], shape[split:]))
+                pyro.sample(
+                    site["name"],
+                    dist.ImproperUniform(
+                        supports[site["name"]], shape[:split], shape[split:]
+                    ),
+                )
 
     def start(site: dict[str, Any]) -> Tensor:
         transform, shape = biject_to(site["fn"].support), site["fn"].shape()
@@ -145,14 +181,22 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
 
 
 def _support_to_dict(support: Constraint) -> dict[str, Any]:
-    """Describe a constraint by its class and the arguments of its constructor, read from its attributes."""
+    """Describe a constraint by its class and the arguments of its constructor, read
+    from its attributes.
+    """
     kind = type(support)
     data: dict[str, Any] = {"kind": kind.__name__}
-    for name in inspect.signature(kind).parameters if _KINDS.get(kind.__name__) is kind else ("kind",):
+    for name in (
+        inspect.signature(kind).parameters
+        if _KINDS.get(kind.__name__) is kind
+        else ("kind",)
+    ):
         value = getattr(support, name, None)
         if isinstance(value, Constraint):
             data[name] = _support_to_dict(value)
-        elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+        elif isinstance(value, int | float) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        ):
             data[name] = value if isinstance(value, int) else float(value)
         else:
             raise ValueError(f"the support {support} can't be written to a file")
@@ -160,5 +204,9 @@ def _support_to_dict(support: Constraint) -> dict[str, Any]:
 
 
 def _support_from_dict(data: Mapping[str, Any]) -> Constraint:
-    fields = {name: _support_from_dict(v) if isinstance(v, dict) else v for name, v in data.items() if name != "kind"}
+    fields = {
+        name: _support_from_dict(v) if isinstance(v, dict) else v
+        for name, v in data.items()
+        if name != "kind"
+    }
     return _KINDS[data["kind"]](**fields)

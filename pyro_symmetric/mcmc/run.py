@@ -1,4 +1,6 @@
-"""The call that samples from a model: it starts or resumes chains, runs them and returns the posterior."""
+"""The call that samples from a model: it starts or resumes chains, runs them and
+returns the posterior.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +39,52 @@ from pyro_symmetric.mcmc.resume import (
     unpack,
 )
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.posterior.diagnostics import MIN_DRAWS, moving, sampler_failures, warm_up
+from pyro_symmetric.posterior.diagnostics import (
+    MIN_DRAWS,
+    moving,
+    sampler_failures,
+    warm_up,
+)
 from pyro_symmetric.posterior.posterior import Posterior, Source
-from pyro_symmetric.store import CHECKPOINT, Array, Checkpoint, Contents, PathLike, Recorder, StoreError
+from pyro_symmetric.store import (
+    CHECKPOINT,
+    Array,
+    Checkpoint,
+    Contents,
+    PathLike,
+    Recorder,
+    StoreError,
+)
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
 PLACEHOLDERS = {"num_warmup": "auto", "seed": None}  # allowed instead of a number
-SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}  # next to the progress bar
+# next to the progress bar
+SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
 INITIALISATIONS = ("prior", "uniform")
 MAX_TRIES = 100  # to find a start of finite energy and gradient
-MAX_EXCESS, FEW_TRIES = 1e6, 10  # nats above the best uniform start; starts beyond it are redrawn a few times
-RADIUS = 2.0  # of the box of "uniform" starts, on the unconstrained scale, as in Pyro's MCMC
-ROUNDING = 1e-3  # relative error of initial weights that are mapped to unconstrained coordinates and back
-Initial = str | Mapping[str, Tensor] | Posterior | AutoGuide | Callable[[int], Mapping[str, Tensor]] | None
-Hook = Callable[[int, Weights], Any]  # takes an iteration's number and the weights of all chains
+# nats above the best uniform start; starts beyond it are redrawn a few times
+MAX_EXCESS, FEW_TRIES = 1e6, 10
+# of the box of "uniform" starts, on the unconstrained scale, as in Pyro's MCMC
+RADIUS = 2.0
+# relative error of initial weights that are mapped to unconstrained coordinates and
+# back
+ROUNDING = 1e-3
+Initial = (
+    str
+    | Mapping[str, Tensor]
+    | Posterior
+    | AutoGuide
+    | Callable[[int], Mapping[str, Tensor]]
+    | None
+)
+# takes an iteration's number and the weights of all chains
+Hook = Callable[[int, Weights], Any]
 MAX_CHAINS, MAX_NETWORK_CHAINS, MIN_CHAINS = 64, 16, 4
-MANY_CHAINS = 8  # from which on chains learn a common trajectory length better than each its own
-MAX_NUMBERS = 2**19  # chains times coordinates: a thousand draws of them take two gigabytes
+# from which on chains learn a common trajectory length better than each its own
+MANY_CHAINS = 8
+# chains times coordinates: a thousand draws of them take two gigabytes
+MAX_NUMBERS = 2**19
 DENSE = 200  # coordinates
 
 
@@ -83,29 +113,45 @@ def sample(
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> posterior = ps.sample(model, num_samples=20, num_warmup=20, seed=0, progress=False)
+    >>> posterior = ps.sample(
+    ...     model, num_samples=20, num_warmup=20, seed=0, progress=False
+    ... )
 
-    Given a model, it chooses a kernel, prints the choice and records it in ``metadata["chosen"]``. See
-    :doc:`/how-to/resume`, :doc:`/how-to/cluster` and, for warm-up, :doc:`/explanation/chains`.
+    Given a model, it chooses a kernel, prints the choice and records it in
+    ``metadata["chosen"]``. See
+    :doc:`/how-to/resume`, :doc:`/how-to/cluster` and, for warm-up,
+        :doc:`/explanation/chains`.
 
-    :param kernel_or_model: a kernel, which holds the model; or the model itself, called with ``args`` and ``kwargs``.
+    :param kernel_or_model: a kernel, which holds the model; or the model itself, called
+        with ``args`` and ``kwargs``.
     :param num_samples: draws to keep of each chain, one every ``thinning`` iterations.
-    :param num_warmup: iterations of adaptation, which are discarded. ``"auto"``: until every chain has settled.
+    :param num_warmup: iterations of adaptation, which are discarded. ``"auto"``: until
+        every chain has settled.
     :param num_chains: chains that run at once. ``None``: 4, or chosen with the kernel.
-    :param initial: starting points: ``"prior"`` (default for a ``BayesianModel``); ``"uniform"`` in (-2, 2) on the
-        unconstrained scale (default otherwise); weights; a posterior; a guide; a function ``num_chains -> weights``.
-    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as the cache holds; elsewhere all.
-    :param engine: of energies and gradients: ``"eager"``, ``"layers"``, ``"compiled"``, or ``"auto"``, the fastest.
+    :param initial: starting points: ``"prior"`` (default for a ``BayesianModel``);
+        ``"uniform"`` in (-2, 2) on the unconstrained scale (default otherwise);
+        weights; a posterior; a guide; a function ``num_chains -> weights``.
+    :param chain_chunk: chains to evaluate at once. ``None``: on a CPU as many as the
+        cache holds; elsewhere all.
+    :param engine: of energies and gradients: ``"eager"``, ``"layers"``, ``"compiled"``,
+        or ``"auto"``, the fastest.
     :param store: folder for the draws. If it holds this very run, the run resumes.
-    :param resume: ``"auto"``; ``False``: the store must be new; ``True``: it must exist, perhaps of other versions.
-    :param seed: of the run's own generator. ``None``: drawn from PyTorch's generator, and kept in ``metadata["seed"]``.
-    :param device, dtype: device and precision of the computation; draws are moved to the CPU.
-    :param executor: a :class:`concurrent.futures.Executor`; ``chains_per_task`` chains warm up together.
-    :param hook: called after every iteration with its number and the weights of all chains.
+    :param resume: ``"auto"``; ``False``: the store must be new; ``True``: it must
+        exist, perhaps of other versions.
+    :param seed: of the run's own generator. ``None``: drawn from PyTorch's generator,
+        and kept in ``metadata["seed"]``.
+    :param device, dtype: device and precision of the computation; draws are moved to
+        the CPU.
+    :param executor: a :class:`concurrent.futures.Executor`; ``chains_per_task`` chains
+        warm up together.
+    :param hook: called after every iteration with its number and the weights of all
+        chains.
     """
     arguments.whole("num_chains", num_chains, 1, none="the default")
     settings = Settings(
-        kernel_or_model if isinstance(kernel_or_model, Kernel) else NUTS(kernel_or_model),
+        kernel_or_model
+        if isinstance(kernel_or_model, Kernel)
+        else NUTS(kernel_or_model),
         args,
         dict(kwargs or {}),
         num_samples=num_samples,
@@ -123,28 +169,39 @@ def sample(
     )
     in_tasks = executor is not None or chains_per_task is not None
     if hook is not None and in_tasks:
-        raise ValueError("hook is given, but the chains are cut into tasks, which may run anywhere; pass hook=None")
+        raise ValueError(
+            "hook is given, but the chains are cut into tasks, which may run anywhere; "
+            "pass hook=None"
+        )
     density = None
     if not isinstance(kernel_or_model, Kernel):
         settings, density = choose(settings, num_chains)
         if progress:
             print(f"pyro_symmetric: {settings.chosen}", file=sys.stderr)
-    source = Source(settings.kernel.model, args, settings.kwargs, device, settings.kernel.subsampled)
+    source = Source(
+        settings.kernel.model, args, settings.kwargs, device, settings.kernel.subsampled
+    )
     if in_tasks:
         from pyro_symmetric.mcmc.tasks import run_tasks  # which imports this module
 
-        posterior = replace(run_tasks(settings, executor, chains_per_task, progress), source=source)
+        posterior = replace(
+            run_tasks(settings, executor, chains_per_task, progress), source=source
+        )
     else:
-        posterior = Posterior(*run(settings, progress, hook, density), kind="chains", source=source)
+        posterior = Posterior(
+            *run(settings, progress, hook, density), kind="chains", source=source
+        )
     _warn(posterior, settings)
     return posterior
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The arguments of :func:`~pyro_symmetric.mcmc.sample` that determine the draws and their store. Picklable.
+    """The arguments of :func:`~pyro_symmetric.mcmc.sample` that determine the draws and
+    their store. Picklable.
 
-    :param chosen: the kernel and number of chains in words, if they were chosen for the model.
+    :param chosen: the kernel and number of chains in words, if they were chosen for the
+        model.
     """
 
     kernel: Kernel
@@ -171,21 +228,37 @@ class Settings:
                 object.__setattr__(self, name, arguments.whole(name, value, minimum))
         arguments.one_of("resume", self.resume, ("auto", True, False))
         if self.device is not None and torch.device(self.device).type == "mps":
-            raise ValueError(f"device is {str(self.device)!r}, which has no float64 to adapt step sizes in; use 'cpu'")
+            raise ValueError(
+                f"device is {str(self.device)!r}, which has no float64 to adapt step "
+                "sizes in; use 'cpu'"
+            )
         if self.resume is True and self.store is None:
-            raise ValueError("resume is True, but store is not given; pass the folder that the run was stored in")
+            raise ValueError(
+                "resume is True, but store is not given; pass the folder that the run "
+                "was stored in"
+            )
 
     def warmups(self, density: Density) -> tuple[int, ...]:
-        """Return the lengths at which warm-up may end. ``"auto"`` has several, but one for networks, whose chains
-        rarely agree: symmetries copy every mode."""
+        """Return the lengths at which warm-up may end. ``"auto"`` has several, but one
+        for networks, whose chains rarely agree: symmetries copy every mode."""
         if not isinstance(self.num_warmup, str):
             return (self.num_warmup,)
         return Kernel.warmups if density.is_network else self.kernel.warmups
 
     def density(self, **changes: Any) -> Density:
-        """Build the density of the kernel's model; ``changes`` replace the settings' ``chain_chunk`` or ``engine``."""
-        num_warmup = self.kernel.warmups[0] if isinstance(self.num_warmup, str) else self.num_warmup  # at least
-        options = {name: getattr(self, name) for name in ("device", "dtype", "chain_chunk", "engine")}
+        """Build the density of the kernel's model; ``changes`` replace the settings'
+        ``chain_chunk`` or ``engine``.
+        """
+        # at least
+        num_warmup = (
+            self.kernel.warmups[0]
+            if isinstance(self.num_warmup, str)
+            else self.num_warmup
+        )
+        options = {
+            name: getattr(self, name)
+            for name in ("device", "dtype", "chain_chunk", "engine")
+        }
         return Density(
             self.kernel.model,
             self.args,
@@ -205,8 +278,10 @@ class RunState:
     :param iteration: number of finished iterations.
     :param generator: state of the random generator.
     :param draws: number of draws kept of each chain.
-    :param num_warmup: length of warm-up; the largest one possible while the chains are yet to end it.
-    :param agreement: record of warm-up that tells whether the chains have settled; ``None`` once it has ended.
+    :param num_warmup: length of warm-up; the largest one possible while the chains are
+        yet to end it.
+    :param agreement: record of warm-up that tells whether the chains have settled;
+        ``None`` once it has ended.
     :param r_hat: of the last such check; ``None`` without any.
     :param seed: of the run, given or drawn.
     :param one_start: whether several chains started at one point.
@@ -222,30 +297,49 @@ class RunState:
     r_hat: float | None = None
     seed: int = 0
     one_start: bool = False
-    seconds: dict[str, float] = field(default_factory=lambda: {"warmup": 0.0, "sampling": 0.0})
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"warmup": 0.0, "sampling": 0.0}
+    )
 
 
-# the run --------------------------------------------------------------------------------------------------------------
+# the run ------------------------------------------------------------------------------
 
 
-def run(settings: Settings, progress: bool = False, hook: Hook | None = None, built: Density | None = None) -> Contents:
-    """Start or resume the chains and run them to the end. Ctrl-C while sampling returns the draws so far.
+def run(
+    settings: Settings,
+    progress: bool = False,
+    hook: Hook | None = None,
+    built: Density | None = None,
+) -> Contents:
+    """Start or resume the chains and run them to the end. Ctrl-C while sampling returns
+    the draws so far.
 
-    The run's state is one value, replaced between two iterations. Wherever an interruption falls, the last one is
-    complete: positions, generator and draws belong together.
+    The run's state is one value, replaced between two iterations. Wherever an
+    interruption falls, the last one is complete: positions, generator and draws belong
+    together.
 
     :param hook: called after every iteration.
     :param built: the density of a new run, if there is one already.
-    :raises OSError: if there is a store in spite of ``resume=False``, or none in spite of ``resume=True``.
+    :raises OSError: if there is a store in spite of ``resume=False``, or none in spite
+        of ``resume=True``.
     :raises KeyboardInterrupt: in warm-up, when there are no draws to return.
     """
     store, num_samples = settings.store, settings.num_samples
-    settings = replace(settings, initial=resolve(settings.initial, settings.num_chains, settings.args, settings.kwargs))
+    settings = replace(
+        settings,
+        initial=resolve(
+            settings.initial, settings.num_chains, settings.args, settings.kwargs
+        ),
+    )
     exists = store is not None and (store / CHECKPOINT).exists()
     if exists and settings.resume is False:
-        raise FileExistsError(f"{store} is a draw store already; with resume=False, name a new folder")
+        raise FileExistsError(
+            f"{store} is a draw store already; with resume=False, name a new folder"
+        )
     if not exists and settings.resume is True:
-        raise FileNotFoundError(f"resume is True, but there is no run to resume at {store}")
+        raise FileNotFoundError(
+            f"resume is True, but there is no run to resume at {store}"
+        )
 
     def commit() -> None:
         if store is not None and not recorder.failed:
@@ -255,7 +349,8 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None, bu
                 lambda: pack(vars(run_state), energies(density, run_state.state.z)),
             )
 
-    with Recorder(store, num_samples) as recorder:  # takes the lock before any random number is drawn
+    # takes the lock before any random number is drawn
+    with Recorder(store, num_samples) as recorder:
         clock = time.perf_counter()
         if recorder.last is None:
             density = settings.density() if built is None else built
@@ -264,15 +359,27 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None, bu
         else:
             density, run_state = restore(settings, recorder.last, recorder)
         try:
-            with tqdm(initial=done(run_state), disable=not progress, mininterval=0.2) as bar, ExitStack() as at_end:
+            with (
+                tqdm(
+                    initial=done(run_state), disable=not progress, mininterval=0.2
+                ) as bar,
+                ExitStack() as at_end,
+            ):
                 at_end.callback(commit)  # however the loop ends
                 while run_state.draws < num_samples:
                     run_state = advance(settings, density, recorder, run_state)
                     before, clock = clock, time.perf_counter()
-                    phase = "warmup" if run_state.iteration <= run_state.num_warmup else "sampling"
+                    phase = (
+                        "warmup"
+                        if run_state.iteration <= run_state.num_warmup
+                        else "sampling"
+                    )
                     run_state.seconds[phase] += clock - before
                     if hook is not None:
-                        hook(run_state.iteration - 1, density.layout.constrain(run_state.state.z))
+                        hook(
+                            run_state.iteration - 1,
+                            density.layout.constrain(run_state.state.z),
+                        )
                     if clock >= recorder.next_commit:
                         commit()
                     if progress:
@@ -280,40 +387,80 @@ def run(settings: Settings, progress: bool = False, hook: Hook | None = None, bu
         except KeyboardInterrupt:
             if run_state.draws == 0:
                 when = f"interrupted after {run_state.iteration} of {run_state.num_warmup} iterations of warm-up"
-                kept = f"; they are kept in {store}, and the same call resumes there" if store else ""
+                kept = (
+                    f"; they are kept in {store}, and the same call resumes there"
+                    if store
+                    else ""
+                )
                 raise KeyboardInterrupt(f"{when}{kept}") from None
-        return recorder.draws(min(num_samples, run_state.draws), metadata(settings, density, run_state))
+        return recorder.draws(
+            min(num_samples, run_state.draws), metadata(settings, density, run_state)
+        )
 
 
-def advance(settings: Settings, density: Density, recorder: Recorder, run_state: RunState) -> RunState:
-    """Move all chains by one iteration: step, then adapt in warm-up or record a draw."""
+def advance(
+    settings: Settings, density: Density, recorder: Recorder, run_state: RunState
+) -> RunState:
+    """Move all chains by one iteration: step, then adapt in warm-up or record a
+    draw.
+    """
     kernel, iteration, draws = settings.kernel, run_state.iteration, run_state.draws
     state = kernel.step(density, run_state.state)
     if state.z.shape != (settings.num_chains, density.dim):  # a user's kernel
-        raise ValueError(f"{kernel!r} moved {settings.num_chains} chains of {density.dim} to z {tuple(state.z.shape)}")
+        raise ValueError(
+            f"{kernel!r} moved {settings.num_chains} chains of {density.dim} to z "
+            f"{tuple(state.z.shape)}"
+        )
     if iteration < run_state.num_warmup:
         if run_state.agreement is not None:
-            run_state = end_if_settled(run_state, run_state.agreement, state, settings.warmups(density))
+            run_state = end_if_settled(
+                run_state, run_state.agreement, state, settings.warmups(density)
+            )
         state = kernel.adapt(density, state, iteration, run_state.num_warmup)
     elif (iteration + 1 - run_state.num_warmup) % settings.thinning == 0:
         recorder.append(draws, density.draws(state.z), state.statistics)
         draws += 1
-    return replace(run_state, iteration=iteration + 1, state=state, generator=state.generator.get_state(), draws=draws)
+    return replace(
+        run_state,
+        iteration=iteration + 1,
+        state=state,
+        generator=state.generator.get_state(),
+        draws=draws,
+    )
 
 
-def end_if_settled(run_state: RunState, agreement: Agreement, state: State, lengths: tuple[int, ...]) -> RunState:
-    """End warm-up with this iteration if that is one of the ``lengths`` and the chains in ``state`` have settled."""
-    length, num_warmup, r_hat = run_state.iteration + 1, run_state.num_warmup, run_state.r_hat
-    agreement = agreement.update(run_state.iteration, state.z, state.energy, state.statistics.get("acceptance_rate"))
+def end_if_settled(
+    run_state: RunState, agreement: Agreement, state: State, lengths: tuple[int, ...]
+) -> RunState:
+    """End warm-up with this iteration if that is one of the ``lengths`` and the chains
+    in ``state`` have settled.
+    """
+    length, num_warmup, r_hat = (
+        run_state.iteration + 1,
+        run_state.num_warmup,
+        run_state.r_hat,
+    )
+    agreement = agreement.update(
+        run_state.iteration,
+        state.z,
+        state.energy,
+        state.statistics.get("acceptance_rate"),
+    )
     if length in lengths:
         r_hat = agreement.r_hat()
         num_warmup = length if r_hat < LIMIT else num_warmup
-    return replace(run_state, num_warmup=num_warmup, agreement=None if length == num_warmup else agreement, r_hat=r_hat)
+    return replace(
+        run_state,
+        num_warmup=num_warmup,
+        agreement=None if length == num_warmup else agreement,
+        r_hat=r_hat,
+    )
 
 
 def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
-    """Place the chains of a new run at their starting points. Raise ``TypeError`` if a store can't keep the kernel's
-    state, and ``ValueError`` if it can't keep the sites."""
+    """Place the chains of a new run at their starting points. Raise ``TypeError`` if a
+    store can't keep the kernel's state, and ``ValueError`` if it can't keep the
+    sites."""
     seed = drawn_seed() if settings.seed is None else settings.seed
     generator = torch.Generator(density.device).manual_seed(seed)
     z = starting_points(density, settings.num_chains, settings.initial, generator)
@@ -321,26 +468,41 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
     state = settings.kernel.init(density, z, lengths[-1], generator)
     agreement = Agreement() if len(lengths) > 1 else None
     shared = len(z) > 1 and bool((z == z[:1]).all())
-    run_state = RunState(0, state, state.generator.get_state(), 0, lengths[-1], agreement, seed=seed, one_start=shared)
+    run_state = RunState(
+        0,
+        state,
+        state.generator.get_state(),
+        0,
+        lengths[-1],
+        agreement,
+        seed=seed,
+        one_start=shared,
+    )
     if settings.store is not None:
         recorder.fingerprint = identify(settings, density, seed)
         require_storable(vars(run_state), settings.kernel)
-        for name, draw in density.draws(z).items():  # refuses names and dtypes now rather than after warm-up
+        # refuses names and dtypes now rather than after warm-up
+        for name, draw in density.draws(z).items():
             Array.of("posterior", name, draw.dtype, draw.shape)
     return run_state
 
 
-def restore(settings: Settings, last: Checkpoint, recorder: Recorder) -> tuple[Density, RunState]:
+def restore(
+    settings: Settings, last: Checkpoint, recorder: Recorder
+) -> tuple[Density, RunState]:
     """Rebuild the density and the state of the run at its last commit.
 
     :raises StoreError: if the store holds another run, or a damaged one.
     """
     if not last.state:
-        raise StoreError(f"the draw store {settings.store} holds draws, but no run that could resume")
+        raise StoreError(
+            f"the draw store {settings.store} holds draws, but no run that could resume"
+        )
     try:
         call, engine = last.fingerprint["call"], last.fingerprint["rounding"]["engine"]
         seed = call["seed"] if settings.seed is None else settings.seed
-        # An extended run might choose another engine or chunk, which would round differently.
+        # An extended run might choose another engine or chunk, which would round
+        # differently.
         density = settings.density(
             chain_chunk=settings.chain_chunk or call["chain_chunk"],
             engine=engine if settings.engine == "auto" else settings.engine,
@@ -349,21 +511,43 @@ def restore(settings: Settings, last: Checkpoint, recorder: Recorder) -> tuple[D
         require_same(settings, last.fingerprint, recorder.fingerprint)
         fields, stored_energies = unpack(last.state, settings.kernel)
         run_state = RunState(**{**fields, "seed": seed})
-        iteration, num_warmup, z = run_state.iteration, run_state.num_warmup, run_state.state.z
+        iteration, num_warmup, z = (
+            run_state.iteration,
+            run_state.num_warmup,
+            run_state.state.z,
+        )
         draws = max(iteration - num_warmup, 0) // settings.thinning
-        fits = iteration >= 0 and num_warmup in settings.warmups(density) and run_state.draws == draws == last.draws
+        fits = (
+            iteration >= 0
+            and num_warmup in settings.warmups(density)
+            and run_state.draws == draws == last.draws
+        )
         if not fits or z.shape != (settings.num_chains, density.dim):
-            raise ValueError(f"{len(z)} chains have {last.draws} draws at iteration {iteration}")
+            raise ValueError(
+                f"{len(z)} chains have {last.draws} draws at iteration {iteration}"
+            )
         require_same_energies(settings, density, z, stored_energies)
     except StoreError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, UnpicklingError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        UnpicklingError,
+    ) as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise StoreError(f"the run in the store {settings.store} is damaged, or can't go on here: {reason}") from error
+        raise StoreError(
+            f"the run in the store {settings.store} is damaged, or can't go on here: "
+            f"{reason}"
+        ) from error
     return density, run_state
 
 
-def metadata(settings: Settings, density: Density, run_state: RunState) -> dict[str, Any]:
+def metadata(
+    settings: Settings, density: Density, run_state: RunState
+) -> dict[str, Any]:
     """Describe the run so far, for the posterior's metadata."""
     return {
         "kernel": type(settings.kernel).__name__,
@@ -393,20 +577,37 @@ def done(run_state: RunState) -> int:
 
 def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -> None:
     """Update the progress bar."""
-    bar.total, statistics = run_state.num_warmup + num_samples, run_state.state.statistics
-    bar.set_description("warm-up" if run_state.iteration < run_state.num_warmup else "sampling", refresh=False)
+    bar.total, statistics = (
+        run_state.num_warmup + num_samples,
+        run_state.state.statistics,
+    )
+    bar.set_description(
+        "warm-up" if run_state.iteration < run_state.num_warmup else "sampling",
+        refresh=False,
+    )
     if bar.update(done(run_state) - bar.n):
-        parts = [text.format(statistics[name].double().mean()) for name, text in SHOWN.items() if name in statistics]
-        bar.set_postfix_str(", ".join([*parts, *([f"diverged {diverged}"] if diverged else [])]), refresh=False)
+        parts = [
+            text.format(statistics[name].double().mean())
+            for name, text in SHOWN.items()
+            if name in statistics
+        ]
+        bar.set_postfix_str(
+            ", ".join([*parts, *([f"diverged {diverged}"] if diverged else [])]),
+            refresh=False,
+        )
 
 
-# where chains start ---------------------------------------------------------------------------------------------------
+# where chains start -------------------------------------------------------------------
 
 
-def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Convert ``initial`` to ``None``, a name, weights, or a function ``num_chains -> weights``.
+def resolve(
+    initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Convert ``initial`` to ``None``, a name, weights, or a function ``num_chains ->
+    weights``.
 
-    A posterior gives the last draw of each of its chains and, for more chains than it has, the draws before.
+    A posterior gives the last draw of each of its chains and, for more chains than it
+    has, the draws before.
 
     :raises TypeError: unless :func:`~pyro_symmetric.mcmc.sample` takes it.
     """
@@ -414,8 +615,14 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
         rounds = -(-num_chains // initial.num_chains)
         if rounds > initial.num_samples:
             size = f"{initial.num_chains} x {initial.num_samples} draws"
-            raise ValueError(f"initial is a posterior of {size}, too few to start {num_chains} chains from")
-        last = {site: value[:, -rounds:].flip(1).transpose(0, 1) for site, value in initial.samples.items()}
+            raise ValueError(
+                f"initial is a posterior of {size}, too few to start {num_chains} "
+                "chains from"
+            )
+        last = {
+            site: value[:, -rounds:].flip(1).transpose(0, 1)
+            for site, value in initial.samples.items()
+        }
         return {site: value.flatten(0, 1)[:num_chains] for site, value in last.items()}
     if hasattr(initial, "sample_posterior"):
         return lambda count: initial.sample_posterior((count,))
@@ -424,28 +631,38 @@ def resolve(initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mappin
         def draw(count: int) -> dict[str, Tensor]:
             with torch.no_grad():
                 draws = [initial(*args, **kwargs) for _ in range(count)]
-            return {site: torch.stack([weights[site] for weights in draws]) for site in draws[0]}
+            return {
+                site: torch.stack([weights[site] for weights in draws])
+                for site in draws[0]
+            }
 
         return draw
     if isinstance(initial, str | Mapping | None) or callable(initial):
         return initial
     raise TypeError(
-        f"initial is a {type(initial).__name__}; it must be one of {INITIALISATIONS}, weights, a Posterior, a guide "
+        f"initial is a {type(initial).__name__}; it must be one of {INITIALISATIONS}, "
+        "weights, a Posterior, a guide "
         "or a function num_chains -> weights"
     )
 
 
 def starting_points(
-    density: Density, num_chains: int, initial: Any = None, generator: torch.Generator | None = None
+    density: Density,
+    num_chains: int,
+    initial: Any = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Find starting points ``(C, D)`` of finite energy and gradient.
 
-    Others are redrawn, but for given weights. So are, a few times, points in the uniform box whose energy exceeds the
-    best one by :data:`MAX_EXCESS`, from which only tiny steps would lead back.
+    Others are redrawn, but for given weights. So are, a few times, points in the
+    uniform box whose energy exceeds the best one by :data:`MAX_EXCESS`, from which only
+    tiny steps would lead back.
 
-    :param initial: as :func:`resolve` returns it. ``None``: ``"prior"`` for a ``BayesianModel``, whose energy is huge
-        far from it, and ``"uniform"`` for any other model.
-    :param generator: source of all random numbers. ``None``: a new one, seeded from PyTorch's global generator.
+    :param initial: as :func:`resolve` returns it. ``None``: ``"prior"`` for a
+        ``BayesianModel``, whose energy is huge far from it, and ``"uniform"`` for any
+        other model.
+    :param generator: source of all random numbers. ``None``: a new one, seeded from
+        PyTorch's global generator.
     :raises ValueError: if no such points are found.
     """
     if generator is None:
@@ -457,31 +674,50 @@ def starting_points(
     max_tries = 1 if isinstance(initial, Mapping) else MAX_TRIES
     z = _draw_starts(density, num_chains, initial, generator)
     for tries in range(1, max_tries + 1):
-        energy, gradient = evaluated_once(density, z, mini_batches(density.row_counts, len(z), generator))
-        bad = ~(torch.isfinite(energy) & torch.isfinite(gradient).all(-1) & torch.isfinite(z).all(-1))
+        energy, gradient = evaluated_once(
+            density, z, mini_batches(density.row_counts, len(z), generator)
+        )
+        bad = ~(
+            torch.isfinite(energy)
+            & torch.isfinite(gradient).all(-1)
+            & torch.isfinite(z).all(-1)
+        )
         if initial == "uniform" and tries < FEW_TRIES and not bool(bad.all()):
             bad |= energy > energy[~bad].min() + MAX_EXCESS
         if not bool(bad.any()):
             break
         if tries == max_tries:
             raise ValueError(
-                f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found no start with finite energy "
-                f"and gradient in {tries} draws. Check that all data, masked rows included, are finite and in the "
-                "supports of their distributions; if they are, pass initial= weights where the density is finite"
+                f"chains {bad.nonzero().flatten().tolist()[:10]} of {num_chains} found "
+                "no start with finite energy "
+                f"and gradient in {tries} draws. Check that all data, masked rows "
+                "included, are finite and in the "
+                "supports of their distributions; if they are, pass initial= weights "
+                "where the density is finite"
             )
         z[bad] = _draw_starts(density, int(bad.sum()), initial, generator)
     _warn_of_flat_entries(density, z)
     return z
 
 
-def _draw_starts(density: Density, count: int, initial: Any, generator: torch.Generator) -> Tensor:
-    """Draw points ``(C, D)``. Guides and functions use the global generators, whose states are restored afterwards.
+def _draw_starts(
+    density: Density, count: int, initial: Any, generator: torch.Generator
+) -> Tensor:
+    """Draw points ``(C, D)``. Guides and functions use the global generators, whose
+    states are restored afterwards.
 
-    :raises ValueError: if weights are outside their support, so that chains would start elsewhere; or if given ones
-        aren't finite (of a guide or a function, such points are left to be redrawn).
+    :raises ValueError: if weights are outside their support, so that chains would start
+        elsewhere; or if given ones aren't finite (of a guide or a function, such points
+        are left to be redrawn).
     """
     if initial == "uniform":
-        box = torch.rand(count, density.dim, generator=generator, device=density.device, dtype=density.dtype)
+        box = torch.rand(
+            count,
+            density.dim,
+            generator=generator,
+            device=density.device,
+            dtype=density.dtype,
+        )
         return (2 * box - 1) * RADIUS
     if initial == "prior":
         return density.draw_prior(count, generator)
@@ -494,48 +730,64 @@ def _draw_starts(density: Density, count: int, initial: Any, generator: torch.Ge
     batch = batch_shape(weights, density.layout.site_shapes, "initial")
     if tuple(batch) not in ((), (count,)):
         raise ValueError(
-            f"initial has batch shape {tuple(batch)}; it must be ({count},), one for each chain, or () for one start"
+            f"initial has batch shape {tuple(batch)}; it must be ({count},), one for "
+            "each chain, or () for one start"
         )
     z = density.unconstrain(weights).expand(count, density.dim)
     checked = z.isfinite().all(-1) | isinstance(initial, Mapping)
     for site, value in density.layout.constrain(z[checked]).items():
         given = weights[site].to(value).expand(count, *value.shape[1:])[checked]
         if not bool(((value - given).abs() <= ROUNDING * (1 + given.abs())).all()):
-            raise ValueError(f"no chain can start at initial: outside of its support, or not finite, is {site!r}")
+            raise ValueError(
+                "no chain can start at initial: outside of its support, or not "
+                f"finite, is {site!r}"
+            )
     return z.clone()
 
 
 def _warn_of_flat_entries(density: Density, z: Tensor) -> None:
-    """Warn of entries whose gradient is exactly zero at all starts and near them, as under no proper prior. The density
-    doesn't depend on them, and chains would drift along them for ever."""
+    """Warn of entries whose gradient is exactly zero at all starts and near them, as
+    under no proper prior. The density doesn't depend on them, and chains would drift
+    along them for ever."""
     if density.row_counts:
         return
     flat = (evaluated_once(density, torch.cat([z, 0.9 * z + 0.1]))[1] == 0).all(0)
     entries = density.layout.unflatten(flat[None]).items() if bool(flat.any()) else ()
-    if named := [f"{int(v.sum())} of {v.numel()} entries of {site!r}" for site, v in entries if bool(v.any())]:
+    if named := [
+        f"{int(v.sum())} of {v.numel()} entries of {site!r}"
+        for site, v in entries
+        if bool(v.any())
+    ]:
         warnings.warn(
-            f"the density doesn't depend on {', '.join(named)}: no chain can settle there. Give the site a proper "
-            "prior, or leave it out; instead of obs_mask, observe only the rows that are known",
+            f"the density doesn't depend on {', '.join(named)}: no chain can settle "
+            "there. Give the site a proper "
+            "prior, or leave it out; instead of obs_mask, observe only the rows that "
+            "are known",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-# the choice of a kernel, and warnings ---------------------------------------------------------------------------------
+# the choice of a kernel, and warnings -------------------------------------------------
 
 
 def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Density]:
-    """Choose a kernel and, unless it is given, the number of chains; return the new settings and the density.
+    """Choose a kernel and, unless it is given, the number of chains; return the new
+    settings and the density.
 
-    The rules use counts rather than timings, so that every run of a model chooses alike and a stored one resumes. They
-    rest on measurements (``ordinary_models`` of commit 4060604).
+    The rules use counts rather than timings, so that every run of a model chooses alike
+    and a stored one resumes. They rest on measurements (``ordinary_models`` of commit
+    4060604).
 
-    * **Many chains**, as long as the largest intermediate result fits into the cache and the draws into memory: there,
-      an evaluation of 64 chains costs little more than one of 4, and all of them inform warm-up. Compiled networks are
-      evaluated chain by chain and gain from many chains only in warm-up.
-    * **AdaptiveHMC** for many chains, which it moves in step; NUTS would wait for the longest tree.
-    * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations a step and saves many steps. Not
-      for networks, whose modes differ in their correlations.
+    * **Many chains**, as long as the largest intermediate result fits into the cache
+      and the draws into memory: there, an evaluation of 64 chains costs little more
+      than one of 4, and all of them inform warm-up. Compiled networks are evaluated
+      chain by chain and gain from many chains only in warm-up.
+    * **AdaptiveHMC** for many chains, which it moves in step; NUTS would wait for the
+      longest tree.
+    * **A dense mass matrix** for few coordinates, where it costs ``D ** 2`` operations
+      a step and saves many steps. Not for networks, whose modes differ in their
+      correlations.
     """
     density = settings.density()
     limits = {
@@ -555,7 +807,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
     choice = f"{kind.__name__} with {count} ({why}), mass={mass!r} (for {density.dim:,} dimensions)"
-    if settings.store is None or not settings.store.exists():  # a run that resumes keeps its engine
+    # a run that resumes keeps its engine
+    if settings.store is None or not settings.store.exists():
         choice += f", engine {density.engine!r}"
     kernel = kind(settings.kernel.model, mass=mass)
     return replace(settings, kernel=kernel, num_chains=chains, chosen=choice), density
@@ -567,21 +820,37 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
         size = f"{posterior.num_samples} of {settings.num_samples} draws of each chain"
         if posterior.num_chains < settings.num_chains:
             size = f"{posterior.num_chains} of {settings.num_chains} chains"
-        advice = "" if settings.store is None else f"; the same call resumes from what is kept in {settings.store}"
-        warnings.warn(f"interrupted: the posterior holds {size}{advice}", RuntimeWarning, stacklevel=3)
+        advice = (
+            ""
+            if settings.store is None
+            else f"; the same call resumes from what is kept in {settings.store}"
+        )
+        warnings.warn(
+            f"interrupted: the posterior holds {size}{advice}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     latent = {
-        s: value for s, value in posterior.samples.items() if s not in posterior.metadata.get("deterministic", ())
+        s: value
+        for s, value in posterior.samples.items()
+        if s not in posterior.metadata.get("deterministic", ())
     }
     # Chains of a network may sit in copies of one mode, and needn't agree.
     agreeing = None if isinstance(settings.kernel.model, BayesianModel) else latent
-    failures = sampler_failures(posterior.statistics, settings.kernel.subsampled, agreeing)
-    if latent and not failures:  # a chain may never move although its acceptance rate is fine
+    failures = sampler_failures(
+        posterior.statistics, settings.kernel.subsampled, agreeing
+    )
+    # a chain may never move although its acceptance rate is fine
+    if latent and not failures:
         moves = moving(latent)
         measured = "acceptance_rate" in posterior.statistics
-        if moves.status == "fail" and (not measured or (moves.value == 0.0 and posterior.num_samples >= MIN_DRAWS)):
+        if moves.status == "fail" and (
+            not measured or (moves.value == 0.0 and posterior.num_samples >= MIN_DRAWS)
+        ):
             failures.append(moves)
     early = list(warm_up(posterior.metadata)) if settings.num_warmup == "auto" else []
-    if any(check.status != "pass" for check in early):  # this explains the disagreement of the draws
+    # this explains the disagreement of the draws
+    if any(check.status != "pass" for check in early):
         failures = [*early, *(check for check in failures if check.name != "weights")]
     for check in failures:
         warnings.warn(check.words, RuntimeWarning, stacklevel=3)

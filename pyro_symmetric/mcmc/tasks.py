@@ -20,40 +20,71 @@ from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import CHECKPOINT, make_folder
 from pyro_symmetric.weights import batch_shape
 
-SMALLEST_TASK, LARGEST_TASK, MIN_TASKS = 4, 16, 4  # chains that warm up together; number of tasks
+# chains that warm up together; number of tasks
+SMALLEST_TASK, LARGEST_TASK, MIN_TASKS = 4, 16, 4
 
 
-def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: int | None, progress: bool) -> Posterior:
-    """Run chains in tasks, each with its own seed and, within a store, its own folder; concatenate their posteriors.
+def run_tasks(
+    settings: Settings,
+    executor: Executor | None,
+    chains_per_task: int | None,
+    progress: bool,
+) -> Posterior:
+    """Run chains in tasks, each with its own seed and, within a store, its own folder;
+    concatenate their posteriors.
 
-    The draws depend on the size of the tasks and not on where they run. A note of a task's error names its chains.
+    The draws depend on the size of the tasks and not on where they run. A note of a
+    task's error names its chains.
 
     :param executor: its workers run the tasks. ``None``: this process does.
     :param chains_per_task: ``None``: see :func:`default_size`.
     """
-    arguments.instance("executor", executor, (Executor, type(None)), "a concurrent.futures.Executor")
-    arguments.whole("chains_per_task", chains_per_task, 1, none="about a quarter of all")
+    arguments.instance(
+        "executor", executor, (Executor, type(None)), "a concurrent.futures.Executor"
+    )
+    arguments.whole(
+        "chains_per_task", chains_per_task, 1, none="about a quarter of all"
+    )
     size = chains_per_task or default_size(settings.num_chains)
     if LOCK._is_owned():  # threads of the executor would wait for this one for ever
         executor = None
     store = settings.store
-    if store is not None and store.exists() and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"]):
-        raise FileExistsError(f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name a new folder")
-    seed, threads = drawn_seed() if settings.seed is None else settings.seed, torch.get_num_threads()
+    if (
+        store is not None
+        and store.exists()
+        and (names := [e.name for e in store.iterdir() if e.name[:5] != "task-"])
+    ):
+        raise FileExistsError(
+            f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name "
+            "a new folder"
+        )
+    seed, threads = (
+        drawn_seed() if settings.seed is None else settings.seed,
+        torch.get_num_threads(),
+    )
     tasks, done = cut(settings, size, seed), list[Posterior]()
     work = partial(run_task, caller=(os.getpid(), threads))
-    futures = [] if executor is None else [executor.submit(work, task) for task in tasks]
+    futures = (
+        [] if executor is None else [executor.submit(work, task) for task in tasks]
+    )
     try:
         for k, task in enumerate(tqdm(tasks, desc="tasks", disable=not progress)):
             arrays, metadata = futures[k].result() if futures else work(task)
             if metadata["interrupted"]:  # Ctrl-C reached the worker
                 break
             if task.store is None:
-                samples, statistics = ({name: torch.from_numpy(v) for name, v in part.items()} for part in arrays)
+                samples, statistics = (
+                    {name: torch.from_numpy(v) for name, v in part.items()}
+                    for part in arrays
+                )
                 done.append(Posterior(samples, statistics, metadata, kind="chains"))
             else:
                 stored = Posterior.load(task.store, verify=False)
-                done.append(replace(stored.select(draws=slice(task.num_samples)), metadata=metadata))
+                done.append(
+                    replace(
+                        stored.select(draws=slice(task.num_samples)), metadata=metadata
+                    )
+                )
     except KeyboardInterrupt:
         pass
     except Exception as error:
@@ -64,30 +95,49 @@ def run_tasks(settings: Settings, executor: Executor | None, chains_per_task: in
             future.cancel()
         torch.set_num_threads(threads)  # one of its settings is the whole process's
     if not done:
-        kept = f". What is done is kept in {store}; the same call resumes there" if store else ""
-        raise KeyboardInterrupt(f"interrupted before any of {len(tasks)} tasks had finished{kept}")
+        kept = (
+            f". What is done is kept in {store}; the same call resumes there"
+            if store
+            else ""
+        )
+        raise KeyboardInterrupt(
+            f"interrupted before any of {len(tasks)} tasks had finished{kept}"
+        )
     posterior = Posterior.concat(done)
-    metadata = {**posterior.metadata, "chains_per_task": size, "interrupted": len(done) < len(tasks)}
+    metadata = {
+        **posterior.metadata,
+        "chains_per_task": size,
+        "interrupted": len(done) < len(tasks),
+    }
     metadata |= {} if any(task.seed is None for task in tasks) else {"seed": seed}
     return replace(posterior, metadata=metadata)
 
 
 def default_size(num_chains: int) -> int:
-    """Return the default number of chains of a task: about a quarter of all, in equal tasks, none of a single chain."""
-    count = -(-num_chains // max(SMALLEST_TASK, min(LARGEST_TASK, -(-num_chains // MIN_TASKS))))
+    """Return the default number of chains of a task: about a quarter of all, in equal
+    tasks, none of a single chain.
+    """
+    count = -(
+        -num_chains
+        // max(SMALLEST_TASK, min(LARGEST_TASK, -(-num_chains // MIN_TASKS)))
+    )
     size = -(-num_chains // count)
     while size > 1 and num_chains % size == 1:
         size += 1
     return size
 
 
-def run_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run_task(
+    settings: Settings, caller: tuple[int, int]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Run one task in this process, on one thread of PyTorch's.
 
     :param caller: id of the process that submits the task, and its number of threads.
-    :return: samples and statistics as arrays, which every executor can send (none if there is a store), and metadata.
+    :return: samples and statistics as arrays, which every executor can send (none if
+        there is a store), and metadata.
     """
-    before = caller[1] if caller[0] == os.getpid() else torch.get_num_threads()  # a new thread reports another number
+    # a new thread reports another number
+    before = caller[1] if caller[0] == os.getpid() else torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         *parts, metadata = run(settings)
@@ -98,14 +148,21 @@ def run_task(settings: Settings, caller: tuple[int, int]) -> tuple[list[dict[str
 
 
 def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
-    """Cut the settings of a run into those of tasks of ``size`` chains; the last task may be smaller."""
+    """Cut the settings of a run into those of tasks of ``size`` chains; the last task
+    may be smaller.
+    """
     initial, store, tasks = settings.initial, settings.store, []
     if initial is not None and not isinstance(initial, str):
-        with forked(_seed_of(seed, "initial")):  # guides and functions draw for all chains at once
-            initial = resolve(initial, settings.num_chains, settings.args, settings.kwargs)
+        # guides and functions draw for all chains at once
+        with forked(_seed_of(seed, "initial")):
+            initial = resolve(
+                initial, settings.num_chains, settings.args, settings.kwargs
+            )
             initial = initial(settings.num_chains) if callable(initial) else initial
     one_per_chain = isinstance(initial, Mapping) and bool(
-        batch_shape(initial, settings.density(chain_chunk=1, engine="eager").layout.site_shapes)
+        batch_shape(
+            initial, settings.density(chain_chunk=1, engine="eager").layout.site_shapes
+        )
     )
     for task, begin in enumerate(range(0, settings.num_chains, size)):
         folder = None if store is None else store / f"task-{task:04d}"
@@ -114,8 +171,11 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
             replace(
                 settings,
                 num_chains=min(size, settings.num_chains - begin),
-                seed=None if exists and settings.seed is None else _seed_of(seed, task),  # None: the store's
-                initial={site: v[begin : begin + size] for site, v in initial.items()} if one_per_chain else initial,
+                # None: the store's
+                seed=None if exists and settings.seed is None else _seed_of(seed, task),
+                initial={site: v[begin : begin + size] for site, v in initial.items()}
+                if one_per_chain
+                else initial,
                 store=folder,
                 resume=settings.resume if exists or not task else "auto",
             )
@@ -127,4 +187,9 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
 
 def _seed_of(seed: int, task: int | str) -> int:
     """Derive the seed of one part of a run, independent of the others'."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed}/{task}".encode(), digest_size=8).digest(), "big"
+        )
+        >> 1
+    )

@@ -1,4 +1,6 @@
-"""Draws from a posterior: storage, convergence checks, predictions, tables, and weights read from files."""
+"""Draws from a posterior: storage, convergence checks, predictions, tables, and weights
+read from files.
+"""
 
 from pyro_symmetric.posterior.posterior import Posterior
 

@@ -1,7 +1,7 @@
 """Folders of checkpoints, one state dict for each network, as one posterior.
 
-No file can execute code: all but ``.safetensors`` are read with ``torch.load(weights_only=True)``, which accepts only
-tensors and plain containers.
+No file can execute code: all but ``.safetensors`` are read with
+``torch.load(weights_only=True)``, which accepts only tensors and plain containers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pyro_symmetric.store import PathLike
 from pyro_symmetric.weights import Weights
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
-_KEYS = ("state_dict", "model_state_dict", "model")  # under which training scripts save the state dict
+# under which training scripts save the state dict
+_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def read_checkpoints(
@@ -44,46 +45,81 @@ def read_checkpoints(
     torch.Size([1, 3, 3, 2])
 
     :param source: a folder, or a list of files in the order of the draws.
-    :param pattern: of the folder's files, for :meth:`pathlib.Path.glob`; those with a known ending are read in natural
-        order (``net-2`` before ``net-10``).
-    :param rename: name in the file -> name of the site, or ``None`` to leave it out. Running statistics of batch
-        normalisation become sites; integer tensors are left out.
-    :param key: of the state dict in a ``.pt`` file. Default: the file's own top level, or its entry ``state_dict``,
-        ``model_state_dict`` or ``model``.
-    :return: samples ``(1, files, *shape)`` in the first file's precision; ``metadata`` lists the ``files`` and, with a
-        warning, those that hold a NaN or an infinity as ``not_finite``.
+    :param pattern: of the folder's files, for :meth:`pathlib.Path.glob`; those with a
+        known ending are read in natural order (``net-2`` before ``net-10``).
+    :param rename: name in the file -> name of the site, or ``None`` to leave it out.
+        Running statistics of batch normalisation become sites; integer tensors are left
+        out.
+    :param key: of the state dict in a ``.pt`` file. Default: the file's own top level,
+        or its entry ``state_dict``, ``model_state_dict`` or ``model``.
+    :return: samples ``(1, files, *shape)`` in the first file's precision; ``metadata``
+        lists the ``files`` and, with a warning, those that hold a NaN or an infinity as
+        ``not_finite``.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
-    :raises ValueError: naming the file that can't be read or has other sites than the first one.
+    :raises ValueError: naming the file that can't be read or has other sites than the
+        first one.
     """
     files = _files(source, pattern)
     if not files:
-        raise FileNotFoundError(f"there is no file {pattern} in {source} that ends in {', '.join(SUFFIXES)}")
-    names = [str(file.relative_to(source)) if isinstance(source, str | Path) else str(file) for file in files]
+        raise FileNotFoundError(
+            f"there is no file {pattern} in {source} that ends in {', '.join(SUFFIXES)}"
+        )
+    names = [
+        str(file.relative_to(source)) if isinstance(source, str | Path) else str(file)
+        for file in files
+    ]
     samples: Weights = {}
     not_finite: list[str] = []
-    for i, file in enumerate(tqdm(files, desc="checkpoints", unit="file", disable=not progress)):
+    for i, file in enumerate(
+        tqdm(files, desc="checkpoints", unit="file", disable=not progress)
+    ):
         sites = _sites(_state(file, key), rename, file)
         if i == 0:
-            samples = {s: torch.empty(len(files), *v.shape, dtype=v.dtype, device="cpu") for s, v in sites.items()}
-        if {s: v.shape for s, v in sites.items()} != {s: v.shape[1:] for s, v in samples.items()}:
-            raise ValueError(f"{file} and {files[0]} have other sites or shapes; they must be of one network (rename=)")
+            samples = {
+                s: torch.empty(len(files), *v.shape, dtype=v.dtype, device="cpu")
+                for s, v in sites.items()
+            }
+        if {s: v.shape for s, v in sites.items()} != {
+            s: v.shape[1:] for s, v in samples.items()
+        }:
+            raise ValueError(
+                f"{file} and {files[0]} have other sites or shapes; they must be of "
+                "one network (rename=)"
+            )
         for site, value in sites.items():
             samples[site][i] = value
         if not all(bool(torch.isfinite(value[i]).all()) for value in samples.values()):
             not_finite.append(names[i])
     if not_finite:
-        message = f"{len(not_finite)} checkpoints hold a NaN or an infinity: {not_finite}"
+        message = (
+            f"{len(not_finite)} checkpoints hold a NaN or an infinity: {not_finite}"
+        )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     metadata = {"files": names, "not_finite": not_finite}
-    return Posterior({site: value[None] for site, value in samples.items()}, {}, metadata, kind="independent")
+    return Posterior(
+        {site: value[None] for site, value in samples.items()},
+        {},
+        metadata,
+        kind="independent",
+    )
 
 
 def _files(source: PathLike | Sequence[PathLike], pattern: str) -> list[Path]:
     if not isinstance(source, str | os.PathLike):
         return [Path(file) for file in source]
-    files = [file for file in Path(source).glob(pattern) if file.is_file() and file.suffix in SUFFIXES]
-    # Sort digits as numbers; the split alternates text and digits, so that keys are comparable.
-    return sorted(files, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))])
+    files = [
+        file
+        for file in Path(source).glob(pattern)
+        if file.is_file() and file.suffix in SUFFIXES
+    ]
+    # Sort digits as numbers; the split alternates text and digits, so that keys are
+    # comparable.
+    return sorted(
+        files,
+        key=lambda file: [
+            int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(file))
+        ],
+    )
 
 
 def _state(file: Path, key: str | None) -> dict[str, Tensor]:
@@ -96,19 +132,33 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
         raise
     except Exception as error:  # a damaged file may raise any exception
         raise ValueError(
-            f"{file} can't be read as a checkpoint ({type(error).__name__}: {str(error)[:200]}): it is damaged, "
-            "another kind of file (pattern= says which are read), or holds more than tensors: save net.state_dict()"
+            f"{file} can't be read as a checkpoint ({type(error).__name__}: "
+            f"{str(error)[:200]}): it is damaged, "
+            "another kind of file (pattern= says which are read), or holds more than "
+            "tensors: save net.state_dict()"
         ) from error
     entries = content if isinstance(content, Mapping) else {}
-    default = next((entries[name] for name in _KEYS if isinstance(entries.get(name), Mapping)), entries)
+    default = next(
+        (entries[name] for name in _KEYS if isinstance(entries.get(name), Mapping)),
+        entries,
+    )
     state: Any = default if key is None else entries.get(key)
-    tensors = {str(name): value for name, value in (state or {}).items() if isinstance(value, Tensor)}
+    tensors = {
+        str(name): value
+        for name, value in (state or {}).items()
+        if isinstance(value, Tensor)
+    }
     if not tensors:
-        raise ValueError(f"{file} holds no state dict, but {sorted(map(str, entries))[:10]}: name an entry by key=")
+        raise ValueError(
+            f"{file} holds no state dict, but {sorted(map(str, entries))[:10]}: name "
+            "an entry by key="
+        )
     return tensors
 
 
-def _sites(state: Mapping[str, Tensor], rename: Callable[[str], str | None] | None, file: Path) -> Weights:
+def _sites(
+    state: Mapping[str, Tensor], rename: Callable[[str], str | None] | None, file: Path
+) -> Weights:
     """Rename the tensors of one network to sites."""
     sites: Weights = {}
     for name, value in state.items():
@@ -116,6 +166,8 @@ def _sites(state: Mapping[str, Tensor], rename: Callable[[str], str | None] | No
         if site is None or not value.is_floating_point():
             continue
         if site in sites:
-            raise ValueError(f"{file}: rename gives {site!r} to two tensors, the second is {name!r}")
+            raise ValueError(
+                f"{file}: rename gives {site!r} to two tensors, the second is {name!r}"
+            )
         sites[site] = value
     return sites

@@ -1,6 +1,7 @@
 """Convergence checks of Markov chains: a number, its limits, the finding and advice.
 
-:func:`~pyro_symmetric.mcmc.sample` warns of failures among them (:func:`sampler_failures`), and
+:func:`~pyro_symmetric.mcmc.sample` warns of failures among them
+    (:func:`sampler_failures`), and
 :func:`~pyro_symmetric.compare.diagnose` reports them all, by the same limits.
 """
 
@@ -27,23 +28,26 @@ Status = Literal["fail", "warn", "pass", "unknown"]
 
 # Beyond the first limit a check is a warning, beyond the second a failure.
 R_HAT = (1.02, 1.05)
-EFFECTIVE_DRAWS = (400.0, 50.0)  # Vehtari et al. 2021, section 4: 400 for stable estimates of R-hat and of quantiles
-MOVING = (0.1, 0.01)  # share of the draws at which a chain moves; its spread relative to the median chain's
+# Vehtari et al. 2021, section 4: 400 for stable estimates of R-hat and of quantiles
+EFFECTIVE_DRAWS = (400.0, 50.0)
+# share of the draws at which a chain moves; its spread relative to the median chain's
+MOVING = (0.1, 0.01)
 ACCEPTANCE = (0.4, 0.1)  # mean of one chain
-DIVERGING = (0.0, 0.002)  # share of the draws; with 0.5 %, a banana's second moments were a third too small
+# share of the draws; with 0.5 %, a banana's second moments were a third too small
+DIVERGING = (0.0, 0.002)
 CUT_OFF = (0.1, math.inf)  # share of the trajectories that reach the largest tree
 ENERGY_FRACTION = (0.3, 0.1)  # E-BFMI of one chain
 ENERGY_ERROR = (2.0, 10.0)  # of unadjusted steps, relative to the requested one
 TEMPERATURE = (0.1, 0.3)  # distance from 1
 
 MIN_DRAWS = 20  # of a chain, for a low acceptance to be a failure
-MIN_DRAWS_TO_AGREE = 100  # of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
+# of a chain, so that R-hat of a hundred converged entries fails once in 10,000 runs
+MIN_DRAWS_TO_AGREE = 100
 STANDARD_ERRORS = 3.0  # by which a temperature must be off
-STANDARD_ERRORS_OF_SITE = 4.5  # likewise, of one of several sites: false alarms 7e-6 each
+# likewise, of one of several sites: false alarms 7e-6 each
+STANDARD_ERRORS_OF_SITE = 4.5
 
-RELABELLED = (
-    "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
-)
+RELABELLED = "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
 TOO_LARGE = "the step size is too large for all of them, or the density or its gradient is broken"
 
 
@@ -63,32 +67,53 @@ class Check:
 
 
 def graded(value: float, limits: tuple[float, float]) -> Status:
-    """Grade a number by the limits of a warning and of a failure; NaN is ``"unknown"``."""
+    """Grade a number by the limits of a warning and of a failure; NaN is
+    ``"unknown"``.
+    """
     if math.isnan(value):
         return "unknown"
     warn, fail = limits
     sign = 1 if fail > warn else -1
-    return "fail" if sign * value > sign * fail else "warn" if sign * value > sign * warn else "pass"
+    return (
+        "fail"
+        if sign * value > sign * fail
+        else "warn"
+        if sign * value > sign * warn
+        else "pass"
+    )
 
 
-def checked(name: str, value: float, limits: tuple[float, float], finding: str, advice: str) -> Check:
+def checked(
+    name: str, value: float, limits: tuple[float, float], finding: str, advice: str
+) -> Check:
     """Check a number against its limits; the advice is for numbers beyond them."""
-    status, side = graded(value, limits), "below " if limits[1] > limits[0] else "above "
+    status, side = (
+        graded(value, limits),
+        "below " if limits[1] > limits[0] else "above ",
+    )
     limit = f"{side if limits[0] else ''}{limits[0]:g}"
-    words = f"{finding}, should be {limit}: {advice}" if status in ("warn", "fail") else finding
+    words = (
+        f"{finding}, should be {limit}: {advice}"
+        if status in ("warn", "fail")
+        else finding
+    )
     return Check(name, status, words, value)
 
 
-# draws ----------------------------------------------------------------------------------------------------------------
+# draws --------------------------------------------------------------------------------
 
 
 def finite(draws: Mapping[str, Tensor]) -> Check:
-    """Check that all draws are finite: name in the message -> ``(chains, draws, ...)``."""
+    """Check that all draws are finite: name in the message -> ``(chains, draws,
+    ...)``.
+    """
     for name, value in draws.items():
         count = non_finite(value)
         if bool(count.any()):
             chains = named(count.nonzero().flatten().tolist())
-            finding = f"{name} is NaN or infinite in {int(count.sum()):,} draws ({chains})"
+            finding = (
+                f"{name} is NaN or infinite in {int(count.sum()):,} draws ({chains})"
+            )
             advice = "leave them out by posterior.select, or draw anew with smaller steps or dtype=torch.float64"
             return Check("finite", "fail", f"{finding}: {advice}")
     return Check("finite", "pass", "all draws are finite")
@@ -102,29 +127,45 @@ def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
 
 
 def moving(samples: Mapping[str, Tensor]) -> Check:
-    """Check the share of the draws at which each chain moves, and its spread relative to the median chain's.
+    """Check the share of the draws at which each chain moves, and its spread relative
+    to the median chain's.
 
-    An accepted move changes every entry, so the first few of each site suffice. Entries that are constant in all
-    chains, such as the zeros of a triangular matrix, are left out.
+    An accepted move changes every entry, so the first few of each site suffice. Entries
+    that are constant in all chains, such as the zeros of a triangular matrix, are left
+    out.
     """
     heads = torch.cat([watched(value) for value in samples.values()], dim=2).double()
     if heads.shape[1] < 2:
-        return Check("moving", "unknown", "one draw of each chain says nothing about its moves")
+        return Check(
+            "moving", "unknown", "one draw of each chain says nothing about its moves"
+        )
     heads = heads[..., ~standing_still(heads).all(0)]
     if not heads.shape[2]:
         return Check("moving", "fail", f"no chain moves: {TOO_LARGE}", 0.0)
     moves, spread = (heads.diff(dim=1) != 0).any(2).double().mean(1), heads.std(1)
-    shares = torch.minimum(moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values)
+    shares = torch.minimum(
+        moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
+    )
     slow = (shares < MOVING[0]).nonzero().flatten().tolist()
     finding = f"{named(slow)} hardly move: {float(shares.min()):.2g} of the draws, or of the others' spread"
     advice = "start elsewhere (initial=), take smaller steps, or leave out by posterior.select"
-    return checked("moving", float(shares.min()), MOVING, finding if slow else "every chain moves", advice)
+    return checked(
+        "moving",
+        float(shares.min()),
+        MOVING,
+        finding if slow else "every chain moves",
+        advice,
+    )
 
 
 def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
     """Check R-hat of the first few entries of each site."""
     heads = {site: watched(value) for site, value in samples.items() if value.numel()}
-    worst = {site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max()) for site, v in heads.items() if v.numel()}
+    worst = {
+        site: float(chain_statistics(v).r_hat.nan_to_num(0.0).max())
+        for site, v in heads.items()
+        if v.numel()
+    }
     if not worst:
         return Check("weights", "unknown", f"no chain moves: {TOO_LARGE}")
     site = max(worst, key=worst.__getitem__)
@@ -133,56 +174,103 @@ def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
     return checked("weights", worst[site], R_HAT, finding, advice)
 
 
-# the run --------------------------------------------------------------------------------------------------------------
+# the run ------------------------------------------------------------------------------
 
 
 def starts(metadata: Mapping[str, Any]) -> Iterator[Check]:
-    """Report that all chains of a run started at one point, so that their agreement shows little."""
+    """Report that all chains of a run started at one point, so that their agreement
+    shows little.
+    """
     if metadata.get("one_start"):
         words = "all chains started at one point, so that no R-hat shows a mode that they all missed; start them apart"
-        yield Check("starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)")
+        yield Check(
+            "starts", "warn", f"{words} (initial='prior', 'uniform', or a guide)"
+        )
 
 
 def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
-    """Check R-hat at the end of a warm-up of ``num_warmup="auto"``, in the worst task of a run in tasks."""
-    tasks = [task for task in (metadata, *metadata.get("parts", ())) if task.get("warmup_r_hat") is not None]
+    """Check R-hat at the end of a warm-up of ``num_warmup="auto"``, in the worst task
+    of a run in tasks.
+    """
+    tasks = [
+        task
+        for task in (metadata, *metadata.get("parts", ()))
+        if task.get("warmup_r_hat") is not None
+    ]
     for worst in sorted(tasks, key=lambda task: task["warmup_r_hat"])[-1:]:
-        length, r_hat = worst.get("num_warmup", metadata.get("num_warmup")), worst["warmup_r_hat"]
+        length, r_hat = (
+            worst.get("num_warmup", metadata.get("num_warmup")),
+            worst["warmup_r_hat"],
+        )
         finding = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
         advice = f"{RELABELLED}. If not, pass mass='dense' or a larger num_warmup, or reparametrise the model"
         yield checked("warm-up", r_hat, (R_HAT[1], math.inf), finding, advice)
 
 
-# sampler statistics ---------------------------------------------------------------------------------------------------
+# sampler statistics -------------------------------------------------------------------
 
 
-def sampler_checks(statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool) -> Iterator[Check]:
+def sampler_checks(
+    statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool
+) -> Iterator[Check]:
     """Check a sampler's statistics, ``(chains, draws)`` each.
 
-    :param subsampled: whether the sampler takes mini-batches, and so has a tolerance instead of a target acceptance.
-    :param arrived: whether the chains agree; otherwise their temperature doesn't depend on the step size alone.
+    :param subsampled: whether the sampler takes mini-batches, and so has a tolerance
+        instead of a target acceptance.
+    :param arrived: whether the chains agree; otherwise their temperature doesn't depend
+        on the step size alone.
     """
     if "acceptance_rate" in statistics:
         yield acceptance(statistics["acceptance_rate"])
     if "diverging" in statistics:
         share = float(statistics["diverging"].double().mean())
-        size = "tolerance" if subsampled else "energy_error" if "energy_error" in statistics else ""
-        smaller = f"a smaller step_size or {size}" if size else "a smaller step_size or a larger target_accept"
+        size = (
+            "tolerance"
+            if subsampled
+            else "energy_error"
+            if "energy_error" in statistics
+            else ""
+        )
+        smaller = (
+            f"a smaller step_size or {size}"
+            if size
+            else "a smaller step_size or a larger target_accept"
+        )
         advice = f"parts of the posterior are missed. Use {smaller}, a longer warm-up, or reparametrise the model"
-        yield checked("divergences", share, DIVERGING, f"{share:.2%} of the draws diverged", advice)
+        yield checked(
+            "divergences",
+            share,
+            DIVERGING,
+            f"{share:.2%} of the draws diverged",
+            advice,
+        )
     if "energy_error" in statistics:
         yield energy_error(statistics["energy_error"])
     if "reached_max_treedepth" in statistics:
         share = float(statistics["reached_max_treedepth"].double().mean())
         finding = f"{share:.1%} of the trajectories were cut off at the largest tree"
-        yield checked("tree depth", share, CUT_OFF, finding, "raise max_treedepth, or reparametrise")
+        yield checked(
+            "tree depth",
+            share,
+            CUT_OFF,
+            finding,
+            "raise max_treedepth, or reparametrise",
+        )
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         worst = float(missing_energy(statistics["energy"]).min())
         advice = "momenta hardly change the energy, tails are missed; reparametrise"
-        yield checked("energy", worst, ENERGY_FRACTION, f"E-BFMI of the worst chain {worst:.2f}", advice)
+        yield checked(
+            "energy",
+            worst,
+            ENERGY_FRACTION,
+            f"E-BFMI of the worst chain {worst:.2f}",
+            advice,
+        )
     for name in ("kinetic_temperature", "virial"):
         if name in statistics:
-            yield temperature(name.replace("_", " "), statistics[name].double(), subsampled, arrived)
+            yield temperature(
+                name.replace("_", " "), statistics[name].double(), subsampled, arrived
+            )
 
 
 def acceptance(rates: Tensor) -> Check:
@@ -192,16 +280,22 @@ def acceptance(rates: Tensor) -> Check:
     if stuck := (by_chain < ACCEPTANCE[1]).nonzero().flatten().tolist():
         finding = f"{len(stuck)} of {len(by_chain)} chains hardly move ({named(stuck)}): {finding}"
     some = 0 < len(stuck) < len(by_chain)
-    advice = "start them elsewhere (initial=), or leave them out by posterior.select; " * some
+    advice = (
+        "start them elsewhere (initial=), or leave them out by posterior.select; "
+        * some
+    )
     advice += "use a smaller step_size, a longer warm-up or dtype=torch.float64"
-    limits = ACCEPTANCE if rates.shape[1] >= MIN_DRAWS else (ACCEPTANCE[0], -math.inf)  # fewer only warn
+    # fewer only warn
+    limits = ACCEPTANCE if rates.shape[1] >= MIN_DRAWS else (ACCEPTANCE[0], -math.inf)
     return checked("acceptance", float(by_chain.min()), limits, finding, advice)
 
 
 def energy_error(ratios: Tensor) -> Check:
-    """Check the energy errors of a sampler that accepts every step, whose bias grows with them.
+    """Check the energy errors of a sampler that accepts every step, whose bias grows
+    with them.
 
-    :param ratios: squared errors relative to the requested one, ``(chains, draws)``; NaN for iterations undone.
+    :param ratios: squared errors relative to the requested one, ``(chains, draws)``;
+        NaN for iterations undone.
     """
     by_chain = ratios.double().nanmean(1)
     mean, worst = float(by_chain.nanmean()), float(by_chain.nan_to_num(math.inf).max())
@@ -210,8 +304,11 @@ def energy_error(ratios: Tensor) -> Check:
     return checked("energy error", mean, ENERGY_ERROR, finding, advice)
 
 
-def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site: str = "") -> Check:
-    """Check that the mean of ``(chains, draws)`` is 1, within a tolerance and its standard error.
+def temperature(
+    name: str, values: Tensor, subsampled: bool, arrived: bool, site: str = ""
+) -> Check:
+    """Check that the mean of ``(chains, draws)`` is 1, within a tolerance and its
+    standard error.
 
     :param site: empty: of all sites.
     """
@@ -219,7 +316,10 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
     if complete.numel() < 2:
         return Check(name, "unknown", "no chain has values throughout")
     mean, error = float(complete.mean()), _standard_error(complete)
-    margin, off = error * (STANDARD_ERRORS_OF_SITE if site else STANDARD_ERRORS), abs(mean - 1)
+    margin, off = (
+        error * (STANDARD_ERRORS_OF_SITE if site else STANDARD_ERRORS),
+        abs(mean - 1),
+    )
     finding = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
     if margin > TEMPERATURE[1] and off <= margin:
         more = "more draws (diagnose looks at num_draws= of them) would tell"
@@ -232,14 +332,22 @@ def temperature(name: str, values: Tensor, subsampled: bool, arrived: bool, site
         advice = "the draws spread too little, or haven't reached the posterior yet; run longer"
     else:
         advice = f"they spread too widely; {'larger batches, ' * subsampled}smaller steps or a longer warm-up"
-    return Check(name, graded(off, TEMPERATURE), f"{finding}, should be 1: {advice}", mean)
+    return Check(
+        name, graded(off, TEMPERATURE), f"{finding}, should be 1: {advice}", mean
+    )
 
 
 def _standard_error(values: Tensor) -> float:
-    """Estimate the standard error of the mean of correlated draws, at least that of the chains' means."""
+    """Estimate the standard error of the mean of correlated draws, at least that of the
+    chains' means.
+    """
     size = float(chain_statistics(values).ess_bulk)
-    within = float(values.std()) / math.sqrt(size) if size == size else float(values.std())
-    between = float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    within = (
+        float(values.std()) / math.sqrt(size) if size == size else float(values.std())
+    )
+    between = (
+        float(values.mean(1).std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    )
     return max(within, between)
 
 
@@ -249,16 +357,20 @@ def named(chains: Sequence[int]) -> str:
     return f"{'chain' if len(chains) == 1 else 'chains'} {shown}"
 
 
-# the checks that a run warns of ---------------------------------------------------------------------------------------
+# the checks that a run warns of -------------------------------------------------------
 
 
 def sampler_failures(
-    statistics: Mapping[str, Tensor], subsampled: bool, samples: Mapping[str, Tensor] | None = None
+    statistics: Mapping[str, Tensor],
+    subsampled: bool,
+    samples: Mapping[str, Tensor] | None = None,
 ) -> list[Check]:
-    """Return the failed checks that a run warns of; with few draws, of acceptance, divergences and energy errors only.
+    """Return the failed checks that a run warns of; with few draws, of acceptance,
+    divergences and energy errors only.
 
     :param statistics: of the sampler, ``(chains, draws)`` each.
-    :param samples: draws on which chains must agree; then E-BFMI, too, is checked. ``None``: they needn't.
+    :param samples: draws on which chains must agree; then E-BFMI, too, is checked.
+        ``None``: they needn't.
     """
     names = {"acceptance", "divergences", "energy error", "weights"}
     length = min((value.shape[1] for value in statistics.values()), default=0)
@@ -268,6 +380,12 @@ def sampler_failures(
         agreement = [disagreement(samples, subsampled)] if samples is not None else []
     arrived = all(check.status != "fail" for check in agreement)
     checks = [*sampler_checks(statistics, subsampled, arrived), *agreement]
-    failed = [check for check in checks if check.name in names and check.status == "fail"]
-    energy = [check for check in checks if check.name == "energy" and check.status in ("fail", "warn")]
+    failed = [
+        check for check in checks if check.name in names and check.status == "fail"
+    ]
+    energy = [
+        check
+        for check in checks
+        if check.name == "energy" and check.status in ("fail", "warn")
+    ]
     return failed + energy if agreement else failed

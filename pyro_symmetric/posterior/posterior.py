@@ -1,17 +1,22 @@
-"""Draws by chain and number: the result of samplers and other methods, stored, and read by ArviZ.
+"""Draws by chain and number: the result of samplers and other methods, stored, and read
+by ArviZ.
 
-``get_samples``, ``diagnostics`` and ``summary`` are those of Pyro's :class:`~pyro.infer.MCMC`. On disk a posterior is a
-Zarr group, see :mod:`~pyro_symmetric.store`. Functions take draws as a posterior, or as a dictionary from sites to
-tensors, by one convention:
+``get_samples``, ``diagnostics`` and ``summary`` are those of Pyro's
+:class:`~pyro.infer.MCMC`. On disk a posterior is a Zarr group, see
+:mod:`~pyro_symmetric.store`. Functions take draws as a posterior, or as a dictionary
+from sites to tensors, by one convention:
 
-* Functions of samples (``mmd``, ``common_frame``, ``invariance_tests``, ``align_many`` ...) take the draws of a
-  posterior chain after chain, as ``posterior.get_samples()`` gives them. A dictionary holds independent samples
-  ``(samples, *site_shape)``; one of chains is refused wherever a group or the other side knows the sites' shapes.
-* Functions of chains (``diagnose``, ``summary``, ``relabel``) take a dictionary as successive states of Markov chains,
-  ``(chains, draws, *site_shape)``.
-* Functions of single draws (``canonicalize``, ``minimal_mass``, ``predict``) take a dictionary of any batch shape and
-  keep it; of a posterior they return a number for each draw, chain after chain.
-* Functions that return draws return a posterior if they were given one, and a dictionary otherwise.
+* Functions of samples (``mmd``, ``common_frame``, ``invariance_tests``, ``align_many``
+  ...) take the draws of a posterior chain after chain, as ``posterior.get_samples()``
+  gives them. A dictionary holds independent samples ``(samples, *site_shape)``; one of
+  chains is refused wherever a group or the other side knows the sites' shapes.
+* Functions of chains (``diagnose``, ``summary``, ``relabel``) take a dictionary as
+  successive states of Markov chains, ``(chains, draws, *site_shape)``.
+* Functions of single draws (``canonicalize``, ``minimal_mass``, ``predict``) take a
+  dictionary of any batch shape and keep it; of a posterior they return a number for
+  each draw, chain after chain.
+* Functions that return draws return a posterior if they were given one, and a
+  dictionary otherwise.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ class Source(NamedTuple):
     """The model behind draws, kept in memory only.
 
     :param args: the model's arguments, data included; ``kwargs`` likewise.
-    :param device: of the computation; ``None`` if it is unknown or was left to the model.
+    :param device: of the computation; ``None`` if it is unknown or was left to the
+        model.
     :param subsampled: whether the sampler took mini-batches; ``None`` if unknown.
     """
 
@@ -53,17 +59,22 @@ class Source(NamedTuple):
 class Posterior:
     """Draws from a posterior or an approximation of it.
 
-    >>> posterior = ps.Posterior({"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, kind="chains")
+    >>> posterior = ps.Posterior(
+    ...     {"w": torch.randn(4, 100, 3)}, {"lp": torch.zeros(4, 100)}, kind="chains"
+    ... )
     >>> posterior.get_samples()["w"].shape
     torch.Size([400, 3])
 
     :param samples: site -> draws ``(chains, draws, *site_shape)``.
-    :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample statistics (``diverging``,
-        ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``, ``step_size`` ...).
-    :param metadata: anything that JSON can represent: the sampler and its settings, seed, time.
-    :param kind: ``"chains"``: each row holds successive, dependent states of a Markov chain. ``"independent"``: all
-        draws are independent (members of an ensemble, draws of a guide). Tests count chains by their effective sample
-        size and independent draws one by one, so this has no default.
+    :param statistics: name -> ``(chains, draws)``; named as ArviZ names sample
+        statistics (``diverging``, ``acceptance_rate``, ``energy``, ``lp``, ``n_steps``,
+        ``step_size`` ...).
+    :param metadata: anything that JSON can represent: the sampler and its settings,
+        seed, time.
+    :param kind: ``"chains"``: each row holds successive, dependent states of a Markov
+        chain. ``"independent"``: all draws are independent (members of an ensemble,
+        draws of a guide). Tests count chains by their effective sample size and
+        independent draws one by one, so this has no default.
     :param source: the model behind the draws, if known; see :meth:`attach`.
     """
 
@@ -78,61 +89,98 @@ class Posterior:
             object.__setattr__(self, name, dict(getattr(self, name)))
         arguments.one_of("kind", self.kind, get_args(Kind))
         arguments.weights("samples", self.samples)
-        first, shape = next((site, value.shape[:2]) for site, value in self.samples.items())
-        for argument, entries, more in (("samples", self.samples, ", ..."), ("statistics", self.statistics, "")):
+        first, shape = next(
+            (site, value.shape[:2]) for site, value in self.samples.items()
+        )
+        for argument, entries, more in (
+            ("samples", self.samples, ", ..."),
+            ("statistics", self.statistics, ""),
+        ):
             for name, value in entries.items():
-                fits = isinstance(value, Tensor) and value.shape[:2] == shape and len(shape) == 2
+                fits = (
+                    isinstance(value, Tensor)
+                    and value.shape[:2] == shape
+                    and len(shape) == 2
+                )
                 if not fits or value.is_complex() or (not more and value.dim() != 2):
                     wanted = f"real, (chains, draws{more}), and samples[{first!r}] has {tuple(shape)}"
-                    raise ValueError(f"{argument}[{name!r}] is {described(value)}; it must be {wanted}")
+                    raise ValueError(
+                        f"{argument}[{name!r}] is {described(value)}; it must be "
+                        f"{wanted}"
+                    )
 
     @classmethod
-    def from_samples(cls, weights: Mapping[str, Tensor], *, kind: Kind, num_chains: int = 1) -> Posterior:
-        """Build a posterior from flat draws: independent ones (an ensemble, draws of a guide), or concatenated chains.
+    def from_samples(
+        cls, weights: Mapping[str, Tensor], *, kind: Kind, num_chains: int = 1
+    ) -> Posterior:
+        """Build a posterior from flat draws: independent ones (an ensemble, draws of a
+        guide), or concatenated chains.
 
-        >>> posterior = Posterior.from_samples(guide.sample_posterior((400,)), kind="independent")
+        >>> posterior = Posterior.from_samples(
+        ...     guide.sample_posterior((400,)), kind="independent"
+        ... )
 
         :param weights: site -> ``(S, *site_shape)``.
-        :param num_chains: number of chains, of ``S / num_chains`` consecutive draws each.
+        :param num_chains: number of chains, of ``S / num_chains`` consecutive draws
+            each.
         """
         arguments.weights("weights", weights)
         shape = (num_chains, len(next(iter(weights.values()))) // num_chains)
-        return cls({site: value.unflatten(0, shape) for site, value in weights.items()}, kind=kind)
+        return cls(
+            {site: value.unflatten(0, shape) for site, value in weights.items()},
+            kind=kind,
+        )
 
     @classmethod
     def concat(cls, parts: Sequence[Posterior]) -> Posterior:
         """Concatenate the chains of several posteriors, such as those of separate runs.
 
         :param parts: with the same sites, statistics and number of draws.
-        :return: a posterior with the metadata that all share and the sum of their ``seconds``; ``metadata["parts"]``
-            holds the rest, with each part's number of chains.
-        :raises ValueError: if there are none, or their kinds, sites, shapes or numbers of draws differ.
+        :return: a posterior with the metadata that all share and the sum of their
+            ``seconds``; ``metadata["parts"]`` holds the rest, with each part's number
+            of chains.
+        :raises ValueError: if there are none, or their kinds, sites, shapes or numbers
+            of draws differ.
         """
         parts = arguments.listed("parts", parts, Posterior, "posteriors")
         if not parts:
             raise ValueError("parts is empty; it must hold at least one posterior")
-        layouts = [(p.kind, p.site_shapes, list(p.statistics), f"num_samples={p.num_samples}") for p in parts]
+        layouts = [
+            (p.kind, p.site_shapes, list(p.statistics), f"num_samples={p.num_samples}")
+            for p in parts
+        ]
         for number, layout in enumerate(layouts):
             if layout != layouts[0]:
-                raise ValueError(f"parts[{number}] has {layout}, but parts[0] has {layouts[0]}; they must agree")
+                raise ValueError(
+                    f"parts[{number}] has {layout}, but parts[0] has {layouts[0]}; "
+                    "they must agree"
+                )
         samples, statistics = (
-            {name: torch.cat([getattr(part, entries)[name] for part in parts]) for name in getattr(parts[0], entries)}
+            {
+                name: torch.cat([getattr(part, entries)[name] for part in parts])
+                for name in getattr(parts[0], entries)
+            }
             for entries in ("samples", "statistics")
         )
-        metadata = _joint([part.metadata for part in parts], [part.num_chains for part in parts])
-        return cls(samples, statistics, metadata, kind=parts[0].kind, source=parts[0].source)
+        metadata = _joint(
+            [part.metadata for part in parts], [part.num_chains for part in parts]
+        )
+        return cls(
+            samples, statistics, metadata, kind=parts[0].kind, source=parts[0].source
+        )
 
     def attach(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Posterior:
-        """Attach the model and its arguments, data included, as :attr:`source`, and return the new posterior.
+        """Attach the model and its arguments, data included, as :attr:`source`, and
+        return the new posterior.
 
-        :func:`~pyro_symmetric.mcmc.sample` does so; a file holds no model. It lets ``diagnose`` check the energy, and
-        ``to_arviz(log_likelihood=True)`` needs it.
+        :func:`~pyro_symmetric.mcmc.sample` does so; a file holds no model. It lets
+        ``diagnose`` check the energy, and ``to_arviz(log_likelihood=True)`` needs it.
 
         >>> posterior = Posterior.load(path).attach(model, x, y)
         """
         return replace(self, source=Source(model, args, kwargs))
 
-    # its contents -----------------------------------------------------------------------------------------------------
+    # its contents ---------------------------------------------------------------------
 
     @property
     def num_chains(self) -> int:
@@ -149,31 +197,49 @@ class Posterior:
         """Shape of every site, without chains and draws."""
         return {site: value.shape[2:] for site, value in self.samples.items()}
 
-    def get_samples(self, num_samples: int | None = None, group_by_chain: bool = False) -> Weights:
-        """Return the draws as Pyro's ``MCMC.get_samples`` does, without deterministic sites, which ``Predictive`` would
-        keep instead of recomputing (:attr:`samples` has them).
+    def get_samples(
+        self, num_samples: int | None = None, group_by_chain: bool = False
+    ) -> Weights:
+        """Return the draws as Pyro's ``MCMC.get_samples`` does, without deterministic
+        sites, which ``Predictive`` would keep instead of recomputing (:attr:`samples`
+        has them).
 
-        :param num_samples: number of draws, with replacement. ``None``: all of them, once.
-        :param group_by_chain: batch shape ``(chains, draws)`` instead of ``(chains * draws,)``.
+        :param num_samples: number of draws, with replacement. ``None``: all of them,
+            once.
+        :param group_by_chain: batch shape ``(chains, draws)`` instead of ``(chains *
+            draws,)``.
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
         weights, axis = self._latent(), int(group_by_chain)
-        weights = weights if group_by_chain else {site: value.flatten(0, 1) for site, value in weights.items()}
+        weights = (
+            weights
+            if group_by_chain
+            else {site: value.flatten(0, 1) for site, value in weights.items()}
+        )
         if num_samples is None:
             return weights
-        count = self.num_samples if group_by_chain else self.num_chains * self.num_samples
+        count = (
+            self.num_samples if group_by_chain else self.num_chains * self.num_samples
+        )
         index = torch.randint(count, (num_samples,), device="cpu")
-        return {site: value.index_select(axis, index.to(value.device)) for site, value in weights.items()}
+        return {
+            site: value.index_select(axis, index.to(value.device))
+            for site, value in weights.items()
+        }
 
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Select chains and draws; return them as a posterior.
 
         >>> posterior.select(chains=[0, 2], draws=slice(500, None))
 
-        :param chains: a slice (which gives a view), indices, or a mask; a single index keeps its axis.
+        :param chains: a slice (which gives a view), indices, or a mask; a single index
+            keeps its axis.
         :param draws: likewise.
         """
-        chains, draws = (i if isinstance(i, slice) else as_tensor(i).reshape(-1) for i in (chains, draws))
+        chains, draws = (
+            i if isinstance(i, slice) else as_tensor(i).reshape(-1)
+            for i in (chains, draws)
+        )
         samples, statistics = (
             {name: value[chains][:, draws] for name, value in entries.items()}
             for entries in (self.samples, self.statistics)
@@ -181,55 +247,95 @@ class Posterior:
         return replace(self, samples=samples, statistics=statistics)
 
     def thin(self, every: int) -> Posterior:
-        """Keep every ``every``-th draw of each chain, the last one included, as a view."""
+        """Keep every ``every``-th draw of each chain, the last one included, as a
+        view.
+        """
         arguments.whole("every", every, 1)
-        return self.select(draws=slice((self.num_samples - 1) % every if self.num_samples else 0, None, every))
+        return self.select(
+            draws=slice(
+                (self.num_samples - 1) % every if self.num_samples else 0, None, every
+            )
+        )
 
-    def map(self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any) -> Posterior:
-        """Apply a function of weights to all draws; return the new posterior, with the old statistics and metadata.
+    def map(
+        self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any
+    ) -> Posterior:
+        """Apply a function of weights to all draws; return the new posterior, with the
+        old statistics and metadata.
 
-        >>> posterior.map(element)                        # an element of a symmetry group moves every draw
-        >>> posterior.map(ps.canonicalize, symmetry)      # every draw becomes the representative of its orbit
+        >>> posterior.map(element)  # an element of a symmetry group moves every draw
+        >>> posterior.map(
+        ...     ps.canonicalize, symmetry
+        ... )  # every draw becomes the representative of its orbit
 
-        Deterministic sites are dropped, since they belong to the old draws; :func:`predict` recomputes them.
+        Deterministic sites are dropped, since they belong to the old draws;
+        :func:`predict` recomputes them.
 
         :param function: takes and returns weights of batch shape ``(chains, draws)``.
         :param args: further arguments of ``function``; ``kwargs`` likewise.
         """
-        weights = arguments.weights("the result of function", function(self._latent(), *args, **kwargs))
+        weights = arguments.weights(
+            "the result of function", function(self._latent(), *args, **kwargs)
+        )
         batch = torch.Size([self.num_chains, self.num_samples])
-        if other := {site: tuple(value.shape) for site, value in weights.items() if value.shape[:2] != batch}:
-            raise ValueError(f"function returned {other}; they must begin with the chains and draws, {tuple(batch)}")
+        if other := {
+            site: tuple(value.shape)
+            for site, value in weights.items()
+            if value.shape[:2] != batch
+        }:
+            raise ValueError(
+                f"function returned {other}; they must begin with the chains and "
+                f"draws, {tuple(batch)}"
+            )
         return replace(self, samples=dict(weights))
 
     def _latent(self) -> dict[str, Tensor]:
         """Return the draws without deterministic sites."""
-        return {site: v for site, v in self.samples.items() if site not in self.metadata.get("deterministic", ())}
+        return {
+            site: v
+            for site, v in self.samples.items()
+            if site not in self.metadata.get("deterministic", ())
+        }
 
-    # as tables and trees ----------------------------------------------------------------------------------------------
+    # as tables and trees --------------------------------------------------------------
 
     to_arviz = to_arviz
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
-        """Diagnose convergence as Pyro's ``MCMC.diagnostics`` does: site -> ``n_eff`` (bulk effective sample size) and
-        ``r_hat`` (rank-normalised split R-hat) of its entries; ``"divergences"`` -> ``{"chain 0": [draws], ...}``; if
-        the sampler has one, ``"acceptance rate"`` -> ``{"chain 0": mean, ...}``.
+        """Diagnose convergence as Pyro's ``MCMC.diagnostics`` does: site -> ``n_eff``
+        (bulk effective sample size) and ``r_hat`` (rank-normalised split R-hat) of its
+        entries; ``"divergences"`` -> ``{"chain 0": [draws], ...}``; if the sampler has
+        one, ``"acceptance rate"`` -> ``{"chain 0": mean, ...}``.
 
-        Modulo a symmetry: ``ps.align_many(posterior, symmetry).posterior.diagnostics()``.
+        Modulo a symmetry: ``ps.align_many(posterior,
+        symmetry).posterior.diagnostics()``.
         """
-        numbers = {site: chain_statistics(value) for site, value in self.samples.items()}
-        result: dict[str, dict[str, Any]] = {s: {"n_eff": n.ess_bulk, "r_hat": n.r_hat} for s, n in numbers.items()}
-        flags = self.statistics.get("diverging", torch.zeros(self.num_chains, 0, device="cpu"))
-        result["divergences"] = {f"chain {c}": row.nonzero().flatten().tolist() for c, row in enumerate(flags)}
+        numbers = {
+            site: chain_statistics(value) for site, value in self.samples.items()
+        }
+        result: dict[str, dict[str, Any]] = {
+            s: {"n_eff": n.ess_bulk, "r_hat": n.r_hat} for s, n in numbers.items()
+        }
+        flags = self.statistics.get(
+            "diverging", torch.zeros(self.num_chains, 0, device="cpu")
+        )
+        result["divergences"] = {
+            f"chain {c}": row.nonzero().flatten().tolist()
+            for c, row in enumerate(flags)
+        }
         if (rates := self.statistics.get("acceptance_rate")) is not None:
-            result["acceptance rate"] = {f"chain {c}": rate for c, rate in enumerate(rates.double().mean(1).tolist())}
+            result["acceptance rate"] = {
+                f"chain {c}": rate
+                for c, rate in enumerate(rates.double().mean(1).tolist())
+            }
         return result
 
     def summary(self, prob: float = 0.9) -> None:
         """Print a line for every entry of the smaller sites, as Pyro does.
 
-        Chains also get a line for every site: worst and median R-hat and effective sample sizes. With a symmetry, whose
-        copies of a mode mix in the draws, use ``ps.summary(posterior, symmetry)``, which aligns them first.
+        Chains also get a line for every site: worst and median R-hat and effective
+        sample sizes. With a symmetry, whose copies of a mode mix in the draws, use
+        ``ps.summary(posterior, symmetry)``, which aligns them first.
 
         :param prob: probability of the interval between quantiles.
         """
@@ -239,15 +345,36 @@ class Posterior:
             total += f"; {int(self.statistics['diverging'].sum())} of {self.num_chains * self.num_samples} diverged"
         if "acceptance_rate" in self.statistics:
             total += f"; mean acceptance {float(self.statistics['acceptance_rate'].double().mean()):.2f}"
-        print("\n".join([*summary_tables(self.samples, prob, chains=self.kind == "chains"), total]))
+        print(
+            "\n".join(
+                [
+                    *summary_tables(self.samples, prob, chains=self.kind == "chains"),
+                    total,
+                ]
+            )
+        )
 
     def __repr__(self) -> str:
-        weights, width = sum(shape.numel() for shape in self.site_shapes.values()), max(map(len, self.samples))
+        weights, width = (
+            sum(shape.numel() for shape in self.site_shapes.values()),
+            max(map(len, self.samples)),
+        )
         maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
-        lines = [f"Posterior({self.counted()}, {weights} weight{'s' * (weights != 1)}{maker})"]
-        lines += [f"  {site:<{width}}  {tuple(shape)}" for site, shape in self.site_shapes.items()]
-        more = {"chosen": self.metadata.get("chosen"), "statistics": ", ".join(self.statistics)}
-        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in more.items() if text)])
+        lines = [
+            f"Posterior({self.counted()}, {weights} "
+            f"weight{'s' * (weights != 1)}{maker})"
+        ]
+        lines += [
+            f"  {site:<{width}}  {tuple(shape)}"
+            for site, shape in self.site_shapes.items()
+        ]
+        more = {
+            "chosen": self.metadata.get("chosen"),
+            "statistics": ", ".join(self.statistics),
+        }
+        return "\n".join(
+            [*lines, *(f"  {name}: {text}" for name, text in more.items() if text)]
+        )
 
     def counted(self) -> str:
         """Count the draws in words, such as ``4 chains of 100 draws``."""
@@ -256,95 +383,142 @@ class Posterior:
         alone = self.num_chains == 1 and not chains
         return f"{unit * (not alone)}{self.num_samples} {'' if chains else 'independent '}draws"
 
-    # the store --------------------------------------------------------------------------------------------------------
+    # the store ------------------------------------------------------------------------
 
     def save(self, path: PathLike) -> None:
-        """Write the posterior to a folder, a Zarr group that ``xarray.open_datatree(path, engine="zarr")`` opens.
+        """Write the posterior to a folder, a Zarr group that
+        ``xarray.open_datatree(path, engine="zarr")`` opens.
 
-        The folder appears whole or not at all: it is written under a temporary name, synced and renamed. It replaces
-        another saved posterior.
+        The folder appears whole or not at all: it is written under a temporary name,
+        synced and renamed. It replaces another saved posterior.
 
-        :raises OSError: if it can't be written (full disk, missing or read-only folder), or would replace other files.
+        :raises OSError: if it can't be written (full disk, missing or read-only
+            folder), or would replace other files.
         :raises ValueError: if the metadata can't be written as JSON.
         """
-        save_store(path, (self.samples, self.statistics, {**self.metadata, "kind": self.kind}))
+        save_store(
+            path, (self.samples, self.statistics, {**self.metadata, "kind": self.kind})
+        )
 
     @classmethod
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
-        """Load a saved posterior, or the folder of ``sample(store=...)``, even while it is being written.
+        """Load a saved posterior, or the folder of ``sample(store=...)``, even while it
+        is being written.
 
-        Draws are on the CPU, mapped from the files, and needn't fit into memory. A run in tasks has one folder for each
-        task; :meth:`concat` joins them.
+        Draws are on the CPU, mapped from the files, and needn't fit into memory. A run
+        in tasks has one folder for each task; :meth:`concat` joins them.
 
-        :param verify: read everything once and compare checksums, at some gigabytes a second. ``False``: open at once
-            and read draws on access, damaged ones included.
+        :param verify: read everything once and compare checksums, at some gigabytes a
+            second. ``False``: open at once and read draws on access, damaged ones
+            included.
         :raises OSError: if there is no such folder or it can't be read.
-        :raises StoreError: if it holds no draws yet, is truncated, differs from its checksum, or is of a newer version.
+        :raises StoreError: if it holds no draws yet, is truncated, differs from its
+            checksum, or is of a newer version.
         """
         samples, statistics, metadata = read_store(path, verify=verify)
         try:
-            return cls(samples, statistics, metadata, kind=metadata.pop("kind", "chains"))
-        except (TypeError, ValueError) as error:  # a checkpoint that this library didn't write
+            return cls(
+                samples, statistics, metadata, kind=metadata.pop("kind", "chains")
+            )
+        # a checkpoint that this library didn't write
+        except (TypeError, ValueError) as error:
             raise StoreError(f"{path} is damaged: {error!r}") from error
 
 
 def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
-    """Join metadata: entries that all runs share, the sum of their ``seconds``, and the rest as ``parts``."""
-    same = {n: v for n, v in runs[0].items() if n != "seconds" and all(n in run and run[n] == v for run in runs)}
-    parts = [{"chains": k} | {n: v for n, v in r.items() if n not in same} for k, r in zip(chains, runs, strict=True)]
+    """Join metadata: entries that all runs share, the sum of their ``seconds``, and the
+    rest as ``parts``.
+    """
+    same = {
+        n: v
+        for n, v in runs[0].items()
+        if n != "seconds" and all(n in run and run[n] == v for run in runs)
+    }
+    parts = [
+        {"chains": k} | {n: v for n, v in r.items() if n not in same}
+        for k, r in zip(chains, runs, strict=True)
+    ]
     if all("interrupted" in run for run in runs):
         same["interrupted"] = any(run["interrupted"] for run in runs)
     seconds: list[Any] = [run.get("seconds") for run in runs]
     if all(isinstance(times, dict) for times in seconds):
-        same["seconds"] = {phase: sum(times.get(phase, 0.0) for times in seconds) for phase in seconds[0]}
-    elif all(isinstance(time, int | float) for time in seconds):  # ensembles have no phases
+        same["seconds"] = {
+            phase: sum(times.get(phase, 0.0) for times in seconds)
+            for phase in seconds[0]
+        }
+    # ensembles have no phases
+    elif all(isinstance(time, int | float) for time in seconds):
         same["seconds"] = sum(seconds)
     return {**same, "parts": parts}
 
 
-# draws as arguments ---------------------------------------------------------------------------------------------------
+# draws as arguments -------------------------------------------------------------------
 
 Draws = Mapping[str, Tensor] | Posterior
 
 
-def samples_of(draws: Any, name: str = "weights", shapes: Shapes | None = None) -> Mapping[str, Tensor]:
-    """Convert draws to samples ``(samples, *site_shape)``: all draws of a posterior, chain after chain.
+def samples_of(
+    draws: Any, name: str = "weights", shapes: Shapes | None = None
+) -> Mapping[str, Tensor]:
+    """Convert draws to samples ``(samples, *site_shape)``: all draws of a posterior,
+    chain after chain.
 
     :param name: of the argument, for messages.
-    :param shapes: of the sites, as far as known; then batches of another shape are refused.
+    :param shapes: of the sites, as far as known; then batches of another shape are
+        refused.
     """
     if isinstance(draws, Posterior):
         draws = draws.get_samples()
     elif not isinstance(draws, Mapping):
         raise TypeError(
-            f"{name} are {described(draws)}; they must be a Posterior, or map each site to its samples (of a guide, "
+            f"{name} are {described(draws)}; they must be a Posterior, or map each "
+            "site to its samples (of a guide, "
             "take draws: Predictive(model, guide=guide, num_samples=1000))"
         )
     _require_shapes(arguments.weights(name, draws), name, shapes, ("samples",))
     return draws
 
 
-def chains_of(draws: Any, name: str = "posterior", shapes: Shapes | None = None) -> Posterior:
-    """Convert draws to a posterior of chains; a dictionary holds ``(chains, draws, *site_shape)``."""
+def chains_of(
+    draws: Any, name: str = "posterior", shapes: Shapes | None = None
+) -> Posterior:
+    """Convert draws to a posterior of chains; a dictionary holds ``(chains, draws,
+    *site_shape)``.
+    """
     if isinstance(draws, Posterior):
         return draws
-    _require_shapes(arguments.weights(name, draws, "a Posterior"), name, shapes, ("chains", "draws"))
+    _require_shapes(
+        arguments.weights(name, draws, "a Posterior"), name, shapes, ("chains", "draws")
+    )
     return Posterior(dict(draws), kind="chains")
 
 
 def as_given(given: Any, moved: Weights) -> Any:
-    """Return moved samples ``(samples, *site_shape)`` in the form that was given to :func:`samples_of`."""
+    """Return moved samples ``(samples, *site_shape)`` in the form that was given to
+    :func:`samples_of`.
+    """
     if not isinstance(given, Posterior):
         return moved
     batch = (given.num_chains, given.num_samples)
-    return given.map(lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()})
+    return given.map(
+        lambda _: {site: value.unflatten(0, batch) for site, value in moved.items()}
+    )
 
 
-def _require_shapes(weights: Mapping[str, Tensor], name: str, shapes: Shapes | None, leading: tuple[str, ...]) -> None:
+def _require_shapes(
+    weights: Mapping[str, Tensor],
+    name: str,
+    shapes: Shapes | None,
+    leading: tuple[str, ...],
+) -> None:
     for site, shape in (shapes or {}).items():
         given = tuple(weights[site].shape) if site in weights else None
-        if given is not None and (len(given) != len(leading) + len(shape) or given[len(leading) :] != tuple(shape)):
+        if given is not None and (
+            len(given) != len(leading) + len(shape)
+            or given[len(leading) :] != tuple(shape)
+        ):
             raise ValueError(
-                f"{name}[{site!r}] has shape {given}; it must be ({', '.join(map(str, (*leading, *shape)))}), or pass "
+                f"{name}[{site!r}] has shape {given}; it must be "
+                f"({', '.join(map(str, (*leading, *shape)))}), or pass "
                 "a Posterior, which says what its axes are"
             )

@@ -1,8 +1,8 @@
 """Posterior predictions of networks and of any Pyro model, in chunks of draws.
 
-:class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace. Here :func:`torch.func.vmap`
-maps the network, or the model's trace, over chunks of draws whose activations fit into memory, and keeps only the
-requested values.
+:class:`pyro.infer.Predictive` runs the model once for each draw and keeps every trace.
+Here :func:`torch.func.vmap` maps the network, or the model's trace, over chunks of
+draws whose activations fit into memory, and keeps only the requested values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any, Literal, get_args
 
 import torch
 from pyro import poutine
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.torch_distribution import (
+    ExpandedDistribution,
+    MaskedDistribution,
+)
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -41,7 +44,8 @@ from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
-# Numbers in the largest activation of a chunk: on a CPU as many as its cache holds, elsewhere enough for the device.
+# Numbers in the largest activation of a chunk: on a CPU as many as its cache holds,
+# elsewhere enough for the device.
 CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
 WEIGHT_ENTRIES = 2**24
 MAX_DRAWS = 1024
@@ -65,34 +69,51 @@ def predict(
     >>> ps.predict(weights, model, x, kind="mean").shape  # class probabilities
     torch.Size([400, 7, 3])
 
-    :param posterior: a ``Posterior``, taken chain after chain; weights, whose batch shape the result keeps; or a guide
-        of this library (for others, pass ``sample_posterior(guide, (100,))``). Running statistics in the draws replace
+    :param posterior: a ``Posterior``, taken chain after chain; weights, whose batch
+        shape the result keeps; or a guide of this library (for others, pass
+        ``sample_posterior(guide, (100,))``). Running statistics in the draws replace
         those of the network.
-    :param model: a :class:`BayesianModel`; a network, whose parameters' names are the sites; or any Pyro model.
-    :param args: the model's arguments: inputs, rows first. Targets are left out, or redrawn where they are given.
-    :param kind: ``"outputs"`` of the network or return values of the Pyro model; ``"mean"``, the expected target given
-        the draw (class probabilities, the regression function); ``"samples"``, a target for each draw; ``"discrete"``,
-        sites that a sampler summed out, drawn jointly given the draw and the data, as :func:`pyro.infer.infer_discrete`
-        does; ``"log_likelihood"`` of each observation, untempered: observed site -> ``batch_shape + observations``.
-    :param num_samples: number of draws, evenly spaced along one batch axis. ``None``: all; of a guide, 100.
-    :param average: average means over the draws in float64, holding one prediction in memory.
-    :return: ``batch_shape + (N, ...)`` on the draws' device. Of a ``BayesianModel``, means and samples (but not labels)
-        end with the axis of outputs or classes. Of a Pyro model, for all but ``"outputs"``: site -> such a tensor, for
-        deterministic sites and sites that ``posterior`` lacks.
+    :param model: a :class:`BayesianModel`; a network, whose parameters' names are the
+        sites; or any Pyro model.
+    :param args: the model's arguments: inputs, rows first. Targets are left out, or
+        redrawn where they are given.
+    :param kind: ``"outputs"`` of the network or return values of the Pyro model;
+        ``"mean"``, the expected target given the draw (class probabilities, the
+        regression function); ``"samples"``, a target for each draw; ``"discrete"``,
+        sites that a sampler summed out, drawn jointly given the draw and the data, as
+        :func:`pyro.infer.infer_discrete` does; ``"log_likelihood"`` of each
+        observation, untempered: observed site -> ``batch_shape + observations``.
+    :param num_samples: number of draws, evenly spaced along one batch axis. ``None``:
+        all; of a guide, 100.
+    :param average: average means over the draws in float64, holding one prediction in
+        memory.
+    :return: ``batch_shape + (N, ...)`` on the draws' device. Of a ``BayesianModel``,
+        means and samples (but not labels) end with the axis of outputs or classes. Of a
+        Pyro model, for all but ``"outputs"``: site -> such a tensor, for deterministic
+        sites and sites that ``posterior`` lacks.
     """
     arguments.one_of("kind", kind, get_args(Kind))
     if average and kind != "mean":
-        raise ValueError(f"average=True is for kind='mean': the average of {kind} says nothing about the posterior")
+        raise ValueError(
+            f"average=True is for kind='mean': the average of {kind} says nothing "
+            "about the posterior"
+        )
     arguments.whole("num_samples", num_samples, 1, none="all")
     weights = posterior
     if hasattr(posterior, "sample_posterior"):
-        weights, num_samples = posterior.sample_posterior((num_samples or GUIDE_DRAWS,)), None
+        weights, num_samples = (
+            posterior.sample_posterior((num_samples or GUIDE_DRAWS,)),
+            None,
+        )
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
-    arguments.weights("posterior", weights, "a Posterior, or a guide with sample_posterior")
+    arguments.weights(
+        "posterior", weights, "a Posterior, or a guide with sample_posterior"
+    )
     predictor: NetworkPredictor | TracedPredictor
     if isinstance(model, nn.Module) and (
-        isinstance(model, BayesianModel) or any(name in weights for name, _ in model.named_parameters())
+        isinstance(model, BayesianModel)
+        or any(name in weights for name, _ in model.named_parameters())
     ):  # which names weights that are missing
         predictor = NetworkPredictor(model, args, kwargs, kind, weights)
     else:
@@ -101,82 +122,153 @@ def predict(
 
     require_sites(weights, predictor.site_shapes)
     batch = batch_shape(weights, predictor.site_shapes)
-    draws = {s: weights[s].detach().reshape(-1, *shape) for s, shape in predictor.site_shapes.items()}
+    draws = {
+        s: weights[s].detach().reshape(-1, *shape)
+        for s, shape in predictor.site_shapes.items()
+    }
     if num_samples is not None:
         if len(batch) != 1 or num_samples > batch[0]:
-            raise ValueError(f"num_samples is {num_samples}, but the batch shape is {tuple(batch)}; it takes one axis")
-        draws = {s: value[evenly_spaced(len(value), num_samples).to(value.device)] for s, value in draws.items()}
+            raise ValueError(
+                f"num_samples is {num_samples}, but the batch shape is {tuple(batch)}; "
+                "it takes one axis"
+            )
+        draws = {
+            s: value[evenly_spaced(len(value), num_samples).to(value.device)]
+            for s, value in draws.items()
+        }
         batch = torch.Size([num_samples])
 
     results = _in_chunks(predictor, draws, batch.numel(), average, progress)
     if not results or not tree_leaves(results[0]):
-        raise ValueError("there is nothing to predict: the posterior holds no draws, or the model no targets")
+        raise ValueError(
+            "there is nothing to predict: the posterior holds no draws, or the model "
+            "no targets"
+        )
     if average:
         return tree_map(lambda leaf: leaf / batch.numel(), results[0])
-    return tree_map(lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0], *results)
+    return tree_map(
+        lambda *parts: torch.cat(parts).unflatten(0, batch) if batch else parts[0][0],
+        *results,
+    )
 
 
-def _in_chunks(predictor: Any, draws: Weights, count: int, add_up: bool, progress: bool) -> list[Any]:
-    """Predict in chunks of draws; return the chunks' predictions or, added up over the draws, a single one."""
+def _in_chunks(
+    predictor: Any, draws: Weights, count: int, add_up: bool, progress: bool
+) -> list[Any]:
+    """Predict in chunks of draws; return the chunks' predictions or, added up over the
+    draws, a single one.
+    """
     device, results = next(iter(draws.values())).device, list[Any]()
-    max_entries = CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
+    max_entries = (
+        CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
+    )
     num_weights = max(1, sum(shape.numel() for shape in predictor.site_shapes.values()))
-    chunk_size = min(MAX_DRAWS, max_entries // predictor.entries, WEIGHT_ENTRIES // num_weights)
+    chunk_size = min(
+        MAX_DRAWS, max_entries // predictor.entries, WEIGHT_ENTRIES // num_weights
+    )
     with tqdm(total=count, desc="predictions", disable=not progress, delay=1.0) as bar:
         for chunk in slices(count, chunk_size):
-            part = {site: value[chunk].to(predictor.device, predictor.dtype) for site, value in draws.items()}
+            part = {
+                site: value[chunk].to(predictor.device, predictor.dtype)
+                for site, value in draws.items()
+            }
             predictions = predictor(part)
             if add_up:
-                predictions = tree_map(lambda leaf: leaf.sum(0, dtype=torch.float64), predictions)
-                predictions = tree_map(torch.add, predictions, results.pop()) if results else predictions
+                predictions = tree_map(
+                    lambda leaf: leaf.sum(0, dtype=torch.float64), predictions
+                )
+                predictions = (
+                    tree_map(torch.add, predictions, results.pop())
+                    if results
+                    else predictions
+                )
             results.append(tree_map(lambda leaf: leaf.to(device), predictions))
             bar.update(chunk.stop - chunk.start)
     return results
 
 
-# Functions that are mapped over draws. ``entries`` is about the size of the largest activation of one draw.
+# Functions that are mapped over draws. ``entries`` is about the size of the largest
+# activation of one draw.
 
 
 class NetworkPredictor:
     """A network, or a network with a likelihood.
 
-    Running statistics come from the draws if these hold them (as an ensemble's do), otherwise from the network.
+    Running statistics come from the draws if these hold them (as an ensemble's do),
+    otherwise from the network.
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str, given: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: str,
+        given: Mapping[str, Tensor],
     ):
         call, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
-            raise ValueError(f"predictions need the inputs, a tensor whose first axis are the rows; found {call}")
-        if not bare and len(args) + len(kwargs) != (2 if kind == "log_likelihood" else 1):
-            raise TypeError(f"a BayesianModel takes the inputs and, for log-likelihoods, the targets; found {call}")
+            raise ValueError(
+                "predictions need the inputs, a tensor whose first axis are the rows; "
+                f"found {call}"
+            )
+        if not bare and len(args) + len(kwargs) != (
+            2 if kind == "log_likelihood" else 1
+        ):
+            raise TypeError(
+                "a BayesianModel takes the inputs and, for log-likelihoods, the "
+                f"targets; found {call}"
+            )
         if kind == "discrete" or (bare and kind != "outputs"):
-            lacks = "no discrete latent sites" if kind == "discrete" else "no likelihood; pass the BayesianModel"
-            raise ValueError(f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}")
-        self.model, self.kind = model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(), kind
+            lacks = (
+                "no discrete latent sites"
+                if kind == "discrete"
+                else "no likelihood; pass the BayesianModel"
+            )
+            raise ValueError(
+                f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}"
+            )
+        self.model, self.kind = (
+            model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(),
+            kind,
+        )
         net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
         # A posterior may lack frozen parameters, and hold running statistics.
-        needed = {name for name, value in parameters.items() if value.requires_grad} or set(parameters)
+        needed = {
+            name for name, value in parameters.items() if value.requires_grad
+        } or set(parameters)
         tensors = {**parameters, **dict(net.named_buffers())}
-        self.site_shapes = {name: t.shape for name, t in tensors.items() if name in needed or name in given}
+        self.site_shapes = {
+            name: t.shape
+            for name, t in tensors.items()
+            if name in needed or name in given
+        }
         self.latents: list[str] = []
-        if isinstance(self.model, BayesianModel) and kind in ("samples", "log_likelihood"):
+        if isinstance(self.model, BayesianModel) and kind in (
+            "samples",
+            "log_likelihood",
+        ):
             self.site_shapes = {**self.model.site_shapes, **self.site_shapes}
             self.latents = [site for site in self.site_shapes if site not in tensors]
         like = next(iter(parameters.values()))
         self.device: torch.device | None = like.device
         self.dtype: torch.dtype | None = like.dtype
         _, self.args, self.kwargs = placed(None, args, kwargs, self.device, self.dtype)
-        widest = max((value.shape[0] for value in parameters.values() if value.dim()), default=1)
+        widest = max(
+            (value.shape[0] for value in parameters.values() if value.dim()), default=1
+        )
         rows, pixels = len(args[0]), args[0].shape[2:].numel()
         self.entries = max(1, args[0].numel(), rows * widest * pixels)
 
     def __call__(self, weights: Weights) -> Any:
         args, kwargs = self.args, self.kwargs
         if not isinstance(self.model, BayesianModel):
-            return over_weights(self.model, lambda draw: call_with_weights(self.model, draw, args, kwargs), weights)
+            return over_weights(
+                self.model,
+                lambda draw: call_with_weights(self.model, draw, args, kwargs),
+                weights,
+            )
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)
@@ -185,13 +277,17 @@ class NetworkPredictor:
         mean = self.model.likelihood.mean(outputs)
         if self.kind == "mean":
             return mean
-        distribution = self.model.likelihood.distribution(outputs, {name: weights[name] for name in self.latents})
+        distribution = self.model.likelihood.distribution(
+            outputs, {name: weights[name] for name in self.latents}
+        )
         targets = distribution.sample()
         return targets[..., None] if mean.shape == (*targets.shape, 1) else targets
 
 
 class TracedPredictor(Traced):
-    """Any Pyro model, in the draws' precision, on ``device`` or else on that of the arguments."""
+    """Any Pyro model, in the draws' precision, on ``device`` or else on that of the
+    arguments.
+    """
 
     def __init__(
         self,
@@ -204,40 +300,96 @@ class TracedPredictor(Traced):
     ):
         self.dtype, self.kind = promoted(list(given.values())), kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ]
         self.entries = max([1, *(leaf.numel() for leaf in tensors)])
-        parameters = list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
-        devices = [device] if device is not None else [leaf.device for leaf in (*tensors, *parameters)]
+        parameters = (
+            list(self.model.parameters()) if isinstance(self.model, nn.Module) else []
+        )
+        devices = (
+            [device]
+            if device is not None
+            else [leaf.device for leaf in (*tensors, *parameters)]
+        )
         self.device: torch.device | None = torch.device(devices[0]) if devices else None
-        with LOCK, poutine.block(), explaining(self.model, args, kwargs), PriorMessenger(self.device, self.dtype):
+        with (
+            LOCK,
+            poutine.block(),
+            explaining(self.model, args, kwargs),
+            PriorMessenger(self.device, self.dtype),
+        ):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        sites: dict[str, Any] = {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
-        self.site_shapes = {s: v["value"].shape for s, v in sites.items() if s in given and not is_deterministic(v)}
-        drawn = {s: site for s, site in sites.items() if s not in self.site_shapes and _is_random(site)}
+        sites: dict[str, Any] = {
+            name: site for name, site in trace.nodes.items() if site["type"] == "sample"
+        }
+        self.site_shapes = {
+            s: v["value"].shape
+            for s, v in sites.items()
+            if s in given and not is_deterministic(v)
+        }
+        drawn = {
+            s: site
+            for s, site in sites.items()
+            if s not in self.site_shapes and _is_random(site)
+        }
         check_observed(site for site in drawn.values() if site["is_observed"])
         self._last = next(reversed(drawn), None)
         if not self.site_shapes:
-            latent = sorted(name for name, site in sites.items() if not site["is_observed"] and _is_random(site))
-            raise ValueError(f"the model has none of the sites {sorted(given)}; its latent sites are {latent}")
-        frames = {frame.name for site in drawn.values() for frame in site["cond_indep_stack"]}
-        plates: dict[str, Any] = {name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()}
-        if partial := [n for n, fn in plates.items() if fn.subsample_size is not None and fn.subsample_size < fn.size]:
+            latent = sorted(
+                name
+                for name, site in sites.items()
+                if not site["is_observed"] and _is_random(site)
+            )
             raise ValueError(
-                f"the plates {partial} draw other rows for each draw, whose order and average would mean nothing; pass "
+                f"the model has none of the sites {sorted(given)}; its latent sites "
+                f"are {latent}"
+            )
+        frames = {
+            frame.name for site in drawn.values() for frame in site["cond_indep_stack"]
+        }
+        plates: dict[str, Any] = {
+            name: trace.nodes[name]["fn"] for name in frames & trace.nodes.keys()
+        }
+        if partial := [
+            n
+            for n, fn in plates.items()
+            if fn.subsample_size is not None and fn.subsample_size < fn.size
+        ]:
+            raise ValueError(
+                f"the plates {partial} draw other rows for each draw, whose order and "
+                "average would mean nothing; pass "
                 "the model without subsample_size, whose sites are the same"
             )
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, given)
 
-    def _require_given(self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``, enumerated ones."""
+    def _require_given(
+        self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]
+    ) -> None:
+        """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``,
+        enumerated ones.
+        """
         latent = {name: site for name, site in drawn.items() if not site["is_observed"]}
-        if missing := [n for n, s in latent.items() if self.kind == "log_likelihood" or not is_enumerated(s)]:
-            raise ValueError(f"kind is {self.kind!r}, which needs values of all other sites; {missing} have none")
+        if missing := [
+            n
+            for n, s in latent.items()
+            if self.kind == "log_likelihood" or not is_enumerated(s)
+        ]:
+            raise ValueError(
+                f"kind is {self.kind!r}, which needs values of all other sites; "
+                f"{missing} have none"
+            )
         if self.kind == "discrete":
             if not latent or len(latent) == len(drawn):
-                raise ValueError("kind is 'discrete', but there are no discrete latent sites to draw, or no data")
-            draw = {n: given[n].reshape(-1, *shape)[0].to(self.device) for n, shape in self.site_shapes.items()}
+                raise ValueError(
+                    "kind is 'discrete', but there are no discrete latent sites to "
+                    "draw, or no data"
+                )
+            draw = {
+                n: given[n].reshape(-1, *shape)[0].to(self.device)
+                for n, shape in self.site_shapes.items()
+            }
             self.sum_out(draw)
 
     def __call__(self, weights: Weights) -> Any:
@@ -247,38 +399,62 @@ class TracedPredictor(Traced):
             if self.one_by_one:
                 raise
             self.one_by_one = "not known yet"
-            values = self.mapped(self._one, weights)  # raises if the model is to blame rather than vmap
+            # raises if the model is to blame rather than vmap
+            values = self.mapped(self._one, weights)
             self.give_up_map(error)
         if self.kind == "discrete":
             values, possible = values
             if not bool(possible.all()):
                 impossible = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
-                raise ValueError(f"of {len(possible)} draws, {impossible}: their density is 0 or not a number")
+                raise ValueError(
+                    f"of {len(possible)} draws, {impossible}: their density is 0 or "
+                    "not a number"
+                )
         return values
 
     def _one(self, weights: Weights) -> Any:
         """Predict with one draw."""
         if self.kind == "log_likelihood":
             nodes: Mapping[str, Any] = self.run(weights).nodes
-            observed = [n for n, s in nodes.items() if s["type"] == "sample" and s["is_observed"] and n not in weights]
-            return {name: masked_log_prob(nodes[name]) for name in observed if _is_random(nodes[name])}
+            observed = [
+                n
+                for n, s in nodes.items()
+                if s["type"] == "sample" and s["is_observed"] and n not in weights
+            ]
+            return {
+                name: masked_log_prob(nodes[name])
+                for name in observed
+                if _is_random(nodes[name])
+            }
         if self.enumeration is not None:  # kind is "discrete"
             drawn, log_prob = self.enumeration.draw(self.run(weights))
             trace = self.run({**weights, **drawn}, drawing=True)
-            computed = {name: site["value"] for name, site in trace.nodes.items() if is_deterministic(site)}
+            computed = {
+                name: site["value"]
+                for name, site in trace.nodes.items()
+                if is_deterministic(site)
+            }
             return {**drawn, **computed}, log_prob.isfinite()
         with _Targets(weights, self.kind, self._last) as targets:
-            returned = poutine.condition(self.model, data=weights)(*self.args, **self.kwargs)
+            returned = poutine.condition(self.model, data=weights)(
+                *self.args, **self.kwargs
+            )
         if self.kind != "outputs":
             return targets.values
-        if not tree_leaves(returned) or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(returned)):
+        if not tree_leaves(returned) or not all(
+            isinstance(leaf, Tensor) for leaf in tree_leaves(returned)
+        ):
             kind = type(returned).__name__
-            raise ValueError(f"the model returns {kind}, no tensors; return its outputs, or use another kind")
+            raise ValueError(
+                f"the model returns {kind}, no tensors; return its outputs, or use "
+                "another kind"
+            )
         return returned
 
 
 class _Targets(Messenger):
-    """Handler that draws the sites that the posterior lacks. It records them or their means, and deterministic sites.
+    """Handler that draws the sites that the posterior lacks. It records them or their
+    means, and deterministic sites.
 
     :param last: the last site that the posterior lacks; no mean depends on its value.
     """
@@ -293,16 +469,27 @@ class _Targets(Messenger):
             self.values[msg["name"]] = msg["value"]
         if msg["name"] in self.given or not _is_random(msg):
             return
-        if self.kind == "samples" or not msg["is_observed"]:  # other kinds keep the data
-            # vmap refuses in-place noise, as in rsample and in many a distribution's sample. So draw only if needed.
-            unused = self.kind == "mean" and msg["name"] == self.last and msg["fn"].has_rsample
-            msg["value"] = _mean(msg["name"], msg["fn"]) if unused else msg["fn"].sample()
+        # other kinds keep the data
+        if self.kind == "samples" or not msg["is_observed"]:
+            # vmap refuses in-place noise, as in rsample and in many a distribution's
+            # sample. So draw only if needed.
+            unused = (
+                self.kind == "mean"
+                and msg["name"] == self.last
+                and msg["fn"].has_rsample
+            )
+            msg["value"] = (
+                _mean(msg["name"], msg["fn"]) if unused else msg["fn"].sample()
+            )
             msg["done"] = True
-        self.values[msg["name"]] = _mean(msg["name"], msg["fn"]) if self.kind == "mean" else msg["value"]
+        self.values[msg["name"]] = (
+            _mean(msg["name"], msg["fn"]) if self.kind == "mean" else msg["value"]
+        )
 
 
 def _mean(site: str, fn: Any) -> Tensor:
-    """Return the mean; of a categorical site its probabilities, as of a classifying ``BayesianModel``.
+    """Return the mean; of a categorical site its probabilities, as of a classifying
+    ``BayesianModel``.
 
     :raises ValueError: naming the site, if its distribution has no mean in closed form.
     """
@@ -311,12 +498,19 @@ def _mean(site: str, fn: Any) -> Tensor:
         base = base.base_dist
     try:
         if isinstance(base, Categorical):
-            return base.probs.expand(*fn.batch_shape, *fn.event_shape, base.probs.shape[-1])
+            return base.probs.expand(
+                *fn.batch_shape, *fn.event_shape, base.probs.shape[-1]
+            )
         return fn.mean
     except NotImplementedError as error:
-        raise ValueError(f"the mean of site {site!r} ({type(fn).__name__}) isn't known; use kind='samples'") from error
+        raise ValueError(
+            f"the mean of site {site!r} ({type(fn).__name__}) isn't known; use "
+            "kind='samples'"
+        ) from error
 
 
 def _is_random(site: Any) -> bool:
-    """Return whether a sample site is random: neither the rows of a plate nor deterministic."""
+    """Return whether a sample site is random: neither the rows of a plate nor
+    deterministic.
+    """
     return not site_is_subsample(site) and not is_deterministic(site)

@@ -1,7 +1,9 @@
-"""Draws ``(chains, draws, *site_shape)`` by site as tables of statistics and as ArviZ's tree.
+"""Draws ``(chains, draws, *site_shape)`` by site as tables of statistics and as ArviZ's
+tree.
 
-Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0. Statistics are NaN where they are
-undefined: for sites without entries, fewer than 4 draws, and weights that are constant or not finite.
+Entries of a site are named as in Pyro's summaries, ``w[0,1]``, counted from 0.
+Statistics are NaN where they are undefined: for sites without entries, fewer than 4
+draws, and weights that are constant or not finite.
 """
 
 from __future__ import annotations
@@ -26,56 +28,111 @@ if TYPE_CHECKING:
     import xarray
 
 MAX_ENTRIES_SHOWN = 32  # of a site
-HEAD = ("site", "entries", "R-hat worst", "median", "ESS bulk worst", "median", "ESS tail worst", "median")
+HEAD = (
+    "site",
+    "entries",
+    "R-hat worst",
+    "median",
+    "ESS bulk worst",
+    "median",
+    "ESS tail worst",
+    "median",
+)
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Align rows of cells in columns; the columns ``left`` to the left, the others to the right."""
+    """Align rows of cells in columns; the columns ``left`` to the left, the others to
+    the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows)
+    lines = (
+        "  ".join(
+            f"{c:{'<' if i in left else '>'}{widths[i]}}" for i, c in enumerate(row)
+        )
+        for row in rows
+    )
     return "\n".join(f"  {line}".rstrip() for line in lines)
 
 
 def site_row(site: str, statistics: ChainStatistics) -> tuple[str, ...]:
-    """Format the row of a site under :data:`HEAD`: worst and median R-hat and effective sample sizes."""
+    """Format the row of a site under :data:`HEAD`: worst and median R-hat and effective
+    sample sizes.
+    """
     numbers = statistics.summary()
     r_hats = (f"{numbers[f'r_hat{kind}']:.3f}" for kind in ("", "_median"))
-    sizes = (f"{numbers[f'ess_{part}{kind}']:,.0f}" for part in ("bulk", "tail") for kind in ("", "_median"))
+    sizes = (
+        f"{numbers[f'ess_{part}{kind}']:,.0f}"
+        for part in ("bulk", "tail")
+        for kind in ("", "_median")
+    )
     return (site, f"{statistics.r_hat.numel():,}", *r_hats, *sizes)
 
 
-def summary_tables(samples: Mapping[str, Tensor], prob: float, chains: bool) -> list[str]:
-    """Format a line for every entry of the smaller sites, as in Pyro's summary, and for chains a line for every site.
+def summary_tables(
+    samples: Mapping[str, Tensor], prob: float, chains: bool
+) -> list[str]:
+    """Format a line for every entry of the smaller sites, as in Pyro's summary, and for
+    chains a line for every site.
 
     :param prob: probability of the interval between quantiles.
     """
-    statistics = {site: chain_statistics(draws) for site, draws in samples.items()} if chains else {}
-    small = {s: v for s, v in samples.items() if v.numel() and v.shape[2:].numel() <= MAX_ENTRIES_SHOWN}
-    rows = [row for site, draws in small.items() for row in _entry_rows(site, draws, prob, statistics.get(site))]
+    statistics = (
+        {site: chain_statistics(draws) for site, draws in samples.items()}
+        if chains
+        else {}
+    )
+    small = {
+        s: v
+        for s, v in samples.items()
+        if v.numel() and v.shape[2:].numel() <= MAX_ENTRIES_SHOWN
+    }
+    rows = [
+        row
+        for site, draws in small.items()
+        for row in _entry_rows(site, draws, prob, statistics.get(site))
+    ]
     lines: list[str] = []
     if rows:
         low, high = (1 - prob) / 2, (1 + prob) / 2
-        heads = ("mean", "std", "median", f"{low:.1%}", f"{high:.1%}", *(("n_eff", "r_hat") if chains else ()))
+        heads = (
+            "mean",
+            "std",
+            "median",
+            f"{low:.1%}",
+            f"{high:.1%}",
+            *(("n_eff", "r_hat") if chains else ()),
+        )
         width = max(len(row[0]) for row in rows)
         lines = [" " * width + "".join(f"{head:>10}" for head in heads)]
-        lines += [f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row) for name, *row in rows]
+        lines += [
+            f"{name:>{width}}" + "".join(f"{v:>10.2f}" for v in row)
+            for name, *row in rows
+        ]
     if chains:
-        lines += [""] * bool(lines) + [table([HEAD, *(site_row(*site) for site in statistics.items())])]
+        lines += [""] * bool(lines) + [
+            table([HEAD, *(site_row(*site) for site in statistics.items())])
+        ]
     return lines
 
 
-def _entry_rows(site: str, draws: Tensor, prob: float, statistics: ChainStatistics | None) -> list[tuple[Any, ...]]:
+def _entry_rows(
+    site: str, draws: Tensor, prob: float, statistics: ChainStatistics | None
+) -> list[tuple[Any, ...]]:
     shape = draws.shape[2:]
     flat = draws.double().cpu().reshape(-1, shape.numel())
     quantiles = np.quantile(flat.numpy(), [0.5, (1 - prob) / 2, (1 + prob) / 2], axis=0)
     numbers = [flat.mean(0), flat.std(0), *quantiles]
     if statistics is not None:
         numbers += [statistics.ess_bulk.flatten(), statistics.r_hat.flatten()]
-    names = [f"{site}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)] if shape else [site]
+    names = (
+        [f"{site}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)]
+        if shape
+        else [site]
+    )
     return list(zip(names, *(number.tolist() for number in numbers), strict=True))
 
 
-# ArviZ's tree ---------------------------------------------------------------------------------------------------------
+# ArviZ's tree -------------------------------------------------------------------------
 
 
 def to_arviz(
@@ -86,19 +143,27 @@ def to_arviz(
     log_likelihood: bool | tuple[Any, ...] = False,
     posterior_predictive: bool | tuple[Any, ...] = False,
 ) -> xarray.DataTree:
-    """Convert to an ArviZ ``DataTree``, for ``arviz_stats``: ``summary``, ``ess``, ``bfmi``, ``loo``, ``compare``.
+    """Convert to an ArviZ ``DataTree``, for ``arviz_stats``: ``summary``, ``ess``,
+    ``bfmi``, ``loo``, ``compare``.
 
-    >>> model, x, y = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"), torch.randn(5, 2), torch.randn(5)
+    >>> model, x, y = (
+    ...     ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian"),
+    ...     torch.randn(5, 2),
+    ...     torch.randn(5),
+    ... )
     >>> draws = {name: prior.sample((4, 50)) for name, prior in model.priors().items()}
     >>> tree = ps.Posterior(draws, kind="chains").to_arviz(log_likelihood=(model, x, y))
     >>> sorted(tree.children), dict(tree["log_likelihood"].sizes)
     (['log_likelihood', 'observed_data', 'posterior'], {'chain': 4, 'draw': 50, 'row': 5})
 
-    :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and ``row`` for rows of data.
+    :param dims: site -> names of its axes; by default ``<site>_dim_<k>``, and ``row``
+        for rows of data.
     :param coords: name of an axis -> its labels.
-    :param log_likelihood: adds that of every row, for ``arviz_stats.loo``: ``(model, *args)``, or ``True`` for the
-        model and arguments that the posterior was drawn from.
-    :param posterior_predictive: adds draws of targets, likewise; leave targets out to predict at other inputs.
+    :param log_likelihood: adds that of every row, for ``arviz_stats.loo``: ``(model,
+        *args)``, or ``True`` for the model and arguments that the posterior was drawn
+        from.
+    :param posterior_predictive: adds draws of targets, likewise; leave targets out to
+        predict at other inputs.
     """
     import arviz_base  # takes a second, with xarray and pandas
 
@@ -106,27 +171,54 @@ def to_arviz(
     predicted = {}
     if log_likelihood is not False:
         model, args, kwargs = _call(posterior, log_likelihood, "log_likelihood")
-        predicted["log_likelihood"] = predict(posterior, model, *args, kind="log_likelihood", **kwargs)
-        groups["observed_data"] = _observed(posterior, model, args, kwargs, predicted["log_likelihood"])
+        predicted["log_likelihood"] = predict(
+            posterior, model, *args, kind="log_likelihood", **kwargs
+        )
+        groups["observed_data"] = _observed(
+            posterior, model, args, kwargs, predicted["log_likelihood"]
+        )
     if posterior_predictive is not False:
-        model, args, kwargs = _call(posterior, posterior_predictive, "posterior_predictive")
+        model, args, kwargs = _call(
+            posterior, posterior_predictive, "posterior_predictive"
+        )
         if isinstance(model, BayesianModel):
-            args, kwargs = args[:1], {name: value for name, value in kwargs.items() if name != "y"}
+            args, kwargs = (
+                args[:1],
+                {name: value for name, value in kwargs.items() if name != "y"},
+            )
         draws = predict(posterior, model, *args, kind="samples", **kwargs)
-        predicted["posterior_predictive"] = draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
+        predicted["posterior_predictive"] = (
+            draws if isinstance(draws, dict) else {"y": model.likelihood.targets(draws)}
+        )
     names: dict[str, list[str]] = {}
     chains = (posterior.num_chains, posterior.num_samples)
     for group, values in predicted.items():
-        row = ["row"] if len({value.shape[1:2] for value in values.values()}) == 1 else []  # if all have as many
+        # if all have as many
+        row = (
+            ["row"] if len({value.shape[1:2] for value in values.values()}) == 1 else []
+        )
         for site, value in values.items():
             axes = [f"{site}_dim_{k}" for k in range(value.dim() - 1)]
             names.setdefault(site, [*row, *axes[len(row) :]] if axes else [])
-        groups[group] = {site: value.unflatten(0, chains) for site, value in values.items()}
-    arrays = {group: {s: _array(v) for s, v in values.items()} for group, values in groups.items() if values}
-    attributes = {"/": {"metadata": json.dumps(posterior.metadata), "inference_library": "pyro_symmetric"}}
+        groups[group] = {
+            site: value.unflatten(0, chains) for site, value in values.items()
+        }
+    arrays = {
+        group: {s: _array(v) for s, v in values.items()}
+        for group, values in groups.items()
+        if values
+    }
+    attributes = {
+        "/": {
+            "metadata": json.dumps(posterior.metadata),
+            "inference_library": "pyro_symmetric",
+        }
+    }
     dims = {**names, **(dims or {})}
     # ArviZ's check would take many short chains for swapped axes.
-    return arviz_base.from_dict(arrays, dims=dims, coords=coords, check_conventions=False, attrs=attributes)
+    return arviz_base.from_dict(
+        arrays, dims=dims, coords=coords, check_conventions=False, attrs=attributes
+    )
 
 
 def _array(value: Tensor) -> np.ndarray:
@@ -135,21 +227,37 @@ def _array(value: Tensor) -> np.ndarray:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
-def _call(posterior: Any, value: bool | tuple[Any, ...], name: str) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return the model and its arguments, as the value of the argument ``name`` specifies them."""
+def _call(
+    posterior: Any, value: bool | tuple[Any, ...], name: str
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the model and its arguments, as the value of the argument ``name``
+    specifies them.
+    """
     if isinstance(value, tuple) and value:
         return value[0], value[1:], {}
     if value is not True:
-        raise TypeError(f"{name} is {described(value)}; it must be True or a tuple (model, *args)")
+        raise TypeError(
+            f"{name} is {described(value)}; it must be True or a tuple (model, *args)"
+        )
     if posterior.source is None:
-        raise ValueError(f"{name}=True needs the model, which this posterior doesn't know; pass {name}=(model, *args)")
+        raise ValueError(
+            f"{name}=True needs the model, which this posterior doesn't know; pass "
+            f"{name}=(model, *args)"
+        )
     return posterior.source.model, posterior.source.args, posterior.source.kwargs
 
 
 def _observed(
-    posterior: Any, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sites: Mapping[str, Tensor]
+    posterior: Any,
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sites: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    dtype, device = promoted(list(posterior.samples.values())), posterior.source and posterior.source.device
+    dtype, device = (
+        promoted(list(posterior.samples.values())),
+        posterior.source and posterior.source.device,
+    )
     model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
     with LOCK, torch.no_grad(), poutine.block(), PriorMessenger(device, dtype):
         trace = poutine.trace(model).get_trace(*args, **kwargs)

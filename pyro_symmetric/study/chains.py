@@ -1,4 +1,6 @@
-"""Markov chains, all at once, from independent initial values of the network; ``chains`` is their number."""
+"""Markov chains, all at once, from independent initial values of the network;
+``chains`` is their number.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,38 @@ QUICK = {"chains": 8, "warmup": 60, "draws": 50}
 MOST: dict[str, Any] = {"most_draws": lambda budget: budget.chains * budget.draws}
 
 
-@register("sghmc", {**STOCHASTIC, "step_size": 0.005, "friction": 5.0}, quick={**QUICK, "num_steps": 10}, **MOST)
+@register(
+    "sghmc",
+    {**STOCHASTIC, "step_size": 0.005, "friction": 5.0},
+    quick={**QUICK, "num_steps": 10},
+    **MOST,
+)
 def sghmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample by stochastic-gradient Hamiltonian Monte Carlo on mini-batches, without a Metropolis correction (Chen et
-    al. 2014)."""
+    """Sample by stochastic-gradient Hamiltonian Monte Carlo on mini-batches, without a
+    Metropolis correction (Chen et al. 2014)."""
     return _run(SGHMC, problem, budget, progress)
 
 
 @register("sgld", STOCHASTIC, quick={**QUICK, "num_steps": 10}, **MOST)
 def sgld(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample by stochastic-gradient Langevin dynamics on mini-batches, without momentum or a Metropolis correction
-    (Welling & Teh 2011)."""
+    """Sample by stochastic-gradient Langevin dynamics on mini-batches, without momentum
+    or a Metropolis correction (Welling & Teh 2011)."""
     return _run(SGLD, problem, budget, progress)
 
 
 @register("psgld", STOCHASTIC, quick={**QUICK, "num_steps": 10}, **MOST)
 def psgld(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample by preconditioned stochastic-gradient Langevin dynamics, with a step size per weight (Li et al. 2016)."""
+    """Sample by preconditioned stochastic-gradient Langevin dynamics, with a step size
+    per weight (Li et al. 2016).
+    """
     return _run(pSGLD, problem, budget, progress)
 
 
 @register("hmc", {**CHAINS, "num_steps": 32}, quick={**QUICK, "num_steps": 16}, **MOST)
 def hmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample by Hamiltonian Monte Carlo on all data, with adapted step size and mass matrix: the default reference."""
+    """Sample by Hamiltonian Monte Carlo on all data, with adapted step size and mass
+    matrix: the default reference.
+    """
     return _run(HMC, problem, budget, progress)
 
 
@@ -50,13 +61,19 @@ def hmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     **MOST,
 )
 def nuts(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample by the No-U-Turn Sampler on all data, with trajectories of adaptive length (Hoffman & Gelman 2014)."""
+    """Sample by the No-U-Turn Sampler on all data, with trajectories of adaptive length
+    (Hoffman & Gelman 2014).
+    """
     return _run(NUTS, problem, budget, progress)
 
 
 def _run(kernel: Any, problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Sample with a kernel, whose options are the parts of the budget other than :data:`CHAINS`."""
-    options = {part: value for part, value in vars(budget).items() if part not in CHAINS}
+    """Sample with a kernel, whose options are the parts of the budget other than
+    :data:`CHAINS`.
+    """
+    options = {
+        part: value for part, value in vars(budget).items() if part not in CHAINS
+    }
     if "batch_size" in options:
         options["batch_size"] = min(options["batch_size"], len(problem.x))
     posterior = sample(

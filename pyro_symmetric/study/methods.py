@@ -1,9 +1,13 @@
-"""The methods of a study, by name. A new one is a function whose docstring describes it in reports:
+"""The methods of a study, by name. A new one is a function whose docstring describes it
+in reports:
 
 >>> @register("prior", {"draws": 400})  # its budget: --methods prior:draws=100
 ... def prior(problem, budget, progress):
 ...     "Draw from the prior."
-...     weights = {site: prior.sample((budget.draws,)) for site, prior in problem.model.priors().items()}
+...     weights = {
+...         site: prior.sample((budget.draws,))
+...         for site, prior in problem.model.priors().items()
+...     }
 ...     yield Fit(Posterior.from_samples(weights, kind="independent"), {})
 """
 
@@ -29,8 +33,9 @@ class Fit(NamedTuple):
     """A method's answer to a problem.
 
     :param posterior: draws of the weights: chains, or independent draws.
-    :param found: further results, as JSON: ``"losses"``, label -> the training curve; ``"evidence"``, ELBO and
-        symmetrised ELBO; ``"barrier"``, loss barrier curves; ``"details"``, other numbers.
+    :param found: further results, as JSON: ``"losses"``, label -> the training curve;
+        ``"evidence"``, ELBO and symmetrised ELBO; ``"barrier"``, loss barrier curves;
+        ``"details"``, other numbers.
     """
 
     posterior: Posterior
@@ -44,13 +49,15 @@ FitFunction = Callable[[Problem, Any, bool], Iterator[Fit]]
 class Method:
     """An approximation of the posterior, on a budget.
 
-    :param fit: (problem, budget, progress) -> a :class:`Fit` for each of ``labels``. It may draw from the global
-        generators and use Pyro's parameter store: the study lends it its own, seeded with ``problem.seed``. If the
-        problem is too large for it, it raises :class:`TooLarge`.
+    :param fit: (problem, budget, progress) -> a :class:`Fit` for each of ``labels``. It
+        may draw from the global generators and use Pyro's parameter store: the study
+        lends it its own, seeded with ``problem.seed``. If the problem is too large for
+        it, it raises :class:`TooLarge`.
     :param budget: part -> number.
     :param quick: the parts that differ under ``--quick``.
     :param labels: its rows in the report; by default its name.
-    :param most_draws: budget -> the largest number of draws that it gives; by default as many as the study compares.
+    :param most_draws: budget -> the largest number of draws that it gives; by default
+        as many as the study compares.
     :param asked: the parts of the budget that the user set, as typed: ``":modes=10"``.
     """
 
@@ -87,7 +94,9 @@ class Method:
 METHODS: dict[str, Method] = {}
 
 
-def register(name: str, budget: Mapping[str, Any], **more: Any) -> Callable[[FitFunction], FitFunction]:
+def register(
+    name: str, budget: Mapping[str, Any], **more: Any
+) -> Callable[[FitFunction], FitFunction]:
     """Register a function as a method; ``more`` are fields of :class:`Method`.
 
     :raises ValueError: if the name is taken.
@@ -95,7 +104,9 @@ def register(name: str, budget: Mapping[str, Any], **more: Any) -> Callable[[Fit
 
     def registered(fit: FitFunction) -> FitFunction:
         if name in METHODS:
-            raise ValueError(f"there is a method {name!r} already; give this one another name")
+            raise ValueError(
+                f"there is a method {name!r} already; give this one another name"
+            )
         METHODS[name] = Method(name, fit, budget, **more)
         return fit
 
@@ -103,25 +114,36 @@ def register(name: str, budget: Mapping[str, Any], **more: Any) -> Callable[[Fit
 
 
 def make_method(title: str, quick: bool = False) -> Method:
-    """Make the method of ``name:part=number:...``; the other parts of its budget keep their (quick) defaults.
+    """Make the method of ``name:part=number:...``; the other parts of its budget keep
+    their (quick) defaults.
 
-    :raises ValueError: if the method or a part of its budget is unknown, or a number isn't one.
+    :raises ValueError: if the method or a part of its budget is unknown, or a number
+        isn't one.
     """
     name, *asked = title.split(":")
     if name not in METHODS:
-        raise ValueError(f"there is no method {name!r}; known are {', '.join(METHODS)}{did_you_mean(name, METHODS)}")
+        raise ValueError(
+            f"there is no method {name!r}; known are "
+            f"{', '.join(METHODS)}{did_you_mean(name, METHODS)}"
+        )
     method = METHODS[name]
     budget = {**method.budget, **(method.quick if quick else {})}
     for part, _, text in (one.partition("=") for one in asked):
         if part not in budget:
             hint = did_you_mean(part, budget)
-            raise ValueError(f"the budget of {name} has no {part!r}; it has {', '.join(budget)}{hint}")
+            raise ValueError(
+                f"the budget of {name} has no {part!r}; it has "
+                f"{', '.join(budget)}{hint}"
+            )
         try:
             number = type(budget[part])(text)
         except ValueError:
             number = 0
         if not number > 0:
-            raise ValueError(f"{part} of {name} is {text!r}; it must be a positive number like {budget[part]!r}")
+            raise ValueError(
+                f"{part} of {name} is {text!r}; it must be a positive number like "
+                f"{budget[part]!r}"
+            )
         budget[part] = number
     return replace(method, budget=budget, asked=title.removeprefix(name))
 
@@ -129,4 +151,6 @@ def make_method(title: str, quick: bool = False) -> Method:
 def list_methods(quick: bool = False) -> str:
     """Describe all methods and their budgets, for the terminal."""
     lines = [f"{name}: {make_method(name, quick).description}" for name in METHODS]
-    return "\n".join(textwrap.fill(line, 110, subsequent_indent="    ") for line in lines)
+    return "\n".join(
+        textwrap.fill(line, 110, subsequent_indent="    ") for line in lines
+    )

@@ -1,5 +1,6 @@
-"""Methods that start from trained networks: ensembles, Monte Carlo dropout, SWAG, Laplace approximations (by
-laplace-torch, Daxberger et al. 2021). All networks train at once."""
+"""Methods that start from trained networks: ensembles, Monte Carlo dropout, SWAG,
+Laplace approximations (by laplace-torch, Daxberger et al. 2021). All networks train at
+once."""
 
 from __future__ import annotations
 
@@ -25,29 +26,44 @@ from pyro_symmetric.weights import Layout, Weights, unflatten
 TOGETHER = 100  # networks of an ensemble trained at once
 NETWORKS = {"modes": 1, "steps": 1500, "learning_rate": 0.01, "batch_size": 256}
 QUICK = {"steps": 300, "learning_rate": 0.02}
-MOST_WEIGHTS = 10_000  # of a full covariance: inverting a larger one takes longer than the rest of a study
-# Numbers in a batch of inputs. Curvature is a sum over rows, but that of convolutions takes patches per row and class:
-# 512 images of 28 x 28 filled 20 GB.
+# of a full covariance: inverting a larger one takes longer than the rest of a study
+MOST_WEIGHTS = 10_000
+# Numbers in a batch of inputs. Curvature is a sum over rows, but that of convolutions
+# takes patches per row and class: 512 images of 28 x 28 filled 20 GB.
 MOST_INPUTS = 32_768
 
 
-@register("ensemble", {**NETWORKS, "modes": 100}, quick={**QUICK, "modes": 40}, most_draws=lambda budget: budget.modes)
+@register(
+    "ensemble",
+    {**NETWORKS, "modes": 100},
+    quick={**QUICK, "modes": 40},
+    most_draws=lambda budget: budget.modes,
+)
 def deep_ensemble(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Train a deep ensemble: independent networks, each to a mode of the posterior (MAP)."""
+    """Train a deep ensemble: independent networks, each to a mode of the posterior
+    (MAP).
+    """
     trained = train(problem, budget, progress)
     yield Fit(trained, losses_of(trained, problem))
 
 
 @register("mc-dropout", {**NETWORKS, "rate": 0.1}, quick=QUICK)
 def mc_dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Train a network with dropout of its hidden units, and keep dropping them (Monte Carlo dropout, Gal & Ghahramani
-    2016). A draw is the weights of the network without the dropped units."""
-    group, model = outgoing_scales(problem.symmetry.permutations), copy.deepcopy(problem.model)
+    """Train a network with dropout of its hidden units, and keep dropping them (Monte
+    Carlo dropout, Gal & Ghahramani 2016). A draw is the weights of the network without
+    the dropped units."""
+    group, model = (
+        outgoing_scales(problem.symmetry.permutations),
+        copy.deepcopy(problem.model),
+    )
     call = model.call
     model.call = lambda weights, x: call(drop_units(weights, group, budget.rate), x)  # type: ignore[method-assign]
     trained = train(replace(problem, model=model), budget, progress)
     shape = (budget.modes, draws_per_mode(problem, budget))
-    repeated = {s: v[:, None].expand(*shape, *v.shape[1:]) for s, v in weights_of(trained, problem).items()}
+    repeated = {
+        s: v[:, None].expand(*shape, *v.shape[1:])
+        for s, v in weights_of(trained, problem).items()
+    }
     yield independent_fit(drop_units(repeated, group, budget.rate), trained, problem)
 
 
@@ -57,8 +73,9 @@ def mc_dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     quick={**QUICK, "iterates": 20, "every": 10},
 )
 def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Fit SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the moments of the iterates of stochastic
-    gradient descent at a constant step size, started at a trained network."""
+    """Fit SWAG (Maddox et al. 2019): a Gaussian, diagonal plus low rank, with the
+    moments of the iterates of stochastic gradient descent at a constant step size,
+    started at a trained network."""
     trained = train(problem, budget, progress)
     path: list[Weights] = []
 
@@ -70,24 +87,32 @@ def swag_networks(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit
         problem,
         budget,
         progress,
-        steps=budget.iterates * budget.every + len(problem.x) // budget.batch_size,  # an epoch more, against rounding
+        # an epoch more, against rounding
+        steps=budget.iterates * budget.every + len(problem.x) // budget.batch_size,
         initial=lambda count: weights_of(trained, problem),
-        optimizer=functools.partial(torch.optim.SGD, lr=budget.descent_rate, momentum=0.9),
+        optimizer=functools.partial(
+            torch.optim.SGD, lr=budget.descent_rate, momentum=0.9
+        ),
         cosine=False,
         members_at_once=budget.modes,
         watch=watch,
     )
     if ended.num_samples < budget.modes:
-        raise ValueError(f"swag: the descent diverged; its descent_rate {budget.descent_rate} is too large")
-    iterates = {site: torch.stack([weights[site] for weights in path], 1) for site in path[0]}
+        raise ValueError(
+            f"swag: the descent diverged; its descent_rate {budget.descent_rate} is "
+            "too large"
+        )
+    iterates = {
+        site: torch.stack([weights[site] for weights in path], 1) for site in path[0]
+    }
     draws = swag(problem.model, iterates, budget.rank, draws_per_mode(problem, budget))
     yield independent_fit(draws, trained, problem)
 
 
 @register("laplace-full", NETWORKS, quick=QUICK)
 def laplace_full(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Fit a Laplace approximation: a Gaussian at a trained network, with the curvature of all weights jointly
-    (laplace-torch, Daxberger et al. 2021)."""
+    """Fit a Laplace approximation: a Gaussian at a trained network, with the curvature
+    of all weights jointly (laplace-torch, Daxberger et al. 2021)."""
     if (count := problem.num_weights) > MOST_WEIGHTS:
         raise TooLarge(f"it needs a covariance of {count} x {count} numbers")
     return _laplace(problem, budget, progress, "full")
@@ -95,89 +120,132 @@ def laplace_full(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]
 
 @register("laplace-diagonal", NETWORKS, quick=QUICK)
 def laplace_diagonal(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Fit a Laplace approximation with the diagonal of the curvature (laplace-torch)."""
+    """Fit a Laplace approximation with the diagonal of the curvature
+    (laplace-torch).
+    """
     return _laplace(problem, budget, progress, "diag")
 
 
 @register("laplace-last-layer", NETWORKS, quick=QUICK)
 def laplace_last_layer(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
-    """Fit a Laplace approximation of the last layer, with its curvature as a Kronecker product (laplace-torch)."""
+    """Fit a Laplace approximation of the last layer, with its curvature as a Kronecker
+    product (laplace-torch).
+    """
     return _laplace(problem, budget, progress, "kron", "last_layer")
 
 
-# small steps --------------------------------------------------------------------------------------------------------
+# small steps --------------------------------------------------------------------------
 
 
-def train(problem: Problem, budget: Any, progress: bool, steps: int | None = None, **more: Any) -> Posterior:
-    """Train ``modes`` networks, each to a mode of the posterior, for about ``steps`` steps (default: the budget's)."""
+def train(
+    problem: Problem, budget: Any, progress: bool, steps: int | None = None, **more: Any
+) -> Posterior:
+    """Train ``modes`` networks, each to a mode of the posterior, for about ``steps``
+    steps (default: the budget's).
+    """
     batch_size = min(budget.batch_size, len(problem.x))
     options = {
-        "epochs": max(1, round((steps or budget.steps) / (len(problem.x) // batch_size))),
+        "epochs": max(
+            1, round((steps or budget.steps) / (len(problem.x) // batch_size))
+        ),
         "batch_size": batch_size,
         "optimizer": functools.partial(torch.optim.Adam, lr=budget.learning_rate),
         "members_at_once": min(budget.modes, TOGETHER),
         "seed": problem.seed,
         "progress": progress,
     }
-    return ensemble(problem.model, (problem.x, problem.y), budget.modes, **{**options, **more})
+    return ensemble(
+        problem.model, (problem.x, problem.y), budget.modes, **{**options, **more}
+    )
 
 
 def independent_fit(draws: Weights, trained: Posterior, problem: Problem) -> Fit:
-    """Return independent draws ``(modes, draws, ...)`` around trained networks as a fit."""
+    """Return independent draws ``(modes, draws, ...)`` around trained networks as a
+    fit.
+    """
     samples = {site: value.cpu() for site, value in draws.items()}
     return Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
 
 
 def losses_of(trained: Posterior, problem: Problem) -> dict[str, Any]:
-    """Return the mean loss of each epoch in nats; networks are trained on the loss per row."""
-    return {"losses": {"negative log-posterior (nats)": [len(problem.x) * loss for loss in trained.metadata["losses"]]}}
+    """Return the mean loss of each epoch in nats; networks are trained on the loss per
+    row.
+    """
+    return {
+        "losses": {
+            "negative log-posterior (nats)": [
+                len(problem.x) * loss for loss in trained.metadata["losses"]
+            ]
+        }
+    }
 
 
 def weights_of(trained: Posterior, problem: Problem) -> Weights:
-    """Return the weights of trained networks, of batch shape ``(modes,)``, on the study's device."""
-    return {site: value[0].to(problem.x.device) for site, value in trained.samples.items()}
+    """Return the weights of trained networks, of batch shape ``(modes,)``, on the
+    study's device.
+    """
+    return {
+        site: value[0].to(problem.x.device) for site, value in trained.samples.items()
+    }
 
 
 def draws_per_mode(problem: Problem, budget: Any) -> int:
-    """Return how many draws each mode must give for all together to be as many as are compared."""
+    """Return how many draws each mode must give for all together to be as many as are
+    compared.
+    """
     return -(-problem.settings.draws // budget.modes)
 
 
 @torch.no_grad()
 def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weights:
-    """Draw from the SWAG posterior (Maddox et al. 2019, section 3); constrained sites are averaged unconstrained.
+    """Draw from the SWAG posterior (Maddox et al. 2019, section 3); constrained sites
+    are averaged unconstrained.
 
-    The low-rank part takes the deviations of the last ``rank`` iterates from the final mean, where the paper takes
-    those from the running mean: with all iterates, it is half of their covariance.
+    The low-rank part takes the deviations of the last ``rank`` iterates from the final
+    mean, where the paper takes those from the running mean: with all iterates, it is
+    half of their covariance.
 
     :param iterates: weights of batch shape ``(..., S)``, in the order of SGD's path.
     :returns: draws of batch shape ``(..., count)``.
     """
     layout = Layout.of(model.priors())
     path = layout.unconstrain(iterates)
-    mean, variance = path.mean(-2, keepdim=True), path.var(-2, correction=0, keepdim=True)
+    mean, variance = (
+        path.mean(-2, keepdim=True),
+        path.var(-2, correction=0, keepdim=True),
+    )
     last = path[..., -rank:, :] - mean
     batch, size = path.shape[:-2], last.shape[-2]
     spread = (variance / 2).sqrt() * path.new_empty(*batch, count, layout.dim).normal_()
-    low_rank = path.new_empty(*batch, count, size).normal_() @ last / (2 * (size - 1)) ** 0.5
+    low_rank = (
+        path.new_empty(*batch, count, size).normal_() @ last / (2 * (size - 1)) ** 0.5
+    )
     return layout.constrain(mean + spread + low_rank)
 
 
 def outgoing_scales(group: Group) -> Group:
     """Return the group that scales the outgoing weights of innermost permuted units.
 
-    Outgoing weights lie along second axes or, into a grouped convolution, along several axes at once.
+    Outgoing weights lie along second axes or, into a grouped convolution, along several
+    axes at once.
     """
     parents, scaled = {units.parent for units in group.units.values()}, []
     for units in group.units.values():
-        axes = tuple(replace(axis, exponent=1) for axis in units.axes if axis.dim == 1 or axis.span > 1)
+        axes = tuple(
+            replace(axis, exponent=1)
+            for axis in units.axes
+            if axis.dim == 1 or axis.span > 1
+        )
         if units.name not in parents:
-            scaled.append(replace(units, axes=axes, parent=None, moves=frozenset({"scale"})))
+            scaled.append(
+                replace(units, axes=axes, parent=None, moves=frozenset({"scale"}))
+            )
     return Group(scaled, group.site_shapes)
 
 
 def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
-    """Drop random hidden units: their outgoing weights become zero, those of the others are divided by ``1 - rate``.
+    """Drop random hidden units: their outgoing weights become zero, those of the others
+    are divided by ``1 - rate``.
 
     :param weights: of any batch shape; each member drops units of its own.
     :param outgoing: the group of :func:`outgoing_scales`.
@@ -185,24 +253,43 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
     """
     batch, like = outgoing.batch_shape(weights), next(iter(weights.values()))
     factors = {
-        name: (torch.rand(*batch, *units.shape, dtype=like.dtype, device=like.device) >= rate) / (1 - rate)
+        name: (
+            torch.rand(*batch, *units.shape, dtype=like.dtype, device=like.device)
+            >= rate
+        )
+        / (1 - rate)
         for name, units in outgoing.units.items()
     }
-    return Element(outgoing, log_scales={name: value.log() for name, value in factors.items()}).on_sites(weights)
+    return Element(
+        outgoing, log_scales={name: value.log() for name, value in factors.items()}
+    ).on_sites(weights)
 
 
-def _laplace(problem: Problem, budget: Any, progress: bool, structure: str, subset: str = "all") -> Iterator[Fit]:
-    """Draw around trained networks; ``structure`` and ``subset`` of the curvature as laplace-torch names them."""
+def _laplace(
+    problem: Problem, budget: Any, progress: bool, structure: str, subset: str = "all"
+) -> Iterator[Fit]:
+    """Draw around trained networks; ``structure`` and ``subset`` of the curvature as
+    laplace-torch names them.
+    """
     trained = train(problem, budget, progress)
     weights, draws = weights_of(trained, problem), draws_per_mode(problem, budget)
-    modes = [{site: value[k] for site, value in weights.items()} for k in range(budget.modes)]
+    modes = [
+        {site: value[k] for site, value in weights.items()} for k in range(budget.modes)
+    ]
     drawn = [_laplace_draws(problem, mode, draws, structure, subset) for mode in modes]
-    samples = {site: torch.stack([own[site] for own in drawn]) for site in problem.model.site_shapes}
+    samples = {
+        site: torch.stack([own[site] for own in drawn])
+        for site in problem.model.site_shapes
+    }
     yield independent_fit(samples, trained, problem)
 
 
-def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, subset: str) -> Weights:
-    """Draw weights ``(draws, ...)`` around one trained network. A learnt noise keeps its trained value."""
+def _laplace_draws(
+    problem: Problem, mode: Weights, draws: int, structure: str, subset: str
+) -> Weights:
+    """Draw weights ``(draws, ...)`` around one trained network. A learnt noise keeps
+    its trained value.
+    """
     prepare_torchvision()  # laplace-torch imports it if it is installed
     from laplace import Laplace
 
@@ -210,18 +297,35 @@ def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, 
     net = copy.deepcopy(model.net).requires_grad_(True)
     shapes = {name: parameter.shape for name, parameter in net.named_parameters()}
     net.load_state_dict({name: mode[name] for name in shapes}, strict=False)
-    more: dict[str, Any] = {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
+    more: dict[str, Any] = (
+        {} if problem.is_classification else {"sigma_noise": noise_scale(model, mode)}
+    )
     if subset == "last_layer":
-        linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+        linear = [
+            name
+            for name, module in net.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
         if not linear:
-            raise ValueError("a last-layer Laplace approximation needs a network with an nn.Linear")
+            raise ValueError(
+                "a last-layer Laplace approximation needs a network with an nn.Linear"
+            )
         more["last_layer_name"] = linear[-1]
-        shapes = {name: shape for name, shape in shapes.items() if name.startswith(f"{linear[-1]}.")}
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if name.startswith(f"{linear[-1]}.")
+        }
     prior: Any = model.prior
-    precisions = [problem.x.new_tensor(prior.scale_of(name, shape) ** -2) for name, shape in shapes.items()]
+    precisions = [
+        problem.x.new_tensor(prior.scale_of(name, shape) ** -2)
+        for name, shape in shapes.items()
+    ]
     if structure != "kron":  # one precision per weight; "kron" takes one per parameter
         pairs = zip(precisions, shapes.values(), strict=True)
-        precisions = [value for one, shape in pairs for value in one.expand(shape.numel())]
+        precisions = [
+            value for one, shape in pairs for value in one.expand(shape.numel())
+        ]
     fitted = Laplace(
         net,
         "classification" if problem.is_classification else "regression",
@@ -231,11 +335,19 @@ def _laplace_draws(problem: Problem, mode: Weights, draws: int, structure: str, 
         temperature=model.likelihood.temperature,
         **more,
     )
-    targets = problem.y if problem.is_classification else model.likelihood.targets(problem.y)[:, None].to(problem.x)
+    targets = (
+        problem.y
+        if problem.is_classification
+        else model.likelihood.targets(problem.y)[:, None].to(problem.x)
+    )
     size = max(1, min(512, MOST_INPUTS // problem.x[0].numel()))
-    # laplace-torch makes an identity on the default device, and maps gradients over rows.
+    # laplace-torch makes an identity on the default device, and maps gradients over
+    # rows.
     with problem.x.device, without_fast_attention():
         rows = torch.utils.data.TensorDataset(problem.x, targets)
         fitted.fit(torch.utils.data.DataLoader(rows, batch_size=size))
         drawn = unflatten(fitted.sample(draws).detach(), shapes)
-    return {**{site: value.expand(draws, *value.shape) for site, value in mode.items()}, **drawn}
+    return {
+        **{site: value.expand(draws, *value.shape) for site, value in mode.items()},
+        **drawn,
+    }

@@ -1,4 +1,6 @@
-"""The settings of a study, and the problem that they name: data set, Bayesian network and its symmetry."""
+"""The settings of a study, and the problem that they name: data set, Bayesian network
+and its symmetry.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,41 @@ from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.mcmc.resume import as_json, digest
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.models import (
+    BayesianModel,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    GaussianPrior,
+)
 from pyro_symmetric.networks import NETWORKS, net_from_callable
 
-KINDS: tuple[type[nn.Module], ...] = (nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Sigmoid, nn.ELU)
-ACTIVATIONS = {**{kind.__name__.lower(): kind for kind in KINDS}, "leaky-relu": nn.LeakyReLU}
+KINDS: tuple[type[nn.Module], ...] = (
+    nn.ReLU,
+    nn.Tanh,
+    nn.GELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.ELU,
+)
+ACTIVATIONS = {
+    **{kind.__name__.lower(): kind for kind in KINDS},
+    "leaky-relu": nn.LeakyReLU,
+}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 STATISTICS_ROWS = 256  # of a batch whose moments batch normalisation takes
 
-DEFAULT_METHODS = ("mean-field", "symmetrized", "symmetrized-blocks", "aligned", "ensemble", "sghmc", "hmc")
+DEFAULT_METHODS = (
+    "mean-field",
+    "symmetrized",
+    "symmetrized-blocks",
+    "aligned",
+    "ensemble",
+    "sghmc",
+    "hmc",
+)
 
-# They leave the results of finished methods alone, so a study may resume with other values.
+# They leave the results of finished methods alone, so a study may resume with other
+# values.
 FREE_TO_CHANGE = frozenset({"methods", "reference", "device", "data_root", "download"})
 
 
@@ -38,11 +64,14 @@ def option(default: Any, text: str, metavar: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class StudySettings:
-    """The settings of a study; each field is an option of ``pyro-symmetric compare``, documented by its help."""
+    """The settings of a study; each field is an option of ``pyro-symmetric compare``,
+    documented by its help.
+    """
 
     data: str = option(
         "digits",
-        "digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, cifar10, cifar100, svhn; uci/<name>; "
+        "digits (default), wine, breast-cancer, diabetes; mnist, fashion-mnist, "
+        "cifar10, cifar100, svhn; uci/<name>; "
         "csv:FILE; images:FOLDER, with a subfolder of images per class",
         "NAME",
     )
@@ -51,35 +80,59 @@ class StudySettings:
     target: str | None = option(None, "target column of csv:FILE", "COLUMN")
     split: int = option(0, "number of the train/test split (default: 0)", "K")
     max_train: int | None = option(None, "use at most N training rows", "N")
-    max_test: int | None = option(None, "use at most N test rows, and as many out-of-distribution rows", "N")
-    ood: str | None = option(None, "data set of out-of-distribution inputs (default: held-out classes)", "NAME")
-    hidden: tuple[int, ...] = option((16,), "widths of the hidden layers (default: 16)", "N[,N...]")
-    activation: str = option("relu", "relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu")
+    max_test: int | None = option(
+        None, "use at most N test rows, and as many out-of-distribution rows", "N"
+    )
+    ood: str | None = option(
+        None,
+        "data set of out-of-distribution inputs (default: held-out classes)",
+        "NAME",
+    )
+    hidden: tuple[int, ...] = option(
+        (16,), "widths of the hidden layers (default: 16)", "N[,N...]"
+    )
+    activation: str = option(
+        "relu", "relu (default), tanh, leaky-relu, gelu, silu, sigmoid, elu"
+    )
     net: str | None = option(
         None,
-        "optunet, resnet20 (filter-response normalisation), resnet18, or package.module:callable, called as "
+        "optunet, resnet20 (filter-response normalisation), resnet18, or "
+        "package.module:callable, called as "
         "callable(input_shape, num_outputs)",
         "NAME",
     )
     prior_scale: tuple[str, ...] = option(
         ("1",),
-        "standard deviation of the Gaussian prior (default: 1), also by pattern of parameter names: 2,1.*=0.5",
+        "standard deviation of the Gaussian prior (default: 1), also by pattern of "
+        "parameter names: 2,1.*=0.5",
         "S[,PATTERN=S...]",
     )
     prior_fan_in: bool = option(
-        True, "divide the prior scale of weight matrices by the square root of their number of inputs (default: yes)"
+        True,
+        "divide the prior scale of weight matrices by the square root of their number "
+        "of inputs (default: yes)",
     )
-    noise: float | None = option(None, "fixed noise of a regression on standardised targets (default: learnt)", "S")
+    noise: float | None = option(
+        None,
+        "fixed noise of a regression on standardised targets (default: learnt)",
+        "S",
+    )
     temperature: float = option(1.0, "likelihood temperature (default: 1)", "T")
     methods: tuple[str, ...] = option(
         DEFAULT_METHODS,
-        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); one may appear on several budgets: "
-        "swag,swag:modes=10,hmc:chains=64:draws=100; 'help' lists all methods and their budgets",
+        f"methods to compare (default: {','.join(DEFAULT_METHODS)}); one may appear on "
+        "several budgets: "
+        "swag,swag:modes=10,hmc:chains=64:draws=100; 'help' lists all methods and "
+        "their budgets",
         "A[:PART=N...][,B...]",
     )
-    reference: str = option("hmc", "method that the others are compared with (default: hmc)", "METHOD")
+    reference: str = option(
+        "hmc", "method that the others are compared with (default: hmc)", "METHOD"
+    )
     draws: int = option(400, "draws of each method to compare (default: 400)", "N")
-    quick: bool = option(False, "small budgets, to see in under two minutes that everything works")
+    quick: bool = option(
+        False, "small budgets, to see in under two minutes that everything works"
+    )
     seed: int = option(0, "random seed (default: 0)", "N")
     device: str = option("auto", "cpu, cuda or auto (default)")
     dtype: str = option("float32", "float32 (default) or float64")
@@ -87,9 +140,17 @@ class StudySettings:
     def __post_init__(self) -> None:
         if isinstance(self.prior_scale, str | int | float):
             object.__setattr__(self, "prior_scale", str(self.prior_scale).split(","))
-        object.__setattr__(self, "prior_scale", [str(scale).removesuffix(".0") for scale in self.prior_scale])
+        object.__setattr__(
+            self,
+            "prior_scale",
+            [str(scale).removesuffix(".0") for scale in self.prior_scale],
+        )
         for name in ("hidden", "methods", "prior_scale"):
-            values = tuple(dict.fromkeys(getattr(self, name))) if name == "methods" else tuple(getattr(self, name))
+            values = (
+                tuple(dict.fromkeys(getattr(self, name)))
+                if name == "methods"
+                else tuple(getattr(self, name))
+            )
             object.__setattr__(self, name, values)
             if not values:
                 raise ValueError(f"--{name} is empty; it must list one or more")
@@ -99,7 +160,10 @@ class StudySettings:
         arguments.one_of("--dtype", self.dtype, DTYPES)
         arguments.one_of("--device", self.device, ("cpu", "cuda", "auto"))
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device is cuda, but PyTorch sees no CUDA device here; use cpu or auto")
+            raise ValueError(
+                "--device is cuda, but PyTorch sees no CUDA device here; use cpu or "
+                "auto"
+            )
         arguments.whole("--seed", self.seed, 0, 2**31 - 1)
         arguments.whole("--draws", self.draws, 8)
         arguments.positive("--noise", self.noise, none="a learnt one")
@@ -114,15 +178,23 @@ class StudySettings:
 
     def prior(self) -> GaussianPrior:
         """Return the prior of the network's parameters."""
-        scales = {pattern: float(scale) for pattern, _, scale in (one.rpartition("=") for one in self.prior_scale)}
+        scales = {
+            pattern: float(scale)
+            for pattern, _, scale in (one.rpartition("=") for one in self.prior_scale)
+        }
         return GaussianPrior(scales.pop("", 1.0), self.prior_fan_in, scales)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     def command(self, out: str | Path) -> str:
-        """Return the command line that repeats the study, with the options that differ from their defaults."""
+        """Return the command line that repeats the study, with the options that differ
+        from their defaults.
+        """
         words = ["pyro-symmetric", "compare"]
         for setting in fields(self):
             value, name = getattr(self, setting.name), setting.name.replace("_", "-")
@@ -130,7 +202,11 @@ class StudySettings:
                 continue
             words.append(f"--{name}" if value is not False else f"--no-{name}")
             if not isinstance(value, bool):
-                words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+                words.append(
+                    ",".join(map(str, value))
+                    if isinstance(value, tuple)
+                    else str(value)
+                )
         return shlex.join([*words, "--out", str(out)])
 
 
@@ -141,10 +217,11 @@ class Problem:
     :param settings: the settings of the study.
     :param dataset: training, test and out-of-distribution rows.
     :param model: the Bayesian network.
-    :param symmetry: of the posterior: that of the network with its running statistics, if any, held fixed.
+    :param symmetry: of the posterior: that of the network with its running statistics,
+        if any, held fixed.
     :param seed: seed of the method being fitted.
-    :param scratch: folder in which the method being fitted may save its progress, to resume after an interrupt; it
-        needn't exist yet. ``None``: nowhere.
+    :param scratch: folder in which the method being fitted may save its progress, to
+        resume after an interrupt; it needn't exist yet. ``None``: nowhere.
     """
 
     settings: StudySettings
@@ -177,23 +254,38 @@ class Problem:
     def describe(self) -> list[str]:
         """Describe data, network and symmetry, a line each."""
         symmetry = self.symmetry
-        permuted = ", ".join(f"the {n} units of layer {name}" for name, n in symmetry.permutations.factors.items())
+        permuted = ", ".join(
+            f"the {n} units of layer {name}"
+            for name, n in symmetry.permutations.factors.items()
+        )
         flips, order = sum(symmetry.signs.factors.values()), symmetry.log_order()
         return [
             f"Data: {self.dataset.describe()}",
             f"Network: {self.num_weights:,} weights.",
             f"Symmetry: permutations of {permuted or 'nothing'}"
             + (f", sign flips of {flips} units" if flips else "")
-            + (f"; every mode has exp({order:.1f}) copies (log |G| = {order:.1f})." if order else "."),
+            + (
+                f"; every mode has exp({order:.1f}) copies (log |G| = {order:.1f})."
+                if order
+                else "."
+            ),
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the study: its settings, and hashes of the data and the network, which settings only name."""
+        """Identify the study: its settings, and hashes of the data and the network,
+        which settings only name.
+        """
         data = self.dataset
         shapes = {name: tuple(shape) for name, shape in self.model.site_shapes.items()}
         return as_json(
-            settings={name: v for name, v in self.settings.to_dict().items() if name not in FREE_TO_CHANGE},
-            data=digest([data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x]),
+            settings={
+                name: v
+                for name, v in self.settings.to_dict().items()
+                if name not in FREE_TO_CHANGE
+            },
+            data=digest(
+                [data.train_x, data.train_y, data.test_x, data.test_y, data.ood_x]
+            ),
             network=digest([str(self.model.net), shapes]),
         )
 
@@ -207,26 +299,48 @@ def build_problem(settings: StudySettings) -> Problem:
     :raises FileNotFoundError: if the data are missing.
     """
     placement: Any = {"dtype": DTYPES[settings.dtype], "device": settings.torch_device}
-    source: Any = {"root": settings.data_root, "download": settings.download, "seed": settings.seed}
-    rows = {name: getattr(settings, name) for name in ("target", "split", "max_train", "max_test")}
-    hold_out = None if settings.ood else "auto"  # held-out classes serve as out-of-distribution inputs
-    dataset = datasets.load(settings.data, hold_out=hold_out, **placement, **rows, **source)
+    source: Any = {
+        "root": settings.data_root,
+        "download": settings.download,
+        "seed": settings.seed,
+    }
+    rows = {
+        name: getattr(settings, name)
+        for name in ("target", "split", "max_train", "max_test")
+    }
+    # held-out classes serve as out-of-distribution inputs
+    hold_out = None if settings.ood else "auto"
+    dataset = datasets.load(
+        settings.data, hold_out=hold_out, **placement, **rows, **source
+    )
     if settings.ood:
-        dataset = datasets.ood(settings.ood, dataset, max_rows=len(dataset.test_x), **source)
+        dataset = datasets.ood(
+            settings.ood, dataset, max_rows=len(dataset.test_x), **source
+        )
     is_classification = dataset.task == "classification"
     if settings.noise is not None and is_classification:
-        raise ValueError(f"--noise {settings.noise} is for regressions; {dataset.name} is a classification data set")
+        raise ValueError(
+            f"--noise {settings.noise} is for regressions; {dataset.name} is a "
+            "classification data set"
+        )
     net = build_net(settings, dataset)
     settle_statistics(net, dataset.train_x)
-    symmetry = find_symmetry(net, dataset.train_x[:2], logits=is_classification).holding(net)
+    symmetry = find_symmetry(
+        net, dataset.train_x[:2], logits=is_classification
+    ).holding(net)
     noise = {"temperature": settings.temperature}
-    likelihood = CategoricalLikelihood(**noise) if is_classification else GaussianLikelihood(settings.noise, **noise)
+    likelihood = (
+        CategoricalLikelihood(**noise)
+        if is_classification
+        else GaussianLikelihood(settings.noise, **noise)
+    )
     model = BayesianModel(net, settings.prior(), likelihood, len(dataset.train_x))
     return Problem(settings, dataset, model, symmetry)
 
 
 def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
-    """Build the network by name, from the user's callable, or as an MLP; on the data's device and in their dtype.
+    """Build the network by name, from the user's callable, or as an MLP; on the data's
+    device and in their dtype.
 
     :raises ValueError: if it doesn't fit the data.
     """
@@ -246,20 +360,37 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
             net = net.to(dataset.train_x).eval()
             output = tuple(net(dataset.train_x[:2]).shape)
     except Exception as error:
-        raise ValueError(f"the network fails on two rows of {dataset.name}, of shape {shape} each: {error}") from error
+        raise ValueError(
+            f"the network fails on two rows of {dataset.name}, of shape {shape} each: "
+            f"{error}"
+        ) from error
     if output != (2, outputs) and not (output == (2,) and outputs == 1):
-        raise ValueError(f"the network's output for two rows has shape {output}; {dataset.name} needs {(2, outputs)}")
+        raise ValueError(
+            f"the network's output for two rows has shape {output}; {dataset.name} "
+            f"needs {(2, outputs)}"
+        )
     return net
 
 
 def settle_statistics(net: nn.Module, x: Tensor) -> None:
-    """Set the running statistics of batch normalisation that has seen no data to those of ``x`` at initial weights.
+    """Set the running statistics of batch normalisation that has seen no data to those
+    of ``x`` at initial weights.
 
-    A Bayesian network holds them fixed; at their initial mean 0 and variance 1 they would normalise nothing.
+    A Bayesian network holds them fixed; at their initial mean 0 and variance 1 they
+    would normalise nothing.
     """
-    layers = [module for module in net.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if not any(layer.num_batches_tracked is None or int(layer.num_batches_tracked) for layer in layers):
-        torch.optim.swa_utils.update_bn(x.tensor_split(-(-len(x) // STATISTICS_ROWS)), net)
+    layers = [
+        module
+        for module in net.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    if not any(
+        layer.num_batches_tracked is None or int(layer.num_batches_tracked)
+        for layer in layers
+    ):
+        torch.optim.swa_utils.update_bn(
+            x.tensor_split(-(-len(x) // STATISTICS_ROWS)), net
+        )
 
 
 def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:

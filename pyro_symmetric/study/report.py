@@ -1,6 +1,7 @@
 """The report of a study: one HTML file with its tables and figures inside.
 
-``tables.toml`` lists the tables: their columns, which numbers these hold, and what each means.
+``tables.toml`` lists the tables: their columns, which numbers these hold, and what each
+means.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Array = NDArray[np.floating[Any]]
 FEWEST_ROWS = 5  # test rows of a bin of confidence, for its accuracy to mean anything
 MISSING = "–"  # in place of a number
 BEST = {"max": max, "min": min}
-TABLES = tomllib.loads(resources.files(__package__).joinpath("tables.toml").read_text("utf-8"))
+TABLES = tomllib.loads(
+    resources.files(__package__).joinpath("tables.toml").read_text("utf-8")
+)
 
 BLUE, YELLOW, RED = ("#4269d0", "#efb118", "#ff725c")
 GREY = "#999da6"
@@ -57,27 +60,40 @@ def write_report(study: Study) -> None:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("pyro_symmetric.study", "."), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("pyro_symmetric.study", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     rows, settings = study.results["methods"], study.problem.settings
     text = environment.get_template("report.html").render(
-        title=f"Approximate posteriors of a neural network on {study.problem.dataset.name}",
+        title="Approximate posteriors of a neural network on "
+        f"{study.problem.dataset.name}",
         problem=study.results["problem"],
         conclusion=conclusion(rows, settings.reference),
         command=settings.command(study.out),
         concerns=study.results["concerns"],
         quick=settings.quick,
-        methods=[(name, make_method(name, settings.quick).description) for name in settings.methods],
+        methods=[
+            (name, make_method(name, settings.quick).description)
+            for name in settings.methods
+        ],
         tables=tables(rows, study.problem.is_classification),
-        verdicts={name: row["invariance"]["verdict"] for name, row in rows.items() if row["invariance"]},
-        figures=[(heading, caption, _as_image(figure)) for heading, caption, figure in figures(study)],
+        verdicts={
+            name: row["invariance"]["verdict"]
+            for name, row in rows.items()
+            if row["invariance"]
+        },
+        figures=[
+            (heading, caption, _as_image(figure))
+            for heading, caption, figure in figures(study)
+        ],
         settings=study.results["settings"],
         environment=study.results["environment"],
     )
     write_whole(study.report, text.encode(), "report")
 
 
-# tables ---------------------------------------------------------------------------------------------------------------
+# tables -------------------------------------------------------------------------------
 
 
 def tables(methods: Mapping[str, Row], is_classification: bool) -> list[dict[str, Any]]:
@@ -90,43 +106,67 @@ def tables(methods: Mapping[str, Row], is_classification: bool) -> list[dict[str
 def table_of(name: str, methods: Mapping[str, Row]) -> dict[str, Any]:
     """Fill a table of ``tables.toml``.
 
-    :returns: its entries there, and ``rows``: method -> (text, whether it is the column's best) of each cell; without
-        the methods that have no number.
+    :returns: its entries there, and ``rows``: method -> (text, whether it is the
+        column's best) of each cell; without the methods that have no number.
     """
     entries, rows = TABLES[name], dict[str, list[tuple[str, bool]]]()
     for _, path, form, best, _ in entries["columns"]:
         values = {method: value_at(row, path) for method, row in methods.items()}
         # The reference's distance is that of its own halves.
-        rivals = [m for m in values if entries.get("rivals", True) or value_at(methods[m], "distance/to") != OWN_HALF]
+        rivals = [
+            m
+            for m in values
+            if entries.get("rivals", True)
+            or value_at(methods[m], "distance/to") != OWN_HALF
+        ]
         compared = [values[m] for m in rivals if values[m] is not None]
         top = BEST[best](compared) if best and len(compared) > 1 else None
         for method, value in values.items():
             is_best = method in rivals and top is not None and value == top
             rows.setdefault(method, []).append((_text(value, form), is_best))
-    shown = {method: cells for method, cells in rows.items() if any(text != MISSING for text, _ in cells)}
+    shown = {
+        method: cells
+        for method, cells in rows.items()
+        if any(text != MISSING for text, _ in cells)
+    }
     return {**entries, "rows": shown}
 
 
 def conclusion(rows: Mapping[str, Row], reference: str) -> list[str]:
-    """Sum up in at most three sentences: predictions, distances of predictions, distances of weights."""
+    """Sum up in at most three sentences: predictions, distances of predictions,
+    distances of weights.
+    """
     scored = {name: nll(row["prediction"]) for name, row in rows.items()}
     best = min(scored, key=scored.__getitem__)
     aside = (
-        f" ({reference}, the reference: {scored[reference]:.4f})" if reference in scored and best != reference else ""
+        f" ({reference}, the reference: {scored[reference]:.4f})"
+        if reference in scored and best != reference
+        else ""
     )
     score = f"{scored[best]:.4f} nats per row{aside}"
-    sentences = [f"{best} predicts the test rows best: its negative log-likelihood is {score}."]
+    sentences = [
+        f"{best} predicts the test rows best: its negative log-likelihood is {score}."
+    ]
     for space, path in (
         ("predictions (total variation)", "distance/prediction/total_variation/mean"),
         ("weights, symmetries removed (squared MMD)", "distance/removed/mmd/median"),
     ):
         values = {name: value_at(row, path) for name, row in rows.items()}
-        others = {name: value for name, value in values.items() if name != reference and value is not None}
+        others = {
+            name: value
+            for name, value in values.items()
+            if name != reference and value is not None
+        }
         if len(others) > 1:
-            closest, farthest = min(others, key=others.__getitem__), max(others, key=others.__getitem__)
+            closest, farthest = (
+                min(others, key=others.__getitem__),
+                max(others, key=others.__getitem__),
+            )
             sentences.append(
-                f"In {space}, {closest} is closest to the reference ({others[closest]:.3g}) and {farthest} farthest "
-                f"({others[farthest]:.3g}); the two halves of the reference are {values[reference]:.3g} apart."
+                f"In {space}, {closest} is closest to the reference "
+                f"({others[closest]:.3g}) and {farthest} farthest "
+                f"({others[farthest]:.3g}); the two halves of the reference are "
+                f"{values[reference]:.3g} apart."
             )
     return sentences
 
@@ -135,13 +175,20 @@ def summary_table(methods: Mapping[str, Row], is_classification: bool) -> str:
     """Format the tables for a terminal."""
     parts = []
     for one in tables(methods, is_classification):
-        lines = [(method, *(text for text, _ in cells)) for method, cells in one["rows"].items()]
-        parts.append(f"{one['title']}\n{table([('', *(column[0] for column in one['columns'])), *lines])}")
+        lines = [
+            (method, *(text for text, _ in cells))
+            for method, cells in one["rows"].items()
+        ]
+        parts.append(
+            f"{one['title']}\n{table([('', *(column[0] for column in one['columns'])), *lines])}"
+        )
     return "\n\n".join(parts)
 
 
 def value_at(row: Row, path: str) -> Any:
-    """Look up a path ``key/key/...`` in a row of results; ``None`` if it leads nowhere."""
+    """Look up a path ``key/key/...`` in a row of results; ``None`` if it leads
+    nowhere.
+    """
     value: Any = row
     for key in path.split("/"):
         value = None if value is None else value.get(key)
@@ -152,43 +199,65 @@ def _text(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
         return value or MISSING
     # The digits of smaller p-values are those of an approximation.
-    return "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
+    return (
+        "<1e-12" if form.endswith("g") and 0 <= value < 1e-12 else format(value, form)
+    )
 
 
-# figures --------------------------------------------------------------------------------------------------------------
+# figures ------------------------------------------------------------------------------
 
 
 def figures(study: Study) -> list[tuple[str, str, Figure]]:
     """Draw the figures of a report: heading, caption, figure."""
     rows, reference = study.results["methods"], study.problem.settings.reference
     shown = []
-    if distances := {name: row["distance"] for name, row in rows.items() if row["distance"]}:
+    if distances := {
+        name: row["distance"] for name, row in rows.items() if row["distance"]
+    }:
         caption = "Squared MMD before and after symmetries are removed. Zero: the draws can't be told apart. The text "
         caption += "above the table says why removing symmetries can raise a distance."
-        shown.append(("Distance to the reference", caption, before_and_after(distances)))
+        shown.append(
+            ("Distance to the reference", caption, before_and_after(distances))
+        )
     raw = {name: draws.raw for name, draws in study.draws.items()}
-    together = pooled_frame([draws.canonical for draws in study.draws.values()], study.problem.symmetry)
-    frames = {"as drawn": raw, "symmetries removed": dict(zip(study.draws, together, strict=True))}
+    together = pooled_frame(
+        [draws.canonical for draws in study.draws.values()], study.problem.symmetry
+    )
+    frames = {
+        "as drawn": raw,
+        "symmetries removed": dict(zip(study.draws, together, strict=True)),
+    }
     caption = "First two principal components of the weights of all methods; the reference in grey."
     for title, weights in frames.items():
-        shown.append((f"All draws, {title}", caption, projections(_project(weights), reference)))
-    if study.problem.is_classification:
-        caption = (
-            f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} rows. Above the diagonal "
+        shown.append(
+            (f"All draws, {title}", caption, projections(_project(weights), reference))
         )
+    if study.problem.is_classification:
+        caption = f"Accuracy on test rows against confidence, in bins of at least {FEWEST_ROWS} rows. Above the diagonal "
         caption += "a method is underconfident, below it overconfident."
     else:
         caption = "Share of test targets inside the central predictive interval of each level. Above the diagonal the "
         caption += "intervals are too wide, below it too narrow."
-    shown.append(("Calibration", caption, calibration({n: r["prediction"] for n, r in rows.items()}, reference)))
-    caption = (
-        "Loss along the Wasserstein geodesic between two fits. The barrier is its largest height above the straight "
+    shown.append(
+        (
+            "Calibration",
+            caption,
+            calibration({n: r["prediction"] for n, r in rows.items()}, reference),
+        )
     )
+    caption = "Loss along the Wasserstein geodesic between two fits. The barrier is its largest height above the straight "
     caption += "line between its ends."
     paths = {name: row["barrier"] for name, row in rows.items() if row.get("barrier")}
-    shown += [(f"Loss barrier of {name}", caption, barriers(curves)) for name, curves in paths.items()]
-    if losses := {name: row["losses"] for name, row in rows.items() if row.get("losses")}:
-        caption = "The objective of each method by step; of chains, the potential energy."
+    shown += [
+        (f"Loss barrier of {name}", caption, barriers(curves))
+        for name, curves in paths.items()
+    ]
+    if losses := {
+        name: row["losses"] for name, row in rows.items() if row.get("losses")
+    }:
+        caption = (
+            "The objective of each method by step; of chains, the potential energy."
+        )
         shown.append(("Training", caption, loss_curves(losses)))
     return shown
 
@@ -198,11 +267,14 @@ def _project(draws: Mapping[str, Weights]) -> dict[str, Array]:
     from sklearn.decomposition import PCA
 
     flat = {
-        name: torch.cat([v.reshape(len(v), -1) for v in own.values()], 1).double().cpu() for name, own in draws.items()
+        name: torch.cat([v.reshape(len(v), -1) for v in own.values()], 1).double().cpu()
+        for name, own in draws.items()
     }
     # Every method counts alike, however many draws it has.
     fewest = min(len(points) for points in flat.values())
-    pca = PCA(2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0)
+    pca = PCA(
+        2, svd_solver="full" if fewest * len(flat) < 50 else "auto", random_state=0
+    )
     pca.fit(torch.cat([points[:fewest] for points in flat.values()]).numpy())
     return {name: pca.transform(points.numpy()) for name, points in flat.items()}
 
@@ -215,7 +287,9 @@ def _as_image(figure: Figure) -> str:
 
 @styled
 def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Plot method -> label -> losses, a panel per method; the first tenth, which is too high, is left out."""
+    """Plot method -> label -> losses, a panel per method; the first tenth, which is too
+    high, is left out.
+    """
     figure, panels = _panels(list(curves), 3.6, 2.4)
     for name, ax in panels.items():
         for label, values in curves[name].items():
@@ -227,24 +301,36 @@ def loss_curves(curves: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
 
 @styled
 def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
-    """Plot reliability curves of method -> scores beside the diagonal, a panel per method, each with the reference's.
+    """Plot reliability curves of method -> scores beside the diagonal, a panel per
+    method, each with the reference's.
 
-    A classifier's curve is accuracy against confidence, a regression's coverage of intervals against their level.
+    A classifier's curve is accuracy against confidence, a regression's coverage of
+    intervals against their level.
     """
     xlabel, ylabel, curves = "confidence", "accuracy", {}
     for name, row in scores.items():
         if "coverage" in row:
             xlabel, ylabel = "level of the interval", "share of targets inside"
-            curves[name] = ([float(level) for level in row["coverage"]], list(row["coverage"].values()))
+            curves[name] = (
+                [float(level) for level in row["coverage"]],
+                list(row["coverage"].values()),
+            )
         else:
             bins = row["calibration"]
-            filled = [i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS]
-            curves[name] = ([bins["confidence"][i] for i in filled], [bins["accuracy"][i] for i in filled])
+            filled = [
+                i for i, count in enumerate(bins["count"]) if count >= FEWEST_ROWS
+            ]
+            curves[name] = (
+                [bins["confidence"][i] for i in filled],
+                [bins["accuracy"][i] for i in filled],
+            )
     figure, panels = _panels(_others(curves, reference), 2.7, 2.7)
     for name, ax in panels.items():
         ax.plot([0, 1], [0, 1], color=GREY, lw=0.8, ls="--")
         if reference in curves:
-            ax.plot(*curves[reference], color=GREY, marker="o", ms=2, lw=1, label=reference)
+            ax.plot(
+                *curves[reference], color=GREY, marker="o", ms=2, lw=1, label=reference
+            )
         ax.plot(*curves[name], marker="o", ms=3, lw=1.3, color=BLUE, label="the method")
         ax.set(title=name, xlabel=xlabel, ylabel=ylabel, xlim=(0, 1), ylim=(0, 1))
     return _with_legend(figure, next(iter(panels.values())))
@@ -252,23 +338,38 @@ def calibration(scores: Mapping[str, Row], reference: str) -> Figure:
 
 @styled
 def barriers(curves: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Plot the loss along paths, name -> barrier curve as JSON, a panel per data set."""
+    """Plot the loss along paths, name -> barrier curve as JSON, a panel per data
+    set.
+    """
     figure, panels = _panels(list(next(iter(curves.values()))["losses"]), 4.2, 3.2)
     for name, ax in panels.items():
         for (path, curve), colour in zip(curves.items(), (BLUE, YELLOW), strict=True):
-            ax.plot(curve["t"], curve["losses"][name], marker=".", color=colour, label=path)
-        ax.set(title=f"{name} data", xlabel="position on the path t", ylabel="marginalised loss (nats per row)")
+            ax.plot(
+                curve["t"], curve["losses"][name], marker=".", color=colour, label=path
+            )
+        ax.set(
+            title=f"{name} data",
+            xlabel="position on the path t",
+            ylabel="marginalised loss (nats per row)",
+        )
     return _with_legend(figure, next(iter(panels.values())))
 
 
 @styled
 def projections(points: Mapping[str, Array], reference: str) -> Figure:
-    """Scatter points ``(draws, 2)`` of each method in a panel of its own, those of the reference in grey."""
+    """Scatter points ``(draws, 2)`` of each method in a panel of its own, those of the
+    reference in grey.
+    """
     figure, panels = _panels(_others(points, reference), 2.1, 2.2)
     # A few stray draws must not shrink all others to a dot.
-    low, high = np.quantile(np.concatenate(list(points.values())), (0.005, 0.995), axis=0)
+    low, high = np.quantile(
+        np.concatenate(list(points.values())), (0.005, 0.995), axis=0
+    )
     margin = 0.15 * (high - low) + 1e-9
-    limits = {"xlim": (low[0] - margin[0], high[0] + margin[0]), "ylim": (low[1] - margin[1], high[1] + margin[1])}
+    limits = {
+        "xlim": (low[0] - margin[0], high[0] + margin[0]),
+        "ylim": (low[1] - margin[1], high[1] + margin[1]),
+    }
     for method, ax in panels.items():
         if reference in points:
             x, y = points[reference].T
@@ -281,15 +382,24 @@ def projections(points: Mapping[str, Array], reference: str) -> Figure:
 
 @styled
 def before_and_after(distances: Mapping[str, Row]) -> Figure:
-    """Join the squared MMD of each method as drawn and with symmetries removed by a line."""
+    """Join the squared MMD of each method as drawn and with symmetries removed by a
+    line.
+    """
     figure, panels = _panels([""], 6.4, 0.9 + 0.34 * len(distances))
     ax, heights = panels[""], range(len(distances))
-    before, after = ([row[kind]["mmd"]["median"] for row in distances.values()] for kind in ("raw", "removed"))
+    before, after = (
+        [row[kind]["mmd"]["median"] for row in distances.values()]
+        for kind in ("raw", "removed")
+    )
     ax.hlines(heights, before, after, color="#bbb", lw=1.5, zorder=1)
     ax.scatter(before, heights, color=RED, label="as drawn", zorder=2)
     ax.scatter(after, heights, color=BLUE, label="symmetries removed", zorder=2)
     ax.axvline(0, color=GREY, lw=0.8, ls="--")
-    ax.set(yticks=list(heights), yticklabels=list(distances), xlabel="squared MMD, median over kernels")
+    ax.set(
+        yticks=list(heights),
+        yticklabels=list(distances),
+        xlabel="squared MMD, median over kernels",
+    )
     ax.invert_yaxis()
     return _with_legend(figure, ax)
 
@@ -299,8 +409,12 @@ def _others(names: Mapping[str, Any], reference: str) -> list[str]:
     return [name for name in names if name != reference] or list(names)
 
 
-def _panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, dict[str, Axes]]:
-    """Make a figure of a panel per name, at most three in a row. It has no window, and needs no closing."""
+def _panels(
+    names: Sequence[str], width: float, height: float
+) -> tuple[Figure, dict[str, Axes]]:
+    """Make a figure of a panel per name, at most three in a row. It has no window, and
+    needs no closing.
+    """
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -313,5 +427,7 @@ def _panels(names: Sequence[str], width: float, height: float) -> tuple[Figure, 
 def _with_legend(figure: Figure, ax: Axes) -> Figure:
     """Put the legend of one panel below the figure."""
     handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(3, len(labels))))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=max(1, min(3, len(labels)))
+    )
     return figure

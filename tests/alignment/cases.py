@@ -13,7 +13,9 @@ from pyro_symmetric.weights import Weights
 
 
 def mlp(*widths: int, moves: tuple[str, ...] = ("permute",)) -> Group:
-    """Layers of some widths; scales come in by weights and biases, and go out by the next layer's columns."""
+    """Layers of some widths; scales come in by weights and biases, and go out by the
+    next layer's columns.
+    """
     shapes, units = {}, []
     for l, (n, m) in enumerate(itertools.pairwise(widths)):
         shapes |= {f"{l}.weight": torch.Size((m, n)), f"{l}.bias": torch.Size((m,))}
@@ -25,28 +27,46 @@ def mlp(*widths: int, moves: tuple[str, ...] = ("permute",)) -> Group:
     return Group(units, shapes)
 
 
-def weights_of(group: Group, *batch: int, dtype: torch.dtype = torch.float64) -> Weights:
-    return {site: torch.randn(*batch, *shape, dtype=dtype) for site, shape in group.site_shapes.items()}
+def weights_of(
+    group: Group, *batch: int, dtype: torch.dtype = torch.float64
+) -> Weights:
+    return {
+        site: torch.randn(*batch, *shape, dtype=dtype)
+        for site, shape in group.site_shapes.items()
+    }
 
 
 def squared_distance(a: Weights, b: Weights, batch_dims: int = 0) -> Tensor:
-    return sum((a[site].double() - b[site].double()).square().flatten(batch_dims).sum(-1) for site in b)
+    return sum(
+        (a[site].double() - b[site].double()).square().flatten(batch_dims).sum(-1)
+        for site in b
+    )
 
 
 class Convolutional(nn.Module):
-    """A flatten makes blocks of channels, and nothing in it is a module with one output per factor."""
+    """A flatten makes blocks of channels, and nothing in it is a module with one output
+    per factor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 5, 3), nn.Linear(5 * 4, 3)
+        self.a, self.b, self.c = (
+            nn.Conv2d(1, 6, 3),
+            nn.Conv2d(6, 5, 3),
+            nn.Linear(5 * 4, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(torch.nn.functional.conv2d(x, self.a.weight, self.a.bias))
-        return self.c(torch.nn.functional.max_pool2d(torch.relu(self.b(x)), 2).flatten(1))
+        return self.c(
+            torch.nn.functional.max_pool2d(torch.relu(self.b(x)), 2).flatten(1)
+        )
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], inputs: int = 5, width: int = 8, **options: Any) -> None:
+    def __init__(
+        self, kind: type[nn.RNNBase], inputs: int = 5, width: int = 8, **options: Any
+    ) -> None:
         super().__init__()
         self.layers = kind(inputs, width, batch_first=True, **options)
         self.out = nn.Linear(width, 3)
@@ -56,10 +76,14 @@ class Recurrent(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, layers: int = 2, width: int = 12, heads: int = 3, **options: Any) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 12, heads: int = 3, **options: Any
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(5, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 16, dropout=0.0, batch_first=True, **options)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 16, dropout=0.0, batch_first=True, **options
+        )
         self.encode = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, 3)
 

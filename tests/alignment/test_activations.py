@@ -1,4 +1,6 @@
-"""Units are matched by what they do, where a layer reads them, else by their weights."""
+"""Units are matched by what they do, where a layer reads them, else by their
+weights.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from pyro_symmetric.discovery.find import find_symmetry
 from .cases import Convolutional, Recurrent, Transformer
 
 NETWORKS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 2)), (50, 4)),
+    "mlp": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 2)
+        ),
+        (50, 4),
+    ),
     "convolution": (Convolutional, (20, 1, 8, 8)),
     "attention": (lambda: Transformer(1, activation="gelu"), (20, 6, 5)),
     "lstm": (lambda: Recurrent(nn.LSTM), (20, 6, 5)),
@@ -25,13 +32,23 @@ def moved_network(name):
         nn.init.normal_(parameter, std=0.5)
     x = torch.randn(shape, dtype=torch.float64)
     symmetry = find_symmetry(net, x)
-    return net, x, symmetry, {site: value.detach() for site, value in symmetry.weights_of(net).items()}
+    return (
+        net,
+        x,
+        symmetry,
+        {site: value.detach() for site, value in symmetry.weights_of(net).items()},
+    )
 
 
 def tables(net, x, source, weights, group):
     """The correlations with one source, by the layer that reads the units."""
-    shown = shown_by((net, x), {site: value[None] for site, value in source.items()}, weights, group)
-    return {site: (shown.reference[site] @ shown.source[site].mT)[0, 0] for site in shown.reference}
+    shown = shown_by(
+        (net, x), {site: value[None] for site, value in source.items()}, weights, group
+    )
+    return {
+        site: (shown.reference[site] @ shown.source[site].mT)[0, 0]
+        for site in shown.reference
+    }
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -46,8 +63,12 @@ def test_planted_permutations_are_found_by_activations(name):
 def test_scores_are_the_correlations_of_hooked_activations():
     net, x, symmetry, weights = moved_network("mlp")
     hidden = {}
-    net[1].register_forward_hook(lambda module, inputs, output: hidden.update({"2.weight": output}))
-    net[3].register_forward_hook(lambda module, inputs, output: hidden.update({"4.weight": output}))
+    net[1].register_forward_hook(
+        lambda module, inputs, output: hidden.update({"2.weight": output})
+    )
+    net[3].register_forward_hook(
+        lambda module, inputs, output: hidden.update({"4.weight": output})
+    )
     other = {site: torch.randn_like(value) for site, value in weights.items()}
     activations = []
     for own in (weights, other):
@@ -57,7 +78,9 @@ def test_scores_are_the_correlations_of_hooked_activations():
     assert scores.keys() == {"2.weight", "4.weight"}
     for site, found in scores.items():
         first, second = (values[site].detach() for values in activations)
-        expected = torch.corrcoef(torch.cat([first, second], 1).T)[: first.shape[1], first.shape[1] :].nan_to_num()
+        expected = torch.corrcoef(torch.cat([first, second], 1).T)[
+            : first.shape[1], first.shape[1] :
+        ].nan_to_num()
         torch.testing.assert_close(found, expected)
 
 
@@ -82,8 +105,14 @@ def test_scales_are_fitted_to_the_weights_after_the_match():
 
 
 def normalised(activation):
-    """A batch normalisation in front of the activation, with statistics and an affine part of its own."""
-    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), activation(), nn.Linear(8, 3)).double().eval()
+    """A batch normalisation in front of the activation, with statistics and an affine
+    part of its own.
+    """
+    net = (
+        nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), activation(), nn.Linear(8, 3))
+        .double()
+        .eval()
+    )
     for parameter in net.parameters():
         nn.init.normal_(parameter)
     net[1].running_mean.normal_()
@@ -91,13 +120,20 @@ def normalised(activation):
 
 
 def test_anticorrelated_units_behind_a_normalisation_do_not_go_together_by_a_sign_that_stays_inside():
-    one, other, x = normalised(nn.ReLU), normalised(nn.ReLU), torch.randn(100, 5, dtype=torch.float64)
+    one, other, x = (
+        normalised(nn.ReLU),
+        normalised(nn.ReLU),
+        torch.randn(100, 5, dtype=torch.float64),
+    )
     symmetry = find_symmetry(one, x[:4])
     source, reference = (
-        {site: value.detach() for site, value in symmetry.weights_of(net).items()} for net in (other, one)
+        {site: value.detach() for site, value in symmetry.weights_of(net).items()}
+        for net in (other, one)
     )
     for group in (symmetry, symmetry.permutations):
         result = align(source, reference, group, activations=(one, x))
-        scores = tables(one, x, result.element(source), reference, symmetry.permutations)["3.weight"]
+        scores = tables(
+            one, x, result.element(source), reference, symmetry.permutations
+        )["3.weight"]
         assert result.cost == pytest.approx(-float(scores.diagonal().sum()))
         assert result.converged

@@ -1,4 +1,6 @@
-"""Signs, scales and nested units are aligned like permutations, whatever the architecture."""
+"""Signs, scales and nested units are aligned like permutations, whatever the
+architecture.
+"""
 
 import math
 from itertools import pairwise
@@ -39,7 +41,10 @@ def network(name):
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.5)
     symmetry = find_symmetry(net, torch.randn(shape))
-    return symmetry, {site: value.detach().double() for site, value in symmetry.weights_of(net).items()}
+    return symmetry, {
+        site: value.detach().double()
+        for site, value in symmetry.weights_of(net).items()
+    }
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -51,7 +56,9 @@ def test_a_planted_element_of_the_whole_symmetry_is_undone(name):
         # Of squared distances; scales are found to rounding.
         assert result.cost <= 1e-18 * result.initial_cost
         moved = result.element(source)
-        assert float(squared_distance(moved, weights)) == pytest.approx(result.cost, abs=1e-15 * result.initial_cost)
+        assert float(squared_distance(moved, weights)) == pytest.approx(
+            result.cost, abs=1e-15 * result.initial_cost
+        )
         for site in weights:  # running statistics come along
             torch.testing.assert_close(moved[site], weights[site], rtol=1e-6, atol=1e-8)
 
@@ -62,7 +69,10 @@ def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
     every = group.enumerate()
     for _ in range(5):
         loc = [weights_of(group) for _ in range(2)]
-        scale = [{site: 0.3 + value.abs() for site, value in weights_of(group).items()} for _ in range(2)]
+        scale = [
+            {site: 0.3 + value.abs() for site, value in weights_of(group).items()}
+            for _ in range(2)
+        ]
         moved = every(loc[0])
         spread = {site: value.abs() for site, value in every(scale[0]).items()}
         costs = 0.0
@@ -72,17 +82,29 @@ def test_permutations_and_signs_reach_the_enumerated_optimum(cost):
             entries = {
                 "l2": squares,
                 "wasserstein": squares + (s0 - s1).square(),
-                "gaussian": s0.log() + (s1.square() + squares) / (2 * s0.square()) + 0.5 * math.log(2 * math.pi),
+                "gaussian": s0.log()
+                + (s1.square() + squares) / (2 * s0.square())
+                + 0.5 * math.log(2 * math.pi),
             }[cost]
             costs = costs + entries.flatten(1).sum(1)
-        result = align(GaussianWeights(loc[0], scale[0]), GaussianWeights(loc[1], scale[1]), group, cost)
+        result = align(
+            GaussianWeights(loc[0], scale[0]),
+            GaussianWeights(loc[1], scale[1]),
+            group,
+            cost,
+        )
         assert result.cost == pytest.approx(float(costs.min()), rel=1e-10)
 
 
 def scaled_cost(source, reference, log_scales):
     scale = torch.as_tensor(log_scales).exp()
-    moved = {"0.weight": scale[:, None] * source["0.weight"], "0.bias": scale * source["0.bias"]}
-    return squared_distance({**source, **moved, "1.weight": source["1.weight"] / scale}, reference)
+    moved = {
+        "0.weight": scale[:, None] * source["0.weight"],
+        "0.bias": scale * source["0.bias"],
+    }
+    return squared_distance(
+        {**source, **moved, "1.weight": source["1.weight"] / scale}, reference
+    )
 
 
 def test_permutations_and_scales_come_near_the_optimum_of_scipy_over_every_permutation():
@@ -94,7 +116,11 @@ def test_permutations_and_scales_come_near_the_optimum_of_scipy_over_every_permu
         for k in range(permutations.order()):
             moved = permutations.enumerate().select(k)(source)
             for start in ([0.0] * 3, [1.0] * 3, [-1.0] * 3):
-                found = minimize(lambda t, w=moved, r=reference: float(scaled_cost(w, r, t)), start, method="BFGS")
+                found = minimize(
+                    lambda t, w=moved, r=reference: float(scaled_cost(w, r, t)),
+                    start,
+                    method="BFGS",
+                )
                 best = min(best, found.fun)
         result = align(source, reference, group)
         assert best * (1 - 1e-6) <= result.cost <= 1.1 * best

@@ -1,4 +1,6 @@
-"""Several sources at once, and posteriors of draws, are aligned as one by one, and as their definitions say."""
+"""Several sources at once, and posteriors of draws, are aligned as one by one, and as
+their definitions say.
+"""
 
 import pyro
 import pyro.distributions as dist
@@ -15,13 +17,18 @@ from .cases import squared_distance, weights_of
 
 def posterior_of(group, centre, spread=0.1):
     noise = weights_of(group, 3, 40)
-    return Posterior({site: centre[site] + spread * noise[site] for site in centre}, kind="chains")
+    return Posterior(
+        {site: centre[site] + spread * noise[site] for site in centre}, kind="chains"
+    )
 
 
 def test_moments_of_a_posterior_are_those_of_its_draws(mlp):
     group = mlp([4, 6, 3]).permutations
     centre, planted = weights_of(group), group.sample()
-    first, second = posterior_of(group, centre), posterior_of(group, planted.inverse()(centre))
+    first, second = (
+        posterior_of(group, centre),
+        posterior_of(group, planted.inverse()(centre)),
+    )
     result = align(second, first, group)
     assert result.element.equal(planted)
     flat = [{s: v.flatten(0, 1) for s, v in p.samples.items()} for p in (first, second)]
@@ -49,9 +56,17 @@ def test_the_marginal_distance_of_correlated_guides_is_a_lower_bound_of_the_true
     q0, q1 = (guide.get_posterior() for guide in guides)
     action = Action(group, ["w"])
     index = action(torch.arange(6.0), result.element).long()
-    s0, s1 = q0.covariance_matrix.double(), q1.covariance_matrix.double()[index][:, index]
+    s0, s1 = (
+        q0.covariance_matrix.double(),
+        q1.covariance_matrix.double()[index][:, index],
+    )
     values, vectors = torch.linalg.eigh(s0)
     root = vectors * values.clamp_min(0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ s1 @ root).clamp_min(0).sqrt().sum()
-    true = (q0.loc.double() - q1.loc.double()[index]).square().sum() + s0.trace() + s1.trace() - 2 * cross
+    true = (
+        (q0.loc.double() - q1.loc.double()[index]).square().sum()
+        + s0.trace()
+        + s1.trace()
+        - 2 * cross
+    )
     assert 0 < result.cost <= float(true.detach())

@@ -1,4 +1,6 @@
-"""Units that lie on two axes of one site, as the states of a hidden Markov model do in its transition matrix."""
+"""Units that lie on two axes of one site, as the states of a hidden Markov model do in
+its transition matrix.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ def transitions(*batch: int, n: int) -> torch.Tensor:
 @pytest.mark.stochastic
 @pytest.mark.parametrize("n", [8, 12, 20])
 def test_every_copy_of_a_transition_matrix_is_recognised(n):
-    # Signatures of independent rows differ, and tell all states of an exact copy, whatever the seed.
+    # Signatures of independent rows differ, and tell all states of an exact copy,
+    # whatever the seed.
     group, reference = states(n), {"T": transitions(n=n)}
     copies = group.sample((10,))(reference)
     assert float(align(copies, reference, group, progress=False).cost.max()) < 1e-10

@@ -20,7 +20,8 @@ def grouped(activation):
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 @pytest.mark.parametrize("part", ["permutations", "finite", "group"])
 def test_a_planted_element_of_grouped_convolutions_is_undone(activation, part):
-    # Exact, whatever the seed: 100 of 100 planted elements (``benchmarks/performance/alignment.py planted``).
+    # Exact, whatever the seed: 100 of 100 planted elements
+    # (``benchmarks/performance/alignment.py planted``).
     net = grouped(activation)
     symmetry = find_symmetry(net, torch.randn(2, 4, 6, 6, dtype=torch.float64))
     group = getattr(symmetry, part)
@@ -28,26 +29,42 @@ def test_a_planted_element_of_grouped_convolutions_is_undone(activation, part):
     for _ in range(4):
         planted = group.sample(spread=0.5, dtype=torch.float64)
         result = align(planted.inverse()(weights), weights, group, restarts=0)
-        assert all(torch.equal(result.element[name], planted[name]) for name in group.names("permute"))
+        assert all(
+            torch.equal(result.element[name], planted[name])
+            for name in group.names("permute")
+        )
         assert result.cost <= 1e-18 * result.initial_cost
         assert result.converged
 
 
 def kernel():
-    """Two groups of two inputs and two outputs: rows and columns of one kernel, inside the same groups."""
+    """Two groups of two inputs and two outputs: rows and columns of one kernel, inside
+    the same groups.
+    """
     columns = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]])
     whole, every = torch.tensor([[0, 2], [1, 3]]), torch.arange(4)[None]
     units = [
-        Units("groups", 2, (Axis("a", 0, whole), Axis("k", 0, whole), Axis("b", 1, whole))),
-        Units("in", 2, (Axis("a", 0, every), Axis("k", 0, columns, span=2)), "groups", 2),
+        Units(
+            "groups", 2, (Axis("a", 0, whole), Axis("k", 0, whole), Axis("b", 1, whole))
+        ),
+        Units(
+            "in", 2, (Axis("a", 0, every), Axis("k", 0, columns, span=2)), "groups", 2
+        ),
         Units("out", 2, (Axis("k", 0, every), Axis("b", 1, every)), "groups", 2),
     ]
-    return Group(units, {site: torch.Size(shape) for site, shape in {"a": (4, 2), "k": (4, 2, 2), "b": (2, 4)}.items()})
+    return Group(
+        units,
+        {
+            site: torch.Size(shape)
+            for site, shape in {"a": (4, 2), "k": (4, 2, 2), "b": (2, 4)}.items()
+        },
+    )
 
 
 @pytest.mark.stochastic
 def test_independent_kernels_reach_the_enumerated_optimum():
-    # 196 of 200 measured. At a true rate of 0.97 fewer than 16 of 20 succeed with probability 2e-4.
+    # 196 of 200 measured. At a true rate of 0.97 fewer than 16 of 20 succeed with
+    # probability 2e-4.
     group = kernel()
     every, reached = group.enumerate(), 0
     for _ in range(20):

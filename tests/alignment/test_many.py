@@ -13,16 +13,25 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 from .cases import squared_distance, weights_of
 
-SHAPES = {"in": torch.Size((6, 3)), "mid": torch.Size((5, 6)), "out": torch.Size((2, 5))}
+SHAPES = {
+    "in": torch.Size((6, 3)),
+    "mid": torch.Size((5, 6)),
+    "out": torch.Size((2, 5)),
+}
 AXES = {"in": ("a", None), "mid": ("b", "a"), "out": (None, "b")}
 GROUP = Group.declare(AXES, SHAPES)
 SIGNED = Group.declare(AXES, SHAPES, ("permute", "flip"))
 
 
 def scattered(group, *batch, spread=0.2):
-    """Copies of one set of weights in random frames, with noise: (members, the elements that undo it, the centre)."""
+    """Copies of one set of weights in random frames, with noise: (members, the elements
+    that undo it, the centre).
+    """
     centre, element = weights_of(GROUP), group.sample(batch)
-    noisy = {site: centre[site] + spread * value for site, value in weights_of(GROUP, *batch).items()}
+    noisy = {
+        site: centre[site] + spread * value
+        for site, value in weights_of(GROUP, *batch).items()
+    }
     return element.inverse()(noisy), element, centre
 
 
@@ -39,7 +48,9 @@ def test_scattered_copies_come_into_one_frame(group):
     frame = align_many(members, group, progress=False)
     assert one_frame(frame, planted)
     assert frame.converged
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(frame.history))
+    assert all(
+        later <= earlier * (1 + 1e-12) for earlier, later in pairwise(frame.history)
+    )
     mean = {site: value.mean(0) for site, value in frame.aligned.items()}
     torch.testing.assert_close(frame.cost, squared_distance(frame.aligned, mean, 1))
 
@@ -49,7 +60,10 @@ def test_gaussians_are_moved_with_their_deviations():
     planted = GROUP.sample((6,))
     centre = weights_of(GROUP)
     gaussians = [
-        GaussianWeights(planted.select(k).inverse()(centre), planted.select(k).inverse()(scale)) for k in range(6)
+        GaussianWeights(
+            planted.select(k).inverse()(centre), planted.select(k).inverse()(scale)
+        )
+        for k in range(6)
     ]
     frame = align_many(gaussians, GROUP, progress=False)
     assert one_frame(frame, planted)
@@ -60,7 +74,9 @@ def test_gaussians_are_moved_with_their_deviations():
 
 
 def test_independent_members_end_where_no_member_can_improve_and_below_the_best_star():
-    """Of one set the difference is -1.6 with a deviation of 0.8 (30 sets); three sum above 0 once in 3,000."""
+    """Of one set the difference is -1.6 with a deviation of 0.8 (30 sets); three sum
+    above 0 once in 3,000.
+    """
     below = 0.0
     for _ in range(3):
         members = weights_of(GROUP, 8)
@@ -68,15 +84,25 @@ def test_independent_members_end_where_no_member_can_improve_and_below_the_best_
         # A star: everybody is aligned to one member, the best of all.
         stars = []
         for k in range(8):
-            moved = align(members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5).element(members)
-            stars.append(float(squared_distance(moved, {s: v.mean(0) for s, v in moved.items()}, 1).mean()))
+            moved = align(
+                members, {s: v[k] for s, v in members.items()}, GROUP, restarts=5
+            ).element(members)
+            stars.append(
+                float(
+                    squared_distance(
+                        moved, {s: v.mean(0) for s, v in moved.items()}, 1
+                    ).mean()
+                )
+            )
         below += frame.history[-1] - min(stars)
     assert below < 0
 
 
 def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
     members, _, _ = scattered(GROUP, 3, 20)
-    posterior = Posterior(members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, kind="chains")
+    posterior = Posterior(
+        members, {"lp": torch.zeros(3, 20)}, {"kernel": "HMC"}, kind="chains"
+    )
     frame = align_many(posterior, GROUP, progress=False)
     assert frame.element.batch_shape == (3, 20)
     aligned = align_many(posterior, GROUP, progress=False).posterior
@@ -88,24 +114,38 @@ def test_a_posterior_gets_an_element_for_each_draw_or_each_chain():
 
 def test_members_that_come_in_a_good_frame_are_never_left_in_a_worse_one():
     members = weights_of(GROUP, 8)
-    best = min((align_many(members, GROUP, progress=False) for _ in range(2)), key=lambda f: f.history[-1])
+    best = min(
+        (align_many(members, GROUP, progress=False) for _ in range(2)),
+        key=lambda f: f.history[-1],
+    )
     for _ in range(2):
         again = align_many(best.aligned, GROUP, progress=False)
         assert again.history[0] == pytest.approx(best.history[-1], rel=1e-12)
         assert again.history[-1] <= best.history[-1] * (1 + 1e-12)
         assert float(again.cost.mean()) == pytest.approx(again.history[-1], rel=1e-12)
-        assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(again.history))
+        assert all(
+            later <= earlier * (1 + 1e-12) for earlier, later in pairwise(again.history)
+        )
 
 
 def test_modules_are_their_weights():
-    nets = [nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2)) for _ in range(2)]
+    nets = [
+        nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
+        for _ in range(2)
+    ]
     symmetry = find_symmetry(nets[0], torch.randn(4, 3))
-    weights = [{k: v.detach() for k, v in symmetry.weights_of(net).items()} for net in nets]
+    weights = [
+        {k: v.detach() for k, v in symmetry.weights_of(net).items()} for net in nets
+    ]
     group = symmetry.permutations
-    assert align(nets[1], nets[0], group).cost == align(weights[1], weights[0], group).cost
+    assert (
+        align(nets[1], nets[0], group).cost == align(weights[1], weights[0], group).cost
+    )
     frame = align_many(nets, group, progress=False)
     x = torch.randn(4, 3)
     for k, moved in enumerate(frame.aligned):
         assert moved is not nets[k]
-        torch.testing.assert_close(symmetry.weights_of(moved), frame.element.select(k)(weights[k]))
+        torch.testing.assert_close(
+            symmetry.weights_of(moved), frame.element.select(k)(weights[k])
+        )
         torch.testing.assert_close(moved.eval()(x), nets[k].eval()(x))

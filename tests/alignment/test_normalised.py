@@ -1,4 +1,6 @@
-"""Units in front of a batch normalisation, whose scale only running statistics make up for, don't vanish."""
+"""Units in front of a batch normalisation, whose scale only running statistics make up
+for, don't vanish.
+"""
 
 import pytest
 import torch
@@ -9,12 +11,27 @@ from pyro_symmetric.discovery.find import find_symmetry
 
 
 def shallow():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 3),
+    )
 
 
 def deep():
-    blocks = [nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    blocks = [
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(
+        *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+    )
 
 
 def trained(make, x, y, steps):
@@ -30,20 +47,30 @@ def trained(make, x, y, steps):
 
 @pytest.mark.parametrize("shown", [False, True], ids=["weights", "activations"])
 @pytest.mark.parametrize(("make", "steps"), [(shallow, 0), (deep, 0), (deep, 10)])
-def test_units_that_match_badly_keep_their_size_and_the_network_its_outputs(make, steps, shown):
+def test_units_that_match_badly_keep_their_size_and_the_network_its_outputs(
+    make, steps, shown
+):
     torch.manual_seed(0)
     x, y = torch.randn(40, 1, 8, 8), torch.randint(3, (40,))
     net, *others = (trained(make, x, y, steps) for _ in range(21))
     symmetry = find_symmetry(net, x[:2])
     reference, *sources = (symmetry.weights_of(own) for own in (net, *others))
-    batch = {site: torch.stack([own[site].detach() for own in sources]) for site in reference}
-    element = align(batch, reference, symmetry, activations=(net, x) if shown else None, restarts=0).element
+    batch = {
+        site: torch.stack([own[site].detach() for own in sources]) for site in reference
+    }
+    element = align(
+        batch, reference, symmetry, activations=(net, x) if shown else None, restarts=0
+    ).element
     for number, other in enumerate(others):
         moved, expected = symmetry.act(element.select(number), other), other(x)
         assert (moved(x) - expected).abs().max() < 1e-5 * expected.abs().max()
-        # Two scales, each within a factor of four, make 1 / 256; the rest is what the variances differ by themselves.
+        # Two scales, each within a factor of four, make 1 / 256; the rest is what the
+        # variances differ by themselves.
         for name, value in moved.named_buffers():
-            assert not name.endswith("running_var") or value.min() > 1e-4 * net.get_buffer(name).min()
+            assert (
+                not name.endswith("running_var")
+                or value.min() > 1e-4 * net.get_buffer(name).min()
+            )
 
 
 def test_planted_scales_of_any_size_are_found_behind_a_normalisation():
@@ -53,4 +80,6 @@ def test_planted_scales_of_any_size_are_found_behind_a_normalisation():
     for spread in (0.5, 3.0):
         source = symmetry.act(symmetry.scalings.sample(spread=spread), net)
         moved = symmetry.act(align(source, net, symmetry, restarts=0).element, source)
-        torch.testing.assert_close(moved.state_dict(), net.state_dict(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            moved.state_dict(), net.state_dict(), rtol=1e-6, atol=1e-8
+        )

@@ -1,4 +1,6 @@
-"""The closest equivalent of given weights is the closest that enumeration finds, and within the theorem's bound."""
+"""The closest equivalent of given weights is the closest that enumeration finds, and
+within the theorem's bound.
+"""
 
 import pytest
 import torch
@@ -15,11 +17,18 @@ AXES = {"in": ("h", None), "bias": ("h",), "out": (None, "h")}
 def test_the_nearest_copy_is_the_enumerated_one(moves, even):
     group = Group.declare(AXES, SHAPES, moves, even)
     for _ in range(10):
-        weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in SHAPES.items()}
+        weights = {
+            site: torch.randn(shape, dtype=torch.float64)
+            for site, shape in SHAPES.items()
+        }
         moved = group.enumerate()(weights)
-        distances = sum((moved[s] - weights[s]).square().flatten(1).sum(1) for s in weights).sqrt()
+        distances = sum(
+            (moved[s] - weights[s]).square().flatten(1).sum(1) for s in weights
+        ).sqrt()
         found = nearest_copy(weights, group)
         assert found.distance == pytest.approx(float(distances[1:].min()), rel=1e-12)
         own = found.element(weights)
-        assert sum(float((own[s] - weights[s]).square().sum()) for s in own) == pytest.approx(found.distance**2)
+        assert sum(
+            float((own[s] - weights[s]).square().sum()) for s in own
+        ) == pytest.approx(found.distance**2)
         assert found.distance <= found.bound

@@ -1,4 +1,6 @@
-"""The minimum scaled representation against closed forms, SciPy, a convex solver, and itself from elsewhere."""
+"""The minimum scaled representation against closed forms, SciPy, a convex solver, and
+itself from elsewhere.
+"""
 
 import itertools
 
@@ -23,18 +25,29 @@ quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 def scaled(name: str, size: int, axes: list[tuple], **options) -> Units:
     """Units that are scaled: [(site, dim, exponent)], each along a plain axis."""
-    own = tuple(Axis(site, dim, torch.arange(size)[None], exponent) for site, dim, exponent in axes)
+    own = tuple(
+        Axis(site, dim, torch.arange(size)[None], exponent)
+        for site, dim, exponent in axes
+    )
     return Units(name, size, own, moves={"scale"}, **options)
 
 
 def group_of(where: dict, shapes: dict) -> Group:
     """Name -> [(site, dim, exponent)]."""
-    return Group([scaled(name, shapes[axes[0][0]][axes[0][1]], axes) for name, axes in where.items()], shapes)
+    return Group(
+        [
+            scaled(name, shapes[axes[0][0]][axes[0][1]], axes)
+            for name, axes in where.items()
+        ],
+        shapes,
+    )
 
 
 def by_scipy(weights: dict, group: Group) -> float:
     """The minimum by a trust-region method on the sum written out entry by entry."""
-    offsets = dict(zip(group.factors, np.cumsum([0, *group.factors.values()]), strict=False))
+    offsets = dict(
+        zip(group.factors, np.cumsum([0, *group.factors.values()]), strict=False)
+    )
     rows, masses = [], []
     for site in group.weight_sites:
         for where in itertools.product(*map(range, group.site_shapes[site])):
@@ -57,13 +70,23 @@ def by_scipy(weights: dict, group: Group) -> float:
         return 4 * (a.T * (m * np.exp(2 * a @ u))) @ a
 
     start = np.zeros(a.shape[1])
-    found = minimize(value, start, jac=gradient, hess=hessian, method="trust-exact", options={"gtol": 1e-10})
+    found = minimize(
+        value,
+        start,
+        jac=gradient,
+        hess=hessian,
+        method="trust-exact",
+        options={"gtol": 1e-10},
+    )
     return found.fun
 
 
 def pinned_counts(found: MinimalMass) -> dict[str, int]:
     """Name -> the largest number of pinned units in any sample; none are left out."""
-    counts = {name: int(pinned.flatten(found.mass.dim()).sum(-1).max()) for name, pinned in found.pinned.items()}
+    counts = {
+        name: int(pinned.flatten(found.mass.dim()).sum(-1).max())
+        for name, pinned in found.pinned.items()
+    }
     return {name: count for name, count in counts.items() if count}
 
 
@@ -71,17 +94,23 @@ def norm(weights: dict, sites: tuple[str, ...]) -> float:
     return sum(float(weights[site].square().sum()) for site in sites)
 
 
-# the minimum --------------------------------------------------------------------------------------------------------
+# the minimum --------------------------------------------------------------------------
 
 
 def test_one_hidden_layer_has_mass_twice_the_product_of_in_and_out_norms(mlp):
     net = mlp([5, 30, 3])
     weights = net.weights(7)
     found = minimal_mass(weights, net)
-    expected = (2 * weights["0.weight"].norm(dim=-1) * weights["1.weight"].norm(dim=-2)).sum(-1)
+    expected = (
+        2 * weights["0.weight"].norm(dim=-1) * weights["1.weight"].norm(dim=-2)
+    ).sum(-1)
     torch.testing.assert_close(found.mass, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.weights["0.weight"].norm(dim=-1), found.weights["1.weight"].norm(dim=-2))
-    ratio = (weights["1.weight"].norm(dim=-2) / weights["0.weight"].norm(dim=-1)).log() / 2
+    torch.testing.assert_close(
+        found.weights["0.weight"].norm(dim=-1), found.weights["1.weight"].norm(dim=-2)
+    )
+    ratio = (
+        weights["1.weight"].norm(dim=-2) / weights["0.weight"].norm(dim=-1)
+    ).log() / 2
     torch.testing.assert_close(found.log_scales["hidden.0"], ratio)
 
 
@@ -89,7 +118,11 @@ def test_one_hidden_layer_has_mass_twice_the_product_of_in_and_out_norms(mlp):
     ("where", "shapes"),
     [
         pytest.param(
-            {"a": [("x", 0, 1), ("y", 1, -1)], "b": [("y", 0, 1), ("z", 1, -1)], "c": [("z", 0, 1), ("v", 1, -1)]},
+            {
+                "a": [("x", 0, 1), ("y", 1, -1)],
+                "b": [("y", 0, 1), ("z", 1, -1)],
+                "c": [("z", 0, 1), ("v", 1, -1)],
+            },
             {"x": (3, 2), "y": (4, 3), "z": (3, 4), "v": (2, 3)},
             id="layers",
         ),
@@ -99,12 +132,19 @@ def test_one_hidden_layer_has_mass_twice_the_product_of_in_and_out_norms(mlp):
             id="recurrent",
         ),
         pytest.param(
-            {"s": [("in", 0, 1), ("up", 1, -1), ("down", 0, 1), ("out", 1, -1)], "h": [("up", 0, 1), ("down", 1, -1)]},
+            {
+                "s": [("in", 0, 1), ("up", 1, -1), ("down", 0, 1), ("out", 1, -1)],
+                "h": [("up", 0, 1), ("down", 1, -1)],
+            },
             {"in": (4, 5), "up": (3, 4), "down": (4, 3), "out": (2, 4)},
             id="residual",
         ),
         pytest.param(
-            {"a": [("t", 0, 1), ("out", 1, -1)], "b": [("t", 1, -1), ("in", 0, 1)], "c": [("t", 2, -1), ("in2", 0, 1)]},
+            {
+                "a": [("t", 0, 1), ("out", 1, -1)],
+                "b": [("t", 1, -1), ("in", 0, 1)],
+                "c": [("t", 2, -1), ("in2", 0, 1)],
+            },
             {"t": (3, 4, 5), "in": (4, 2), "in2": (5, 2), "out": (2, 3)},
             id="three axes",
         ),
@@ -125,29 +165,45 @@ def test_one_hidden_layer_has_mass_twice_the_product_of_in_and_out_norms(mlp):
         ),
     ],
 )
-def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(where, shapes):
+def test_any_pattern_of_axes_and_exponents_reaches_the_minimum_that_scipy_finds(
+    where, shapes
+):
     group = group_of(where, shapes)
-    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
+    weights = {
+        site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()
+    }
     found = minimal_mass(weights, group)
     assert float(found.mass) == pytest.approx(by_scipy(weights, group), rel=1e-9)
-    assert float(found.mass) == pytest.approx(norm(found.weights, group.weight_sites), rel=1e-12)
+    assert float(found.mass) == pytest.approx(
+        norm(found.weights, group.weight_sites), rel=1e-12
+    )
     assert not pinned_counts(found)
 
 
 @quick
 @given(
-    widths=st.lists(st.integers(1, 6), min_size=3, max_size=6), seed=SEEDS, batch=st.sampled_from([(), (4,), (2, 3)])
+    widths=st.lists(st.integers(1, 6), min_size=3, max_size=6),
+    seed=SEEDS,
+    batch=st.sampled_from([(), (4,), (2, 3)]),
 )
-def test_the_answer_is_the_same_from_any_rescaled_copy_and_the_function_stays(mlp, widths, seed, batch):
+def test_the_answer_is_the_same_from_any_rescaled_copy_and_the_function_stays(
+    mlp, widths, seed, batch
+):
     torch.manual_seed(seed)
     net = mlp(widths)
     weights, x = net.weights(*batch), torch.randn(5, widths[0], dtype=torch.float64)
     found = minimal_mass(weights, net)
-    other = minimal_mass(net.scalings.sample(batch, spread=3.0, dtype=torch.float64)(weights), net)
+    other = minimal_mass(
+        net.scalings.sample(batch, spread=3.0, dtype=torch.float64)(weights), net
+    )
     torch.testing.assert_close(other.mass, found.mass, rtol=1e-10, atol=0)
     for site in weights:
-        torch.testing.assert_close(other.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(net(found.weights, x), net(weights, x), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            other.weights[site], found.weights[site], rtol=1e-8, atol=1e-8
+        )
+    torch.testing.assert_close(
+        net(found.weights, x), net(weights, x), rtol=1e-8, atol=1e-8
+    )
     assert found.mass.shape == batch
     assert bool((found.imbalance <= 1e-12).all())
 
@@ -168,23 +224,47 @@ def test_a_batch_is_solved_like_a_loop_over_samples_and_in_chunks(mlp, monkeypat
 
 
 def test_evened_scales_are_those_that_scipy_finds():
-    """The least sum of ``x - log x``, of exponents whose signs alone give no minimum of ``x``."""
+    """The least sum of ``x - log x``, of exponents whose signs alone give no minimum of
+    ``x``.
+    """
     shapes = {"x": (4, 3), "y": (3, 2)}
-    group = group_of({"a": [("x", 0, 1)], "b": [("x", 1, 2), ("y", 0, 1)], "c": [("y", 1, -1)]}, shapes)
-    weights = {site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()}
+    group = group_of(
+        {"a": [("x", 0, 1)], "b": [("x", 1, 2), ("y", 0, 1)], "c": [("y", 1, -1)]},
+        shapes,
+    )
+    weights = {
+        site: torch.randn(shape, dtype=torch.float64) for site, shape in shapes.items()
+    }
     weights["x"][0, 0] = 0.0
 
     def logs(u: np.ndarray) -> np.ndarray:
         a, b, c = u[:4, None], u[4:7], u[7:]
-        parts = (weights["x"].numpy(), a + 2 * b), (weights["y"].numpy(), b[:, None] - c)
-        return np.concatenate([np.log(w[w != 0] ** 2) + 2 * np.broadcast_to(e, w.shape)[w != 0] for w, e in parts])
+        parts = (
+            (weights["x"].numpy(), a + 2 * b),
+            (weights["y"].numpy(), b[:, None] - c),
+        )
+        return np.concatenate(
+            [
+                np.log(w[w != 0] ** 2) + 2 * np.broadcast_to(e, w.shape)[w != 0]
+                for w, e in parts
+            ]
+        )
 
-    best = minimize(lambda u: (np.exp(logs(u)) - logs(u)).sum(), np.zeros(9), method="BFGS", options={"gtol": 1e-9})
-    found = evened(group, {site: value[None] for site, value in weights.items()}, torch.ones(1, 9, dtype=torch.bool))
+    best = minimize(
+        lambda u: (np.exp(logs(u)) - logs(u)).sum(),
+        np.zeros(9),
+        method="BFGS",
+        options={"gtol": 1e-9},
+    )
+    found = evened(
+        group,
+        {site: value[None] for site, value in weights.items()},
+        torch.ones(1, 9, dtype=torch.bool),
+    )
     np.testing.assert_allclose(logs(found[0].numpy()), logs(best.x), atol=1e-6)
 
 
-# units without a best scale -----------------------------------------------------------------------------------------
+# units without a best scale -----------------------------------------------------------
 
 
 def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
@@ -207,7 +287,9 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
         "2.weight": weights["2.weight"][:, [1, 2, 4]],
         "2.bias": weights["2.bias"],
     }
-    assert float(found.mass) == pytest.approx(float(minimal_mass(kept, small).mass), rel=1e-12)
+    assert float(found.mass) == pytest.approx(
+        float(minimal_mass(kept, small).mass), rel=1e-12
+    )
     moved = minimal_mass(net.scalings.sample(dtype=torch.float64)(weights), net)
     assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-12)
 
@@ -215,7 +297,8 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
 @pytest.mark.parametrize(
     ("where", "shapes", "pinned"),
     [
-        pytest.param(  # v isn't counted, so that it takes over from s, and all before it shrinks
+        # v isn't counted, so that it takes over from s, and all before it shrinks
+        pytest.param(
             {
                 "z": [("e", 1, 1), ("w1", 1, -1)],
                 "s": [("w1", 0, 1), ("w2", 1, -1)],
@@ -236,7 +319,8 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
             {"s": 3, "v": 3},
             id="loop",
         ),
-        pytest.param(  # layers before normalisations; what feeds only one has no best scale either
+        # layers before normalisations; what feeds only one has no best scale either
+        pytest.param(
             {
                 "0": [("a", 0, 1)],
                 "1": [("gain", 0, 1), ("b", 1, -1)],
@@ -251,12 +335,21 @@ def test_dead_units_and_those_that_hang_on_them_are_pinned_and_left_out(mlp):
 )
 def test_multipliers_that_shrink_together_for_nothing_are_pinned(where, shapes, pinned):
     group = group_of(where, shapes)
-    weights = {site: torch.randn(20, *shape, dtype=torch.float64) for site, shape in shapes.items()}
+    weights = {
+        site: torch.randn(20, *shape, dtype=torch.float64)
+        for site, shape in shapes.items()
+    }
     found = minimal_mass(weights, group)
     assert pinned_counts(found) == pinned
-    left = 2 * (weights["y"].norm(dim=-1) * weights["z"].norm(dim=-2)).sum(-1) if "y" in shapes else torch.zeros(20)
+    left = (
+        2 * (weights["y"].norm(dim=-1) * weights["z"].norm(dim=-2)).sum(-1)
+        if "y" in shapes
+        else torch.zeros(20)
+    )
     torch.testing.assert_close(found.mass, left.double(), rtol=1e-12, atol=0)
-    other = minimal_mass(group.sample((20,), spread=1.0, dtype=torch.float64)(weights), group)
+    other = minimal_mass(
+        group.sample((20,), spread=1.0, dtype=torch.float64)(weights), group
+    )
     torch.testing.assert_close(other.mass, found.mass, rtol=1e-12, atol=0)
     assert pinned_counts(other) == pinned
     for rule in ("minimal_mass", "minimal_norm"):
@@ -271,7 +364,10 @@ def normalised_network() -> tuple[nn.Module, dict, Group]:
         nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(),
         nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2),
     ).double().eval()  # fmt: skip
-    weights = {**{k: v.detach().clone() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    weights = {
+        **{k: v.detach().clone() for k, v in net.named_parameters()},
+        **dict(net.named_buffers()),
+    }
     for site in ("1.weight", "4.weight", "1.bias", "4.bias"):
         weights[site].normal_()
     units = []
@@ -281,31 +377,54 @@ def normalised_network() -> tuple[nn.Module, dict, Group]:
         before.append(Axis(f"{bn}.running_mean", 0, index, 1, buffer=True))
         before.append(Axis(f"{bn}.running_var", 0, index, 2, buffer=True, epsilon=1e-5))
         units.append(Units(f"{linear}", n, tuple(before), moves={"scale"}))
-        units.append(scaled(f"{bn}", n, [(f"{bn}.weight", 0, 1), (f"{bn}.bias", 0, 1), (f"{after}.weight", 1, -1)]))
-    units.append(scaled("6", 6, [("6.weight", 0, 1), ("6.bias", 0, 1), ("8.weight", 1, -1)]))
-    return net, weights, Group(units, {site: value.shape for site, value in weights.items()})
+        units.append(
+            scaled(
+                f"{bn}",
+                n,
+                [
+                    (f"{bn}.weight", 0, 1),
+                    (f"{bn}.bias", 0, 1),
+                    (f"{after}.weight", 1, -1),
+                ],
+            )
+        )
+    units.append(
+        scaled("6", 6, [("6.weight", 0, 1), ("6.bias", 0, 1), ("8.weight", 1, -1)])
+    )
+    return (
+        net,
+        weights,
+        Group(units, {site: value.shape for site, value in weights.items()}),
+    )
 
 
 def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
     net, weights, group = normalised_network()
     found = minimal_mass(weights, group)
-    # "1" feeds only the scale-free "3", so it has no best scale either; "4" and "6" have.
+    # "1" feeds only the scale-free "3", so it has no best scale either; "4" and "6"
+    # have.
     assert pinned_counts(found) == {"0": 4, "1": 4, "3": 5}
     counted = ("4.weight", "6.weight", "8.weight")
     assert float(found.mass) == pytest.approx(norm(found.weights, counted), rel=1e-12)
     x = torch.randn(6, 3, dtype=torch.float64)
-    torch.testing.assert_close(functional_call(net, found.weights, x), functional_call(net, weights, x))
+    torch.testing.assert_close(
+        functional_call(net, found.weights, x), functional_call(net, weights, x)
+    )
     moved = minimal_mass(group.sample(dtype=torch.float64)(weights), group)
     assert float(moved.mass) == pytest.approx(float(found.mass), rel=1e-10)
     for site in counted:
-        torch.testing.assert_close(moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8
+        )
 
 
 def test_without_scalings_the_mass_is_the_squared_norm(mlp):
     net = mlp([3, 4, 2], "tanh")
     weights = net.weights(5)
     found = minimal_mass(weights, net)
-    expected = weights["0.weight"].square().sum((-1, -2)) + weights["1.weight"].square().sum((-1, -2))
+    expected = weights["0.weight"].square().sum((-1, -2)) + weights[
+        "1.weight"
+    ].square().sum((-1, -2))
     torch.testing.assert_close(found.mass, expected)
     assert found.log_scales == {} == found.pinned
 
@@ -316,15 +435,21 @@ def test_wildly_unbalanced_and_nearly_dead_units_are_solved_too(mlp):
     weights["1.weight"][:, 0] *= 1e-12
     weights["2.weight"][:, :, 1] *= 1e-20
     found = minimal_mass(weights, net)
-    other = minimal_mass(net.scalings.sample((5,), spread=8.0, dtype=torch.float64)(weights), net)
+    other = minimal_mass(
+        net.scalings.sample((5,), spread=8.0, dtype=torch.float64)(weights), net
+    )
     assert bool((found.imbalance <= 1e-12).all())
     assert bool((other.imbalance <= 1e-12).all())
     for site in weights:
-        torch.testing.assert_close(other.weights[site], found.weights[site], rtol=1e-8, atol=0)
+        torch.testing.assert_close(
+            other.weights[site], found.weights[site], rtol=1e-8, atol=0
+        )
 
 
 def test_a_weight_called_unbiased_is_a_weight():
-    group = group_of({"h": [("unbiased", 0, 1), ("out", 1, -1)]}, {"unbiased": (2, 3), "out": (1, 2)})
+    group = group_of(
+        {"h": [("unbiased", 0, 1), ("out", 1, -1)]}, {"unbiased": (2, 3), "out": (1, 2)}
+    )
     weights = {"unbiased": torch.full((2, 3), 2.0), "out": torch.ones(1, 2)}
     assert group.weight_sites == ("unbiased", "out")
     assert float(minimal_mass(weights, group).mass) == pytest.approx(2 * 2 * 12**0.5)
@@ -335,5 +460,11 @@ def test_parameters_that_require_gradients_take_no_graph_along():
     symmetry = find_symmetry(net, torch.randn(4, 2))
     found = minimal_mass(dict(net.named_parameters()), symmetry)
     moved = [found.weights[site] for site in ("0.weight", "0.bias", "2.weight")]
-    assert not any(value.requires_grad for value in (found.mass, found.imbalance, *found.log_scales.values(), *moved))
-    assert all(value.requires_grad for value in minimal_mass(net, symmetry).weights.parameters())
+    assert not any(
+        value.requires_grad
+        for value in (found.mass, found.imbalance, *found.log_scales.values(), *moved)
+    )
+    assert all(
+        value.requires_grad
+        for value in minimal_mass(net, symmetry).weights.parameters()
+    )

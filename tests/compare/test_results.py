@@ -10,7 +10,9 @@ import torch
 import pyro_symmetric as ps
 
 GROUP = ps.Group.declare({"0.w": ("unit", None)}, {"0.w": torch.zeros(4, 2)})
-P, Q = ({"0.w": torch.randn(count, 4, 2), "1.w": torch.randn(count)} for count in (10, 12))
+P, Q = (
+    {"0.w": torch.randn(count, 4, 2), "1.w": torch.randn(count)} for count in (10, 12)
+)
 PROBABILITIES = torch.rand(4, 9, 3).softmax(-1)
 RESULTS: dict[str, Callable[[], Any]] = {
     "mmd": lambda: ps.mmd(P, Q),
@@ -19,7 +21,9 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "invariance_tests": lambda: ps.invariance_tests(P, GROUP),
     "total_variation": lambda: ps.total_variation(PROBABILITIES, PROBABILITIES.flip(1)),
     "diagnose": lambda: ps.diagnose({"0.w": P["0.w"].reshape(2, 5, 4, 2)}, GROUP),
-    "classification": lambda: ps.scores.classification(PROBABILITIES, torch.arange(9) % 3, PROBABILITIES.flip(0)),
+    "classification": lambda: ps.scores.classification(
+        PROBABILITIES, torch.arange(9) % 3, PROBABILITIES.flip(0)
+    ),
     "regression": lambda: ps.scores.regression(PROBABILITIES, 0.3, torch.zeros(9, 3)),
 }
 

@@ -22,18 +22,31 @@ def test_torchvisions_frozen_normalisation_moves_with_its_channels() -> None:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), layer(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
     symmetry = ps.find_symmetry(net, X.float())
     assert symmetry.permutations.factors == {"0": 4}
-    assert set(symmetry.group.buffers) >= {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
+    assert set(symmetry.group.buffers) >= {
+        f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")
+    }
     assert verify(symmetry, net, X.float()).error < 1e-12
 
 
 class Constant(nn.Module):
-    """A layer whose hidden units, or heads of two units, meet a constant of the architecture."""
+    """A layer whose hidden units, or heads of two units, meet a constant of the
+    architecture.
+    """
 
     def __init__(
-        self, use: Callable[[Tensor, Tensor], Tensor], value: Tensor, persistent: bool = True, name: str = "table"
+        self,
+        use: Callable[[Tensor, Tensor], Tensor],
+        value: Tensor,
+        persistent: bool = True,
+        name: str = "table",
     ):
         super().__init__()
-        self.a, self.b, self.use, self.name = nn.Linear(3, 6), nn.Linear(6, 2), use, name
+        self.a, self.b, self.use, self.name = (
+            nn.Linear(3, 6),
+            nn.Linear(6, 2),
+            use,
+            name,
+        )
         self.register_buffer(name, value, persistent)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,14 +66,30 @@ def _rotated(h: Tensor, frequencies: Tensor) -> Tensor:
 
 CONSTANTS = {
     "positions": (lambda h, value: h + value[: h.shape[1]], torch.randn(9, 6), True),
-    "mask of weights": (lambda h, value: h @ value, (torch.rand(6, 6) < 0.5).float(), True),
+    "mask of weights": (
+        lambda h, value: h @ value,
+        (torch.rand(6, 6) < 0.5).float(),
+        True,
+    ),
     "slopes of heads": (_slopes, torch.tensor([0.5, 0.25, 0.125]), True),
     "frequencies": (_rotated, torch.tensor([1.0, 0.1, 0.01]), True),
     "not saved": (lambda h, value: h / value, torch.rand(6), False),
     "table": (lambda h, value: h + value, torch.rand(6), True),
-    "mask of units": (lambda h, value: h * value, torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.5]), True),
-    "bins": (lambda h, value: F.linear(h.softmax(-1), value[None]).expand(h.shape), torch.arange(6.0), True),
-    "looked up": (lambda h, value: h * value[torch.tensor([3, 0, 1, 5, 4, 2])], torch.rand(6), True),
+    "mask of units": (
+        lambda h, value: h * value,
+        torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.5]),
+        True,
+    ),
+    "bins": (
+        lambda h, value: F.linear(h.softmax(-1), value[None]).expand(h.shape),
+        torch.arange(6.0),
+        True,
+    ),
+    "looked up": (
+        lambda h, value: h * value[torch.tensor([3, 0, 1, 5, 4, 2])],
+        torch.rand(6),
+        True,
+    ),
 }
 
 
@@ -71,7 +100,8 @@ def test_constants_of_the_architecture_stay(name: str) -> None:
     symmetry = ps.find_symmetry(net, x)
     assert not symmetry.group.buffers
     assert verify(symmetry, net, x, trials=3)
-    expected = {"slopes of heads": 2.0**3, "bins": 720.0}  # the two units of each head; all that see one number
+    # the two units of each head; all that see one number
+    expected = {"slopes of heads": 2.0**3, "bins": 720.0}
     assert float(symmetry.permutations.order()) == expected.get(name, 1.0)
 
 
@@ -94,5 +124,7 @@ def test_singular_vectors_move_and_keep_their_length() -> None:
     assert symmetry.permutations.factors == {"0": 4}
     element = symmetry.group.sample()
     moved = symmetry.act(element, net)[0].parametrizations.weight[0]._u
-    assert torch.allclose(moved.sort().values, layer.parametrizations.weight[0]._u.sort().values)
+    assert torch.allclose(
+        moved.sort().values, layer.parametrizations.weight[0]._u.sort().values
+    )
     assert symmetry.group.buffers == ("0.parametrizations.weight.0._u",)

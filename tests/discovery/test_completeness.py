@@ -1,4 +1,6 @@
-"""The null space of the Jacobian, against counts by hand and a singular value decomposition of its own."""
+"""The null space of the Jacobian, against counts by hand and a singular value
+decomposition of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,31 @@ class Attention(nn.Module):
 
     def __init__(self, width=8, heads=4, shared=2, size=4):
         super().__init__()
-        self.heads, self.shared, self.size, self.norm = heads, shared, size, nn.LayerNorm(width)
-        self.q, self.o = nn.Linear(width, heads * size, False), nn.Linear(heads * size, width, False)
-        self.k, self.v = nn.Linear(width, shared * size, False), nn.Linear(width, shared * size, False)
+        self.heads, self.shared, self.size, self.norm = (
+            heads,
+            shared,
+            size,
+            nn.LayerNorm(width),
+        )
+        self.q, self.o = (
+            nn.Linear(width, heads * size, False),
+            nn.Linear(heads * size, width, False),
+        )
+        self.k, self.v = (
+            nn.Linear(width, shared * size, False),
+            nn.Linear(width, shared * size, False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (one(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (
+            one(y).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for one in (self.q, self.k, self.v)
+        )
         k, v = (one.repeat_interleave(self.heads // self.shared, 1) for one in (k, v))
-        return x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
 
 class MultiHead(nn.Module):
@@ -49,7 +67,10 @@ class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("full", torch.randn(5, 6))
-        self.inner, self.outer = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(5, 2))
+        self.inner, self.outer = (
+            nn.Parameter(torch.randn(2, 6)),
+            nn.Parameter(torch.zeros(5, 2)),
+        )
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,57 +92,79 @@ class Recurrent(nn.Module):
 
 
 def normalised() -> nn.Module:
-    first = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2, bias=False), nn.BatchNorm2d(4)]
-    return nn.Sequential(*first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    first = [
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 2, bias=False),
+        nn.BatchNorm2d(4),
+    ]
+    return nn.Sequential(
+        *first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)
+    )
 
 
 def between(middle: nn.Module) -> nn.Module:
-    """Linear layers around another map, then ReLU units that read what has passed all of them."""
-    return nn.Sequential(nn.Linear(3, 6), middle, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+    """Linear layers around another map, then ReLU units that read what has passed all
+    of them.
+    """
+    return nn.Sequential(
+        nn.Linear(3, 6), middle, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)
+    )
 
 
-# What a linear map of 3 inputs to 6 ReLU units and the layer behind them take: 6 x 3 + 6 and 2 x 6 + 2, less 6 scales.
+# What a linear map of 3 inputs to 6 ReLU units and the layer behind them take: 6 x 3 +
+# 6 and 2 x 6 + 2, less 6 scales.
 TAKEN = 24 + 14 - 6
 
 
-# name -> (network, inputs, null directions counted by hand, those that are found; None: not counted by hand)
+# name -> (network, inputs, null directions counted by hand, those that are found; None:
+# not counted by hand)
 NETWORKS = {
     "tanh": (lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(4, 3), 0, 0),
-    # a scale for each unit; PyTorch's derivatives of this operator are wrong if they are mapped over inputs
+    # a scale for each unit; PyTorch's derivatives of this operator are wrong if they
+    # are mapped over inputs
     "prelu": (lambda: nn.Sequential(nn.Linear(3, 6), nn.PReLU(), nn.Linear(6, 2)), torch.randn(4, 3), 6, 6),
     # 8 x 3 + 8 + 2 x 8 + 2 weights make up one map with 2 x 3 + 2
     "linear": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2)), torch.randn(4, 3), 50 - 8, 8),
     # the product has rank 2: 2 x (4 + 5 - 2); the biases one of 5
     "narrow": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 5)), torch.randn(4, 4), 10 + 15 - 14 - 5, 2),
-    # for each of 2 heads, GL(4) of queries and keys and GL(4) of values and outputs; biases of keys, of values
+    # for each of 2 heads, GL(4) of queries and keys and GL(4) of values and outputs;
+    # biases of keys, of values
     "heads": (MultiHead, torch.randn(2, 5, 8), 2 * 32 + 8 + 8, 16),
-    # for two groups of heads, GL(4) twice; the scales of the normalisation, whose offset is taken up from its mean of
-    # zero without biases; what keys read there is lost
+    # for two groups of heads, GL(4) twice; the scales of the normalisation, whose
+    # offset is taken up from its mean of zero without biases; what keys read there is
+    # lost
     "offsets": (Attention, torch.randn(2, 5, 8), 64 + 8 + 8 + 8, 24),
-    # as "heads"; scale, offset and mean of two normalisations with 24 and 16 readers; 16 ReLU units. Then of the 2
-    # biases that are added to the stream, a mean that the next one takes back, which nothing between them sees
+    # as "heads"; scale, offset and mean of two normalisations with 24 and 16 readers;
+    # 16 ReLU units. Then of the 2 biases that are added to the stream, a mean that the
+    # next one takes back, which nothing between them sees
     "encoder": (lambda: encoder(1), torch.randn(2, 5, 8), 80 + 8 + 8 + 24 + 8 + 8 + 16 + 16 + 1, 48),
-    # ReLU units that read positive numbers alone, of which most are always on, or off, at weights as they start
+    # ReLU units that read positive numbers alone, of which most are always on, or off,
+    # at weights as they start
     "positive": (
         lambda: nn.Sequential(nn.Linear(5, 12), nn.Softplus(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
         torch.randn(8, 5), 12, 12
     ),
-    # a normalised stream matters by the Gram matrix of [W, b], 6 x 6, up to a scale, and by what 12 units read of it;
-    # an epsilon takes up the part of the bias that no input writes, and the mean doesn't count
+    # a normalised stream matters by the Gram matrix of [W, b], 6 x 6, up to a scale,
+    # and by what 12 units read of it; an epsilon takes up the part of the bias that no
+    # input writes, and the mean doesn't count
     "narrow stream": (
         lambda: nn.Sequential(nn.Linear(5, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
         torch.randn(8, 5), 291 - (21 - 1 + 12 * 6) - 12 - (39 - 12), 24
     ),
-    # nothing but linear maps before the ReLU units: 24 + 24 + 42 + 14 weights and statistics; 4 x 6 scales are found
+    # nothing but linear maps before the ReLU units: 24 + 24 + 42 + 14 weights and
+    # statistics; 4 x 6 scales are found
     "affine": (lambda: between(nn.BatchNorm1d(6)), torch.randn(8, 3), 104 - TAKEN, 24),
-    # 24 + 6 + 42 + 42 + 14; scales of 6 ReLU units, of 6 directions, of the units before and behind
+    # 24 + 6 + 42 + 42 + 14; scales of 6 ReLU units, of 6 directions, of the units
+    # before and behind
     "directions": (
         lambda: between(parametrizations.weight_norm(nn.Linear(6, 6))), torch.randn(8, 3), 128 - TAKEN, None
     ),
     "factors": (Adapted, torch.randn(4, 6), 4, 2),
     "lstm": (Recurrent, torch.randn(2, 4, 3), 20, None),
-    # 4 ReLU units after each normalisation; before, one scale for each of 4 + 4; a bias before; and each channel's
-    # mean and variance against its bias and weight
+    # 4 ReLU units after each normalisation; before, one scale for each of 4 + 4; a bias
+    # before; and each channel's mean and variance against its bias and weight
     "statistics": (normalised, torch.randn(2, 2, 6, 6), 16 + 4 + 16, 24),
     # 7 x 4 + 3 x 4 + 3 weights make up a table of 7 x 3
     "tokens": (
@@ -130,7 +173,9 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def null_directions(net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: dict[str, Tensor]) -> int:
+def null_directions(
+    net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: dict[str, Tensor]
+) -> int:
     """By a singular value decomposition, for inputs of its own."""
     net = copy.deepcopy(net).double().eval()
     sizes = [value.numel() for value in weights.values()]
@@ -149,7 +194,11 @@ def null_directions(net: nn.Module, symmetry: ps.Symmetry, x: Tensor, weights: d
         number = net(x.double() if x.is_floating_point() else x).numel()
     while sum(map(len, rows)) < len(flat) + 100:
         drawn = torch.randint(7, x.shape, generator=generator)
-        drawn = torch.randn(x.shape, generator=generator).double() * 2 if x.is_floating_point() else drawn
+        drawn = (
+            torch.randn(x.shape, generator=generator).double() * 2
+            if x.is_floating_point()
+            else drawn
+        )
         pick = torch.randperm(number, generator=generator)[:16]
         with sdpa_kernel(SDPBackend.MATH):
             rows.append(torch.func.jacrev(outputs, chunk_size=chunk)(flat, drawn, pick))
@@ -175,25 +224,35 @@ def test_null_directions_and_those_found_are_as_many_as_counted_by_hand(name):
     assert null is None or result.null == null
     assert found is None or result.found == found
     assert result.complete == (result.null == result.found)
-    # PyTorch can't differentiate BatchNorm2d here; inputs of one size leave some units of these on, or off.
+    # PyTorch can't differentiate BatchNorm2d here; inputs of one size leave some units
+    # of these on, or off.
     plain = name not in ("positive", "narrow stream") and not any(
         isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d) for module in net.modules()
     )
     if plain:
         torch.manual_seed(5)
         weights = {
-            site: value.detach().double() * (1 + torch.rand(value.shape)) + 0.1 * torch.rand(value.shape)
+            site: value.detach().double() * (1 + torch.rand(value.shape))
+            + 0.1 * torch.rand(value.shape)
             for site, value in symmetry.weights_of(net).items()
         }
         assert null_directions(net, symmetry, x, weights) == result.null
 
 
 def test_what_is_taken_from_a_symmetry_is_missed():
-    """Without its scales, a ReLU network has as many directions left that weren't found."""
+    """Without its scales, a ReLU network has as many directions left that weren't
+    found.
+    """
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)), torch.randn(4, 3)
+    net, x = (
+        nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 2)),
+        torch.randn(4, 3),
+    )
     symmetry = ps.find_symmetry(net, x)
-    whole, less = (ps.discovery.completeness(own, net, x) for own in (symmetry, symmetry.without(["0"])))
+    whole, less = (
+        ps.discovery.completeness(own, net, x)
+        for own in (symmetry, symmetry.without(["0"]))
+    )
     assert (whole.found, whole.null) == (9, 9)
     assert (less.found, less.null) == (0, 9)
     assert whole.complete
@@ -202,9 +261,15 @@ def test_what_is_taken_from_a_symmetry_is_missed():
 
 def test_symmetries_that_are_none_are_doubted():
     """Scales of tanh units, with the right axes and exponents, change the outputs."""
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 3)
+    net, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        torch.randn(4, 3),
+    )
     shapes = {name: value.shape for name, value in net.named_parameters()}
-    axes = [Axis("0.weight", 0, torch.arange(4)[None], 1), Axis("0.bias", 0, torch.arange(4)[None], 1)]
+    axes = [
+        Axis("0.weight", 0, torch.arange(4)[None], 1),
+        Axis("0.bias", 0, torch.arange(4)[None], 1),
+    ]
     axes.append(Axis("2.weight", 1, torch.arange(4)[None], -1))
     wrong = Group([Units("0", 4, tuple(axes), moves=frozenset({"scale"}))], shapes)
     result = ps.discovery.completeness(ps.Symmetry(wrong), net, x)
@@ -214,20 +279,29 @@ def test_symmetries_that_are_none_are_doubted():
 
 
 def test_softmax_outputs_lose_the_mean_of_the_last_layer():
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)), torch.randn(4, 3)
-    plain, shifted = (ps.find_symmetry(net, x, logits=logits) for logits in (False, True))
+    net, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)),
+        torch.randn(4, 3),
+    )
+    plain, shifted = (
+        ps.find_symmetry(net, x, logits=logits) for logits in (False, True)
+    )
     assert ps.discovery.completeness(plain, net, x).null == 0
     result = ps.discovery.completeness(shifted, net, x)
     assert (result.found, result.null) == (1, 5)
 
 
 def test_dead_weights_are_told_as_a_doubt():
-    """A unit that no input switches on has no effect: that isn't a symmetry, so that it is doubted."""
+    """A unit that no input switches on has no effect: that isn't a symmetry, so that it
+    is doubted.
+    """
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     with torch.no_grad():
         net[0].bias[0] = -1e3
         net[0].weight[0] = 0.01
-    result = ps.discovery.completeness(ps.find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 3))
+    result = ps.discovery.completeness(
+        ps.find_symmetry(net, torch.randn(4, 3)), net, torch.randn(4, 3)
+    )
     assert result.null > result.found
     assert result.doubts
 
@@ -242,7 +316,9 @@ def test_arguments_by_name_and_the_random_state():
             return self.inner(x).masked_fill(mask, 0.0)
 
     net, x = Named(), torch.randn(4, 3)
-    symmetry = ps.Symmetry(Group([], {name: value.shape for name, value in net.named_parameters()}))
+    symmetry = ps.Symmetry(
+        Group([], {name: value.shape for name, value in net.named_parameters()})
+    )
     state = torch.get_rng_state()
     mask = torch.tensor([False, True])
     result = ps.discovery.completeness(symmetry, net, x, kwargs={"mask": mask})

@@ -1,4 +1,6 @@
-"""find_symmetry on small networks: exactly the groups that theory says, and nothing that changes the function."""
+"""find_symmetry on small networks: exactly the groups that theory says, and nothing
+that changes the function.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,17 @@ def images(channels: int = 3, pixels: int = 6) -> Tensor:
 
 
 def test_an_mlp_has_one_factor_for_each_hidden_layer() -> None:
-    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2))
+    net = nn.Sequential(
+        nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 2)
+    )
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {"0": 8, "2": 5}
-    assert symmetry.scalings.factors == {"0": 8}  # ReLU is positively homogeneous, tanh isn't
+    # ReLU is positively homogeneous, tanh isn't
+    assert symmetry.scalings.factors == {"0": 8}
     assert symmetry.signs.factors == {"2": 5}  # tanh is odd, ReLU isn't
-    assert symmetry.log_order() == pytest.approx(math.log(math.factorial(8) * math.factorial(5) * 2**5))
+    assert symmetry.log_order() == pytest.approx(
+        math.log(math.factorial(8) * math.factorial(5) * 2**5)
+    )
 
 
 def test_the_network_keeps_its_modes_and_its_weights() -> None:
@@ -73,12 +80,21 @@ def test_the_network_keeps_its_modes_and_its_weights() -> None:
     find_symmetry(net, columns())
     assert net.training
     assert not net[1].training
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in net.state_dict().items()
+    )
 
 
-def test_running_statistics_move_with_their_channels_and_flattened_channels_become_blocks() -> None:
+def test_running_statistics_move_with_their_channels_and_flattened_channels_become_blocks() -> (
+    None
+):
     net = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 5),
     )
     symmetry = checked(net, images())
     moved = {(axis.site, axis.dim): axis for axis in symmetry.permutations["0"].axes}
@@ -88,14 +104,21 @@ def test_running_statistics_move_with_their_channels_and_flattened_channels_beco
     }  # fmt: skip
     assert moved["1.running_var", 0].buffer
     assert not moved["1.weight", 0].buffer
-    assert moved["5.weight", 1].index.tolist() == [[c * 4 + pixel for c in range(4)] for pixel in range(4)]
-    # What enters a batch normalisation may be rescaled without any compensation; what leaves it is compensated.
+    assert moved["5.weight", 1].index.tolist() == [
+        [c * 4 + pixel for c in range(4)] for pixel in range(4)
+    ]
+    # What enters a batch normalisation may be rescaled without any compensation; what
+    # leaves it is compensated.
     before, after = symmetry.scalings["0~2"], symmetry.scalings["0"]
     exponents = {axis.site: (axis.exponent, axis.epsilon) for axis in before.axes}
     assert exponents == {
         "0.weight": (1, None), "0.bias": (1, None), "1.running_mean": (1, None), "1.running_var": (2, 1e-5),
     }  # fmt: skip
-    assert {axis.site: axis.exponent for axis in after.axes} == {"1.weight": 1, "1.bias": 1, "5.weight": -1}
+    assert {axis.site: axis.exponent for axis in after.axes} == {
+        "1.weight": 1,
+        "1.bias": 1,
+        "5.weight": -1,
+    }
 
 
 def test_residual_streams_tie_all_layers_that_write_to_them() -> None:
@@ -128,7 +151,9 @@ def test_concatenation_slices_and_shuffles_move_labels_like_data() -> None:
 
 def test_a_unit_that_occurs_twice_is_a_block() -> None:
     net = Net(
-        lambda s, x: s.out(torch.cat([F.relu(s.i(x)), F.relu(-s.i(x))], -1)), i=nn.Linear(3, 5), out=nn.Linear(10, 2)
+        lambda s, x: s.out(torch.cat([F.relu(s.i(x)), F.relu(-s.i(x))], -1)),
+        i=nn.Linear(3, 5),
+        out=nn.Linear(10, 2),
     )
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {"i": 5}
@@ -137,7 +162,11 @@ def test_a_unit_that_occurs_twice_is_a_block() -> None:
 
 
 def test_pixel_shuffle_moves_blocks_of_channels() -> None:
-    net = Net(lambda s, x: s.out(F.pixel_shuffle(F.relu(s.i(x)), 2)), i=nn.Conv2d(3, 12, 1), out=nn.Conv2d(3, 2, 1))
+    net = Net(
+        lambda s, x: s.out(F.pixel_shuffle(F.relu(s.i(x)), 2)),
+        i=nn.Conv2d(3, 12, 1),
+        out=nn.Conv2d(3, 2, 1),
+    )
     assert torch.ops.aten.pixel_shuffle not in RULES  # PyTorch takes it apart
     symmetry = checked(net, images(pixels=4))
     assert sizes(symmetry) == {"i": 3}
@@ -145,7 +174,11 @@ def test_pixel_shuffle_moves_blocks_of_channels() -> None:
 
 
 def test_units_shifted_along_their_own_axis_are_pinned() -> None:
-    net = Net(lambda s, x: s.out(s.h(x) + s.h(x).roll(1, -1)), h=nn.Linear(3, 6), out=nn.Linear(6, 2))
+    net = Net(
+        lambda s, x: s.out(s.h(x) + s.h(x).roll(1, -1)),
+        h=nn.Linear(3, 6),
+        out=nn.Linear(6, 2),
+    )
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {}
     assert symmetry.scalings.factors == {"h": 1}  # all units together
@@ -153,22 +186,33 @@ def test_units_shifted_along_their_own_axis_are_pinned() -> None:
 
 def test_weights_used_twice_are_one_site() -> None:
     shared = Net(
-        lambda s, x: s.o(s.h(F.relu(s.h(F.relu(s.i(x)))))), i=nn.Linear(3, 6), h=nn.Linear(6, 6), o=nn.Linear(6, 2)
+        lambda s, x: s.o(s.h(F.relu(s.h(F.relu(s.i(x)))))),
+        i=nn.Linear(3, 6),
+        h=nn.Linear(6, 6),
+        o=nn.Linear(6, 2),
     )
     assert sizes(checked(shared, columns())) == {"i": 6}
-    tied = Net(lambda s, x: F.linear(F.relu(s.h(s.e(x))), s.e.weight), e=nn.Embedding(11, 6), h=nn.Linear(6, 6))
+    tied = Net(
+        lambda s, x: F.linear(F.relu(s.h(s.e(x))), s.e.weight),
+        e=nn.Embedding(11, 6),
+        h=nn.Linear(6, 6),
+    )
     symmetry = checked(tied, torch.randint(0, 11, (2, 4)))
     assert sizes(symmetry) == {"e": 6}
     assert {(axis.site, axis.dim) for axis in symmetry.permutations["e"].axes} == {
         ("e.weight", 1), ("h.weight", 0), ("h.weight", 1), ("h.bias", 0),
     }  # fmt: skip
-    twin = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    twin = nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
+    )
     twin[2].bias = twin[0].bias
     assert sizes(checked(twin, columns())) == {"0": 4}
 
 
 def test_group_normalisation_allows_channels_within_groups_and_whole_groups() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 6, 1), nn.GroupNorm(3, 6), nn.ReLU(), nn.Conv2d(6, 2, 1))
+    net = nn.Sequential(
+        nn.Conv2d(3, 6, 1), nn.GroupNorm(3, 6), nn.ReLU(), nn.Conv2d(6, 2, 1)
+    )
     symmetry = checked(net, images())
     assert symmetry.permutations.order() == 6 * 2**3
 
@@ -182,8 +226,12 @@ def test_group_normalisation_allows_channels_within_groups_and_whole_groups() ->
         (nn.BatchNorm1d(6, affine=False), True),
     ],
 )
-def test_normalisations_keep_permutations_and_rescale_their_weights(norm: nn.Module, signs: bool) -> None:
-    net = Net(lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(3, 6), n=norm, b=nn.Linear(6, 2))
+def test_normalisations_keep_permutations_and_rescale_their_weights(
+    norm: nn.Module, signs: bool
+) -> None:
+    net = Net(
+        lambda s, x: s.b(s.n(s.a(x))), a=nn.Linear(3, 6), n=norm, b=nn.Linear(6, 2)
+    )
     if isinstance(norm, nn.InstanceNorm1d):
         net.function = lambda s, x: s.b(s.n(s.a(x).transpose(1, 2)).transpose(1, 2))
         symmetry = checked(net, torch.randn(2, 5, 3))
@@ -203,13 +251,19 @@ def test_filter_response_normalisation_written_by_hand_is_understood() -> None:
             self.epsilon = nn.Parameter(torch.tensor(1e-6))
 
         def forward(self, x: Tensor) -> Tensor:
-            x = x * torch.rsqrt(x.pow(2).mean((2, 3), keepdim=True) + self.epsilon.abs())
+            x = x * torch.rsqrt(
+                x.pow(2).mean((2, 3), keepdim=True) + self.epsilon.abs()
+            )
             return torch.max(self.w * x + self.b, self.t)
 
-    symmetry = checked(nn.Sequential(nn.Conv2d(3, 5, 1), FRN(5), nn.SiLU(), nn.Conv2d(5, 2, 1)), images())
+    symmetry = checked(
+        nn.Sequential(nn.Conv2d(3, 5, 1), FRN(5), nn.SiLU(), nn.Conv2d(5, 2, 1)),
+        images(),
+    )
     assert sizes(symmetry) == {"0": 5}
     assert symmetry.scalings.factors == {}  # epsilon stands in the way
-    assert symmetry.signs.factors == {"0": 5}  # x / |x|: the sign reaches the weight, which takes it back
+    # x / |x|: the sign reaches the weight, which takes it back
+    assert symmetry.signs.factors == {"0": 5}
 
 
 def test_what_enters_a_recurrent_layer_is_rescaled_by_its_input_weights() -> None:
@@ -218,7 +272,8 @@ def test_what_enters_a_recurrent_layer_is_rescaled_by_its_input_weights() -> Non
         a=nn.Linear(3, 6), l=nn.LSTM(6, 4), o=nn.Linear(4, 2), b=nn.Linear(3, 5), m=nn.GRU(5, 4), p=nn.Linear(4, 2),
     )  # fmt: skip
     symmetry = checked(net, torch.randn(5, 2, 3))
-    assert symmetry.signs.factors == {"a": 6, "l.l0": 4, "m.l0": 4}  # and hidden units, whose candidates are odd
+    # and hidden units, whose candidates are odd
+    assert symmetry.signs.factors == {"a": 6, "l.l0": 4, "m.l0": 4}
     assert symmetry.scalings.factors == {"b": 5}
 
 
@@ -232,27 +287,40 @@ def test_a_state_that_comes_from_outside_pins_the_layer() -> None:
     assert sizes(checked(net, torch.randn(5, 2, 3), torch.randn(1, 2, 4))) == {}
 
 
-@pytest.mark.parametrize(("need_weights", "batch_first"), [(False, True), (True, False)])
-def test_attention_permutes_heads_and_rows_within_heads(need_weights: bool, batch_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("need_weights", "batch_first"), [(False, True), (True, False)]
+)
+def test_attention_permutes_heads_and_rows_within_heads(
+    need_weights: bool, batch_first: bool
+) -> None:
     net = Net(
         lambda s, x: s.o(s.a(s.i(x), s.i(x), s.i(x), need_weights=need_weights)[0]),
         i=nn.Linear(3, 12), a=nn.MultiheadAttention(12, 3, batch_first=batch_first), o=nn.Linear(12, 2),
     )  # fmt: skip
     symmetry = checked(net, torch.randn(2, 5, 3))
     head = math.factorial(4) ** 2  # rows of queries and keys together, rows of values
-    assert symmetry.permutations.order() == math.factorial(12) ** 2 * math.factorial(3) * head**3
+    assert (
+        symmetry.permutations.order()
+        == math.factorial(12) ** 2 * math.factorial(3) * head**3
+    )
     assert symmetry.permutations["a.heads"].size == 3
 
 
-def attention(s: Any, x: Tensor, heads: int, shared: int = 1, rotary: bool = False) -> Tensor:
+def attention(
+    s: Any, x: Tensor, heads: int, shared: int = 1, rotary: bool = False
+) -> Tensor:
     """Attention by hand, with grouped queries and rotary positions if wanted."""
     batch, time, _ = x.shape
     q = s.q(x).view(batch, time, heads, -1).transpose(1, 2)
-    k, v = (f(x).view(batch, time, heads // shared, -1).transpose(1, 2) for f in (s.k, s.v))
+    k, v = (
+        f(x).view(batch, time, heads // shared, -1).transpose(1, 2) for f in (s.k, s.v)
+    )
     if rotary:
         angle = torch.arange(time)[:, None] * torch.tensor([1.0, 0.3])
         cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
-        q, k = (y * cos + torch.cat([-y[..., 2:], y[..., :2]], -1) * sin for y in (q, k))
+        q, k = (
+            y * cos + torch.cat([-y[..., 2:], y[..., :2]], -1) * sin for y in (q, k)
+        )
     k, v = (y.repeat_interleave(shared, 1) for y in (k, v))
     scores = (q @ k.transpose(-1, -2) / 2).softmax(-1)
     return s.o((scores @ v).transpose(1, 2).reshape(batch, time, -1))
@@ -266,11 +334,15 @@ def attention_net(**options: Any) -> Net:
     )  # fmt: skip
 
 
-def test_heads_that_are_merged_with_the_batch_and_split_again_cost_no_products() -> None:
+def test_heads_that_are_merged_with_the_batch_and_split_again_cost_no_products() -> (
+    None
+):
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+            self.one, self.two = (
+                nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in (self.one, self.two):
@@ -282,29 +354,37 @@ def test_heads_that_are_merged_with_the_batch_and_split_again_cost_no_products()
         flow = Flow()
         propagate(flow, Trace(Attends().eval(), (torch.randn(2, length, 8),)))
         sizes.append(flow.size)
-    assert sizes[0] == sizes[1]  # a product with every token would take all memory at some hundreds of them
+    # a product with every token would take all memory at some hundreds of them
+    assert sizes[0] == sizes[1]
 
 
 def test_grouped_queries_move_with_the_head_of_keys_that_serves_them() -> None:
     symmetry = checked(attention_net(shared=2), torch.randn(2, 5, 3))
-    # Two heads of keys; inside each two heads of queries, four rows of queries and keys, four rows of values.
+    # Two heads of keys; inside each two heads of queries, four rows of queries and
+    # keys, four rows of values.
     assert symmetry.permutations.order() == 2 * (2 * 24 * 24) ** 2
 
 
 def test_rotary_positions_pin_queries_and_keys_but_not_heads() -> None:
     symmetry = checked(attention_net(rotary=True), torch.randn(2, 5, 3))
     assert symmetry.permutations.order() == 24 * 24**4
-    assert scales(symmetry) == 8 + 16  # pairs of rows of queries and keys; rows of values
+    # pairs of rows of queries and keys; rows of values
+    assert scales(symmetry) == 8 + 16
 
 
 @pytest.mark.parametrize("shared", [1, 2])
 def test_pairs_of_rotary_rows_are_one_set_inside_the_heads(shared: bool) -> None:
     symmetry = checked(attention_net(rotary=True, shared=shared), torch.randn(2, 5, 3))
     group = symmetry.group
-    pairs = [one for one in group.units.values() if any(a.site == "k.weight" and a.exponent for a in one.axes)]
+    pairs = [
+        one
+        for one in group.units.values()
+        if any(a.site == "k.weight" and a.exponent for a in one.axes)
+    ]
     assert [one.count for one in pairs] == [4 // shared] * 2
     assert all({"flip", "scale"} <= one.moves for one in pairs)
-    # Rows i and i + 2 of a head turn together: all of its queries by a factor, its keys by the inverse.
+    # Rows i and i + 2 of a head turn together: all of its queries by a factor, its keys
+    # by the inverse.
     own = {
         tuple(sorted(column))
         for one in pairs
@@ -312,10 +392,19 @@ def test_pairs_of_rotary_rows_are_one_set_inside_the_heads(shared: bool) -> None
         if axis.site == "k.weight" and axis.exponent
         for column in axis.index.T.tolist()
     }
-    assert own == {(4 * head + row, 4 * head + row + 2) for head in range(4 // shared) for row in range(2)}
-    element = group.element(log_scales={one.name: torch.full(one.shape, math.log(2.0)) for one in pairs})
+    assert own == {
+        (4 * head + row, 4 * head + row + 2)
+        for head in range(4 // shared)
+        for row in range(2)
+    }
+    element = group.element(
+        log_scales={one.name: torch.full(one.shape, math.log(2.0)) for one in pairs}
+    )
     weights = symmetry.weights_of(attention_net(rotary=True, shared=shared))
-    ratios = {site: (value / weights[site]).detach() for site, value in element(weights).items()}
+    ratios = {
+        site: (value / weights[site]).detach()
+        for site, value in element(weights).items()
+    }
     factor = ratios["k.weight"][0, 0]
     assert float(factor) in (0.5, 2.0)
     assert bool((ratios["k.weight"] == factor).all())
@@ -325,23 +414,52 @@ def test_pairs_of_rotary_rows_are_one_set_inside_the_heads(shared: bool) -> None
 def test_grouped_queries_inside_scaled_dot_product_attention() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (s.q, s.k, s.v))
-        return s.o(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        return s.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
-    net = Net(forward, q=nn.Linear(3, 16), k=nn.Linear(3, 8), v=nn.Linear(3, 8), o=nn.Linear(16, 2))
-    assert checked(net, torch.randn(2, 5, 3)).permutations.order() == 2 * (2 * 24 * 24) ** 2
+    net = Net(
+        forward,
+        q=nn.Linear(3, 16),
+        k=nn.Linear(3, 8),
+        v=nn.Linear(3, 8),
+        o=nn.Linear(16, 2),
+    )
+    assert (
+        checked(net, torch.randn(2, 5, 3)).permutations.order()
+        == 2 * (2 * 24 * 24) ** 2
+    )
 
 
 def test_a_bias_for_each_head_moves_with_the_heads() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         q, k, v = s.qkv(x).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
         place = torch.arange(5)
-        bias = s.table[(place[:, None] - place + 4).flatten()].view(5, 5, 2).permute(2, 0, 1)
-        return s.o(((q @ k.transpose(-1, -2) + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        bias = (
+            s.table[(place[:, None] - place + 4).flatten()]
+            .view(5, 5, 2)
+            .permute(2, 0, 1)
+        )
+        return s.o(
+            ((q @ k.transpose(-1, -2) + bias).softmax(-1) @ v)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
-    net = Net(forward, qkv=nn.Linear(3, 24), table=nn.Parameter(torch.randn(9, 2)), o=nn.Linear(8, 2))
+    net = Net(
+        forward,
+        qkv=nn.Linear(3, 24),
+        table=nn.Parameter(torch.randn(9, 2)),
+        o=nn.Linear(8, 2),
+    )
     symmetry = checked(net, torch.randn(2, 5, 3))
     assert symmetry.permutations.order() == 2 * 24**4
-    assert any(a.site == "table" and a.dim == 1 for a in symmetry.permutations["table.heads"].axes)
+    assert any(
+        a.site == "table" and a.dim == 1
+        for a in symmetry.permutations["table.heads"].axes
+    )
 
 
 def test_a_mask_that_differs_between_heads_pins_them_but_not_what_is_inside() -> None:
@@ -351,14 +469,22 @@ def test_a_mask_that_differs_between_heads_pins_them_but_not_what_is_inside() ->
         mask = (
             -(place[:, None] - place).abs() * torch.tensor([0.5, 2.0])[:, None, None]
         )  # linear biases, one slope a head
-        return s.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype)).transpose(1, 2).flatten(2))
+        return s.o(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
-    symmetry = checked(Net(forward, qkv=nn.Linear(3, 24), o=nn.Linear(8, 2)), torch.randn(2, 5, 3))
+    symmetry = checked(
+        Net(forward, qkv=nn.Linear(3, 24), o=nn.Linear(8, 2)), torch.randn(2, 5, 3)
+    )
     assert symmetry.permutations.order() == 24**4
 
 
 def test_units_of_one_are_rescaled_though_not_permuted() -> None:
-    symmetry = checked(nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 2)), columns())
+    symmetry = checked(
+        nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 2)), columns()
+    )
     assert sizes(symmetry) == {}
     assert symmetry.scalings.factors == {"0": 1}
 
@@ -378,14 +504,22 @@ def test_units_of_one_are_rescaled_though_not_permuted() -> None:
 def test_functions_that_are_linear_as_far_as_inputs_reach_pass_no_scale(
     function: Callable[[Tensor], Tensor], signs: bool, width: int
 ) -> None:
-    net = Net(lambda s, x: s.o(function(0.01 * s.h(x))), h=nn.Linear(80, width), o=nn.Linear(width, 3))
+    net = Net(
+        lambda s, x: s.o(function(0.01 * s.h(x))),
+        h=nn.Linear(80, width),
+        o=nn.Linear(width, 3),
+    )
     symmetry = find_symmetry(net, torch.randn(4, 80), verify=False)
     assert not symmetry.group.names("scale")
     assert bool(symmetry.group.names("flip")) == signs
 
 
 def test_symmetric_functions_of_the_outputs_free_the_last_layer() -> None:
-    net = Net(lambda s, x: s.o(F.relu(s.h(x))).max(-1)[0], h=nn.Linear(3, 4), o=nn.Linear(4, 5))
+    net = Net(
+        lambda s, x: s.o(F.relu(s.h(x))).max(-1)[0],
+        h=nn.Linear(3, 4),
+        o=nn.Linear(4, 5),
+    )
     symmetry = checked(net, columns())
     assert sorted(sizes(symmetry).values()) == [4, 5]
 
@@ -393,7 +527,9 @@ def test_symmetric_functions_of_the_outputs_free_the_last_layer() -> None:
 def test_the_last_bias_is_shifted_in_front_of_a_softmax() -> None:
     layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)]
     assert checked(nn.Sequential(*layers), columns()).shifts.sites == ()
-    assert checked(nn.Sequential(*layers, nn.LogSoftmax(-1)), columns()).shifts.sites == ("2.bias",)
+    assert checked(
+        nn.Sequential(*layers, nn.LogSoftmax(-1)), columns()
+    ).shifts.sites == ("2.bias",)
     assert checked(nn.Sequential(*layers, nn.Softmax(0)), columns()).shifts.sites == ()
     symmetry = find_symmetry(nn.Sequential(*layers), columns(), logits=True)
     assert symmetry.shifts.sites == ("2.bias",)
@@ -423,22 +559,36 @@ def test_what_is_written_in_place_is_read_wherever_it_is_shared(through: str) ->
     assert symmetry.scalings.factors == {"a": 6}
 
 
-def test_training_branches_are_followed_where_the_eval_pass_leaves_parameters_out() -> None:
+def test_training_branches_are_followed_where_the_eval_pass_leaves_parameters_out() -> (
+    None
+):
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.extra = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+            self.a, self.b, self.extra = (
+                nn.Linear(3, 6),
+                nn.Linear(6, 2),
+                nn.Linear(6, 2),
+            )
 
         def forward(self, x: Tensor) -> Any:
             h = F.relu(self.a(x))
             return (self.b(h), self.extra(h)) if self.training else self.b(h)
 
     symmetry = checked(Auxiliary(), columns())
-    assert {axis.site for axis in symmetry.permutations["a"].axes} >= {"extra.weight", "b.weight"}
+    assert {axis.site for axis in symmetry.permutations["a"].axes} >= {
+        "extra.weight",
+        "b.weight",
+    }
 
 
 def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
-    net = Net(lambda s, x: s.b(F.relu(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2), unused=nn.Linear(4, 4))
+    net = Net(
+        lambda s, x: s.b(F.relu(s.a(x))),
+        a=nn.Linear(3, 6),
+        b=nn.Linear(6, 2),
+        unused=nn.Linear(4, 4),
+    )
     symmetry = checked(net, columns())
     assert sizes(symmetry) == {"a": 6}
     assert "no forward pass uses it" in symmetry.explain("unused.weight")[0].reason
@@ -446,7 +596,10 @@ def test_parameters_that_no_pass_uses_stay_where_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("name", "function"),
-    [("linalg_qr", lambda h: torch.linalg.qr(h).R), ("view in Net", lambda h: h.view(torch.int32).float()[:, :6])],
+    [
+        ("linalg_qr", lambda h: torch.linalg.qr(h).R),
+        ("view in Net", lambda h: h.view(torch.int32).float()[:, :6]),
+    ],
 )
 def test_unknown_operators_pin_and_are_named(name: str, function: Any) -> None:
     net = Net(lambda s, x: s.b(function(s.a(x))), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
@@ -466,7 +619,10 @@ def _with_gaps(h: Tensor) -> Tensor:
     ("forward", "operator"),
     [
         (lambda s, x: _with_gaps(s.a(x).unflatten(1, (2, 2))), "index_put"),
-        (lambda s, x: s.a(x).scatter_add(0, torch.zeros(4, 2).long(), s.a(x))[:, :2], "scatter_add"),
+        (
+            lambda s, x: s.a(x).scatter_add(0, torch.zeros(4, 2).long(), s.a(x))[:, :2],
+            "scatter_add",
+        ),
         (lambda s, x: s.a(x)[:, :2] + (s.a(x) > 0.3).nonzero().shape[0], "nonzero"),
     ],
 )
@@ -500,7 +656,11 @@ def test_a_custom_operator_that_writes_is_none_of_pytorchs(name: str) -> None:
     def written(x: Tensor) -> None:
         x += torch.arange(x.shape[-1])
 
-    net = Net(lambda s, x: s.b(_with(written, s.a(x).clone())), a=nn.Linear(3, 6), b=nn.Linear(6, 2))
+    net = Net(
+        lambda s, x: s.b(_with(written, s.a(x).clone())),
+        a=nn.Linear(3, 6),
+        b=nn.Linear(6, 2),
+    )
     with pytest.warns(UnknownOperator, match="in Net"):
         assert sizes(find_symmetry(net, columns())) == {}
 
@@ -510,8 +670,14 @@ def _with(operator: Callable[[Tensor], None], h: Tensor) -> Tensor:
     return h
 
 
-def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> None:
-    net = Net(lambda s, x: s.a(x) if x.sum() > 0 else s.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2))
+def test_what_cannot_be_traced_gets_an_error_that_shows_how_to_declare_the_group() -> (
+    None
+):
+    net = Net(
+        lambda s, x: s.a(x) if x.sum() > 0 else s.b(x),
+        a=nn.Linear(3, 2),
+        b=nn.Linear(3, 2),
+    )
     with pytest.raises(UntraceableError, match=r"Group\.declare"):
         find_symmetry(net, columns())
 
@@ -520,7 +686,11 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
     class Weighed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.own, self.last, self.weights = nn.Linear(3, 8), nn.Linear(2, 2), nn.Parameter(torch.randn(1, 2, 4))
+            self.own, self.last, self.weights = (
+                nn.Linear(3, 8),
+                nn.Linear(2, 2),
+                nn.Parameter(torch.randn(1, 2, 4)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             weighed = torch.relu(self.own(x)).unflatten(-1, (2, 4)) * self.weights
@@ -533,14 +703,21 @@ def test_signs_that_cancel_within_a_site_are_none() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_scales_are_found_where_no_gradients_are_recorded(mode: Any) -> None:
-    net, x = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 3)
+    net, x = (
+        nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)),
+        torch.randn(4, 3),
+    )
     with mode():
         assert find_symmetry(net, x).scalings.factors == {"0": 8}
 
 
 @pytest.mark.parametrize("gains", [(1.0, 1.0), (1e-4, 1e-2, 1e-5, 1.0)])
-def test_scales_of_a_fixed_stream_need_neither_loud_gradients_nor_every_parameter(gains: tuple[float, ...]) -> None:
-    """A norm's gain and shift scale against the columns of the layer that reads it, in each of the blocks."""
+def test_scales_of_a_fixed_stream_need_neither_loud_gradients_nor_every_parameter(
+    gains: tuple[float, ...],
+) -> None:
+    """A norm's gain and shift scale against the columns of the layer that reads it, in
+    each of the blocks.
+    """
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for gain, norm, layer in zip(gains, net.norms, net.layers, strict=True):
@@ -548,8 +725,14 @@ def test_scales_of_a_fixed_stream_need_neither_loud_gradients_nor_every_paramete
         return x
 
     norms, layers = (
-        nn.ModuleList(make() for _ in gains) for make in (lambda: nn.LayerNorm(5), lambda: nn.Linear(5, 5))
+        nn.ModuleList(make() for _ in gains)
+        for make in (lambda: nn.LayerNorm(5), lambda: nn.Linear(5, 5))
     )
-    symmetry = checked(Net(forward, norms=norms, layers=layers, unread=nn.Parameter(torch.ones(5))), torch.randn(5, 5))
+    symmetry = checked(
+        Net(forward, norms=norms, layers=layers, unread=nn.Parameter(torch.ones(5))),
+        torch.randn(5, 5),
+    )
     assert sum(symmetry.scalings.factors.values()) == 5 * len(gains)
-    assert sum(symmetry.group[name].count for name in symmetry.group.names("flip")) == 5 * len(gains)
+    assert sum(
+        symmetry.group[name].count for name in symmetry.group.names("flip")
+    ) == 5 * len(gains)

@@ -1,8 +1,10 @@
-"""Operator by operator: which permutations, scalings and signs of six hidden units an operator lets through.
+"""Operator by operator: which permutations, scalings and signs of six hidden units an
+operator lets through.
 
-Each network is ``b(f(a(x)))`` with a linear layer ``a`` of six units. What must come out follows from the operator: an
-order of permutations, the number of free scales, the number of free signs. The numerical check excludes wrong groups
-that are too large, the expected numbers those that are too small.
+Each network is ``b(f(a(x)))`` with a linear layer ``a`` of six units. What must come
+out follows from the operator: an order of permutations, the number of free scales, the
+number of free signs. The numerical check excludes wrong groups that are too large, the
+expected numbers those that are too small.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def _written_behind(h: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A network with an operator between two layers, and the units that it lets through.
+    """A network with an operator between two layers, and the units that it lets
+    through.
 
-    :param forward: from the six hidden units to the inputs of the last layer, of which there are ``width``.
+    :param forward: from the six hidden units to the inputs of the last layer, of which
+        there are ``width``.
     :param parts: modules and parameters that ``forward`` finds on its first argument.
     """
 
@@ -46,10 +50,16 @@ class Case(NamedTuple):
 
 
 def counts(symmetry: Symmetry) -> tuple[int, int, int]:
-    """The order of the permutations, the number of independent scales, and the number of signs."""
+    """The order of the permutations, the number of independent scales, and the number
+    of signs.
+    """
     group = symmetry.group
     scales = sum(group[n].count for n in group.names("scale"))
-    return group.permutations.order(), scales, sum(group[name].count for name in group.names("flip"))
+    return (
+        group.permutations.order(),
+        scales,
+        sum(group[name].count for name in group.names("flip")),
+    )
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -63,7 +73,9 @@ def overwritten(s: Any, h: Tensor) -> Tensor:
 
 
 def halves_with_own_softmax(s: Any, h: Tensor) -> Tensor:
-    """Units of two layers that are tied by a sum, but belong to two groups in between, which stay."""
+    """Units of two layers that are tied by a sum, but belong to two groups in between,
+    which stay.
+    """
     one, other = torch.tanh(h), torch.tanh(s.c(s.x))
     apart = torch.cat([one, other], -1).view(4, 2, 6).softmax(-1)
     return apart[:, 0] + 2 * apart[:, 1] + one + other
@@ -73,7 +85,8 @@ MASK = torch.tensor([True, True, False, False, False, False])
 CASES = {
     "identity": Case(lambda s, h: h.clone(), ALL, 6, 6),
     "relu": Case(lambda s, h: F.relu(h), ALL, 6, 0),
-    "abs": Case(lambda s, h: h.abs(), ALL, 6, 6),  # the sign ends here: rows and biases flip on their own
+    # the sign ends here: rows and biases flip on their own
+    "abs": Case(lambda s, h: h.abs(), ALL, 6, 6),
     "tanh": Case(lambda s, h: torch.tanh(h), ALL, 0, 6),
     "gelu": Case(lambda s, h: F.gelu(h), ALL, 0, 0),
     "clamp from zero": Case(lambda s, h: h.clamp(min=0.0), ALL, 6, 0),
@@ -95,7 +108,8 @@ CASES = {
     "where with its own sign": Case(lambda s, h: torch.where(h > 1.0, h, 0.0), ALL, 0, 0),
     "dropout": Case(lambda s, h: F.dropout(F.relu(h), 0.5, s.training), ALL, 6, 0),
     "softmax": Case(lambda s, h: h.softmax(-1), ALL, 0, 0),
-    "cos": Case(lambda s, h: torch.cos(h), ALL, 0, 6),  # an even function: the sign ends here
+    # an even function: the sign ends here
+    "cos": Case(lambda s, h: torch.cos(h), ALL, 0, 6),
     "cos of a sum with a number": Case(lambda s, h: torch.cos(h + 1.0), ALL, 0, 0),
     "sign": Case(lambda s, h: torch.sign(h), ALL, 0, 0),
     "threshold at zero": Case(lambda s, h: F.threshold(h, 0.0, 0.0), ALL, 6, 0),
@@ -118,13 +132,15 @@ CASES = {
     "cumsum over the batch": Case(lambda s, h: F.relu(h).cumsum(0), ALL, 6, 0),
     "differences": Case(lambda s, h: F.relu(h).diff(dim=-1), 1, 0, 0, 5),
     "differences over the batch": Case(lambda s, h: F.relu(h).diff(dim=0), ALL, 6, 0),
-    "differences from units": Case(lambda s, h: F.relu(h).diff(dim=0, prepend=F.relu(h)[:1]), 1, 6, 0),  # pinned
+    # pinned
+    "differences from units": Case(lambda s, h: F.relu(h).diff(dim=0, prepend=F.relu(h)[:1]), 1, 6, 0),
     "power in place": Case(lambda s, h: F.relu(h).clone().pow_(2.0), ALL, 6, 0),
     "ones like units": Case(lambda s, h: F.relu(h) * h.new_ones(6), ALL, 6, 0),
     "sort": Case(lambda s, h: h.sort(-1).values, ALL, 0, 0),
     "fourier transform": Case(lambda s, h: torch.fft.fft(h).abs(), 1, 0, 0),
     "tril": Case(lambda s, h: torch.tril(F.relu(h)), 1, 6, 0),
-    "flip": Case(lambda s, h: F.relu(h) + F.relu(h).flip(-1), 1, 3, 0),  # (pairs could turn round: they are pinned)
+    # (pairs could turn round: they are pinned)
+    "flip": Case(lambda s, h: F.relu(h) + F.relu(h).flip(-1), 1, 3, 0),
     "select": Case(lambda s, h: F.relu(h)[:, 2:3] * 2.0, 120, 1, 0, 1),
     "split": Case(lambda s, h: sum(p * (k + 1) for k, p in enumerate(F.relu(h).split(2, -1))), 2, 2, 0, 2),
     "unbind": Case(lambda s, h: F.relu(h).unflatten(-1, (2, 3)).unbind(1)[0], 36, 3, 0, 3),
@@ -300,7 +316,9 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
-def test_units_of_cells_are_found_on_any_device(kind: type, device: torch.device) -> None:
+def test_units_of_cells_are_found_on_any_device(
+    kind: type, device: torch.device
+) -> None:
     symmetry = find_symmetry(Last(kind).to(device), torch.randn(5, 3, device=device))
     # Of the units, and of the columns that a first state of zeros meets.
     assert symmetry.permutations.log_order() == pytest.approx(2 * log(factorial(4)))

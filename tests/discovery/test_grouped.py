@@ -1,4 +1,6 @@
-"""Grouped convolutions: the inputs of each group move by themselves, along an axis that spans two of the kernel's."""
+"""Grouped convolutions: the inputs of each group move by themselves, along an axis that
+spans two of the kernel's.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,18 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 def chain(*layers: nn.Module, between: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Layers with an activation after each but the last."""
-    return nn.Sequential(*itertools.chain.from_iterable((layer, between()) for layer in layers[:-1]), layers[-1])
+    return nn.Sequential(
+        *itertools.chain.from_iterable((layer, between()) for layer in layers[:-1]),
+        layers[-1],
+    )
 
 
-def resnext_block(groups: int = 2, inputs: int = 2, outputs: int = 3, between: type[nn.Module] = nn.ReLU) -> nn.Module:
+def resnext_block(
+    groups: int = 2,
+    inputs: int = 2,
+    outputs: int = 3,
+    between: type[nn.Module] = nn.ReLU,
+) -> nn.Module:
     wide, out = groups * inputs, groups * outputs
     return nn.Sequential(
         nn.Conv2d(3, wide, 1, bias=False), nn.BatchNorm2d(wide), between(),
@@ -47,12 +57,25 @@ def tensors(net: nn.Module, symmetry: Symmetry) -> dict[str, Tensor]:
     """Random weights, positive running variances."""
     with torch.no_grad():
         for name, value in symmetry.weights_of(net).items():
-            value.copy_(torch.rand_like(value) + 0.5 if name.endswith("running_var") else torch.randn_like(value))
-    return {site: value.detach().clone() for site, value in symmetry.weights_of(net).items()}
+            value.copy_(
+                torch.rand_like(value) + 0.5
+                if name.endswith("running_var")
+                else torch.randn_like(value)
+            )
+    return {
+        site: value.detach().clone() for site, value in symmetry.weights_of(net).items()
+    }
 
 
-def assert_same_function(net: nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], x: Tensor) -> None:
-    torch.testing.assert_close(functional_call(net, after, x), functional_call(net, before, x), rtol=1e-9, atol=1e-9)
+def assert_same_function(
+    net: nn.Module, before: dict[str, Tensor], after: dict[str, Tensor], x: Tensor
+) -> None:
+    torch.testing.assert_close(
+        functional_call(net, after, x),
+        functional_call(net, before, x),
+        rtol=1e-9,
+        atol=1e-9,
+    )
 
 
 def scales_of(symmetry: Symmetry) -> int:
@@ -60,15 +83,22 @@ def scales_of(symmetry: Symmetry) -> int:
     return sum(symmetry.group[n].count for n in symmetry.group.names("scale"))
 
 
-def checked(net: nn.Module, x: Tensor, order: int, scales: int = 0, signs: int = 0) -> Symmetry:
-    """The symmetry, after comparing its size with what was counted by hand, and all of it with the network.
+def checked(
+    net: nn.Module, x: Tensor, order: int, scales: int = 0, signs: int = 0
+) -> Symmetry:
+    """The symmetry, after comparing its size with what was counted by hand, and all of
+    it with the network.
 
-    Elements must leave the output unchanged, and (here up to ten thousand) all act differently.
+    Elements must leave the output unchanged, and (here up to ten thousand) all act
+    differently.
     """
     symmetry = find_symmetry(net, x, verify=False)
     assert symmetry.permutations.order() == order
     assert scales_of(symmetry) == scales
-    assert sum(symmetry.group[name].count for name in symmetry.group.names("flip")) == signs
+    assert (
+        sum(symmetry.group[name].count for name in symmetry.group.names("flip"))
+        == signs
+    )
     net, x = net.double().eval(), x.double()
     weights = tensors(net, symmetry)
     for _ in range(20):
@@ -87,15 +117,27 @@ def fact(n: int) -> int:
     return math.factorial(n)
 
 
-# how large the group is ---------------------------------------------------------------------------------------------
+# how large the group is ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("groups", "inputs", "outputs"), [(2, 2, 3), (3, 2, 1), (2, 1, 3), (3, 1, 1), (2, 3, 2)])
-def test_a_block_of_resnext_exchanges_groups_and_channels_within_each(groups: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "inputs", "outputs"),
+    [(2, 2, 3), (3, 2, 1), (2, 1, 3), (3, 1, 1), (2, 3, 2)],
+)
+def test_a_block_of_resnext_exchanges_groups_and_channels_within_each(
+    groups: int, inputs: int, outputs: int
+) -> None:
     wide, out = groups * inputs, groups * outputs
     order = fact(groups) * fact(inputs) ** groups * fact(outputs) ** groups
-    # Scales of each channel in front of its normalisation, behind, and of weight against variance; a sign in front.
-    symmetry = checked(resnext_block(groups, inputs, outputs), images(), order, 3 * (wide + out), wide + out)
+    # Scales of each channel in front of its normalisation, behind, and of weight
+    # against variance; a sign in front.
+    symmetry = checked(
+        resnext_block(groups, inputs, outputs),
+        images(),
+        order,
+        3 * (wide + out),
+        wide + out,
+    )
     assert verify(symmetry, resnext_block(groups, inputs, outputs), images())
 
 
@@ -106,7 +148,9 @@ def test_without_normalisation_each_unit_has_one_scale_and_touches_two_layers() 
         "0": ["0.weight[0]^1", "0.bias[0]^1", "2.weight[0, 1]^-1"],
         "2": ["2.weight[0]^1", "2.bias[0]^1", "4.weight[1]^-1"],
     }
-    depthwise = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.Conv2d(8, 2, 1))
+    depthwise = chain(
+        nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.Conv2d(8, 2, 1)
+    )
     group = checked(depthwise, images(), fact(4) * 2**4, scales=12).scalings
     assert multiplied(group) == {
         "0.groups": ["0.weight[0]^1", "0.bias[0]^1", "2.weight[0]^-1"],
@@ -116,21 +160,39 @@ def test_without_normalisation_each_unit_has_one_scale_and_touches_two_layers() 
 
 def multiplied(group: Group) -> dict[str, list[str]]:
     """The places that the multipliers of each set of units enter."""
-    return {name: [str(a) for a in group[name].axes if a.exponent] for name in group.names("scale")}
+    return {
+        name: [str(a) for a in group[name].axes if a.exponent]
+        for name in group.names("scale")
+    }
 
 
 def test_odd_activations_give_each_input_of_a_group_a_sign() -> None:
-    net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 2, 1), between=nn.Tanh)
+    net = chain(
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.Conv2d(6, 2, 1),
+        between=nn.Tanh,
+    )
     symmetry = checked(net, images(), 2 * 2**2 * 6**2, signs=10)
     assert_composes(symmetry, tensors(net, symmetry))
 
 
 def test_signs_of_rows_compose_with_permutations_of_columns() -> None:
-    """Normalised inputs have signs in front of the kernel only: all moves act on one view of it all the same."""
+    """Normalised inputs have signs in front of the kernel only: all moves act on one
+    view of it all the same.
+    """
     net = resnext_block()
     symmetry = find_symmetry(net, images())
-    assert all(axis.span == 1 for name in symmetry.signs.factors for axis in symmetry.signs[name].axes)
-    assert any(axis.span == 2 for name in symmetry.permutations.factors for axis in symmetry.permutations[name].axes)
+    assert all(
+        axis.span == 1
+        for name in symmetry.signs.factors
+        for axis in symmetry.signs[name].axes
+    )
+    assert any(
+        axis.span == 2
+        for name in symmetry.permutations.factors
+        for axis in symmetry.permutations[name].axes
+    )
     assert_composes(symmetry, tensors(net, symmetry))
 
 
@@ -142,31 +204,59 @@ def assert_composes(symmetry: Symmetry, weights: dict[str, Tensor]) -> None:
 
 
 def test_grouped_convolutions_in_a_row_with_the_same_groups_share_them() -> None:
-    net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1, groups=2), nn.Conv2d(6, 4, 1, groups=2), nn.Conv2d(4, 2, 1))
+    net = chain(
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(4, 6, 1, groups=2),
+        nn.Conv2d(6, 4, 1, groups=2),
+        nn.Conv2d(4, 2, 1),
+    )
     checked(net, images(), 2 * 2**2 * 6**2 * 2**2, scales=14)
 
 
 def test_small_groups_move_inside_the_large_groups_of_the_next_convolution() -> None:
-    net = chain(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=4), nn.Conv2d(8, 4, 1, groups=2), nn.Conv2d(4, 2, 1))
-    # Two large groups, in each two small ones of (2 inputs, 2 outputs), and 2 outputs of its own.
+    net = chain(
+        nn.Conv2d(3, 8, 1),
+        nn.Conv2d(8, 8, 1, groups=4),
+        nn.Conv2d(8, 4, 1, groups=2),
+        nn.Conv2d(4, 2, 1),
+    )
+    # Two large groups, in each two small ones of (2 inputs, 2 outputs), and 2 outputs
+    # of its own.
     checked(net, images(), 2 * (2 * (2 * 2) ** 2 * 2) ** 2, scales=20)
 
 
 def test_large_groups_are_split_by_the_small_groups_of_the_next_convolution() -> None:
-    net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=2), nn.Conv2d(8, 8, 1, groups=4), nn.Conv2d(8, 2, 1))
-    # Two large groups of 2 inputs; in each two small ones of (2 units between, 2 outputs).
+    net = chain(
+        nn.Conv2d(3, 4, 1),
+        nn.Conv2d(4, 8, 1, groups=2),
+        nn.Conv2d(8, 8, 1, groups=4),
+        nn.Conv2d(8, 2, 1),
+    )
+    # Two large groups of 2 inputs; in each two small ones of (2 units between, 2
+    # outputs).
     checked(net, images(), 2 * (2 * 2 * (2 * 2) ** 2) ** 2, scales=20)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 3), (1, 3), (2, 1), (1, 1)])
-def test_transposed_convolutions_have_rows_for_inputs_and_columns_for_outputs(inputs: int, outputs: int) -> None:
+def test_transposed_convolutions_have_rows_for_inputs_and_columns_for_outputs(
+    inputs: int, outputs: int
+) -> None:
     net = chain(
         nn.Conv2d(3, 2 * inputs, 1),
         nn.ConvTranspose2d(2 * inputs, 2 * outputs, 2, groups=2),
         nn.Conv2d(2 * outputs, 2, 1),
     )
-    symmetry = checked(net, images(), 2 * fact(inputs) ** 2 * fact(outputs) ** 2, scales=2 * inputs + 2 * outputs)
-    spanning = {axis.span for name in symmetry.permutations.factors for axis in symmetry.permutations[name].axes}
+    symmetry = checked(
+        net,
+        images(),
+        2 * fact(inputs) ** 2 * fact(outputs) ** 2,
+        scales=2 * inputs + 2 * outputs,
+    )
+    spanning = {
+        axis.span
+        for name in symmetry.permutations.factors
+        for axis in symmetry.permutations[name].axes
+    }
     assert (2 in spanning) == (outputs > 1)
 
 
@@ -187,17 +277,23 @@ def test_a_grouped_kernel_that_is_used_twice_moves_rows_and_columns_alike() -> N
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1, groups=2), nn.Conv2d(6, 2, 1)
+            self.a, self.b, self.c = (
+                nn.Conv2d(3, 6, 1),
+                nn.Conv2d(6, 6, 1, groups=2),
+                nn.Conv2d(6, 2, 1),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.a(x))
             return self.c(torch.tanh(self.b(torch.tanh(self.b(x)))))
 
     symmetry = checked(Twice(), images(), 2 * 6**2, signs=6)
-    drawn = symmetry.permutations.sample((40,))({k: torch.randn(40, *s) for k, s in symmetry.site_shapes.items()})
-    tested = invariance_tests(Posterior.from_samples(drawn, kind="independent"), symmetry.permutations).parts["a"][
-        "sites"
-    ]
+    drawn = symmetry.permutations.sample((40,))(
+        {k: torch.randn(40, *s) for k, s in symmetry.site_shapes.items()}
+    )
+    tested = invariance_tests(
+        Posterior.from_samples(drawn, kind="independent"), symmetry.permutations
+    ).parts["a"]["sites"]
     assert "b.weight" not in tested.split(", ")
     assert "b.bias" in tested.split(", ")
 
@@ -208,14 +304,22 @@ class Scrambled(nn.Module):
     def __init__(self, order: list[int]):
         super().__init__()
         self.order = order
-        self.a, self.b, self.c = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 4, 1, groups=2), nn.Conv2d(4, 2, 1)
+        self.a, self.b, self.c = (
+            nn.Conv2d(3, 6, 1),
+            nn.Conv2d(6, 4, 1, groups=2),
+            nn.Conv2d(4, 2, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.relu(self.b(torch.relu(self.a(x))[:, self.order])))
 
 
-@pytest.mark.parametrize("order", [[1, 0, 2, 4, 5, 3], [5, 1, 3, 0, 4, 2], [3, 4, 5, 0, 1, 2]])
-def test_groups_whose_inputs_come_in_different_orders_are_exchanged_all_the_same(order: list[int]) -> None:
+@pytest.mark.parametrize(
+    "order", [[1, 0, 2, 4, 5, 3], [5, 1, 3, 0, 4, 2], [3, 4, 5, 0, 1, 2]]
+)
+def test_groups_whose_inputs_come_in_different_orders_are_exchanged_all_the_same(
+    order: list[int],
+) -> None:
     checked(Scrambled(order), images(), 2 * 6**2 * 2**2, scales=10)
 
 
@@ -232,12 +336,13 @@ def test_a_channel_shuffle_between_grouped_convolutions_is_followed() -> None:
             x = x.unflatten(1, (2, 2)).transpose(1, 2).flatten(1, 2)
             return self.d(torch.relu(self.c(x)))
 
-    # Unit (g, h) comes from group g and goes to group h: both exchanges, and 2 inputs (outputs) in each group.
-    # Inputs and outputs have four scales each, and two pairs of the units between one.
+    # Unit (g, h) comes from group g and goes to group h: both exchanges, and 2 inputs
+    # (outputs) in each group. Inputs and outputs have four scales each, and two pairs
+    # of the units between one.
     checked(Shuffled(), images(), 2 * 2 * 2**2 * 2**2, scales=10)
 
 
-# what is not understood stays ---------------------------------------------------------------------------------------
+# what is not understood stays ---------------------------------------------------------
 
 
 class Reused(nn.Module):
@@ -246,7 +351,11 @@ class Reused(nn.Module):
     def __init__(self, how: str):
         super().__init__()
         self.how = how
-        self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 2, 1)
+        self.a, self.b, self.c = (
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(4, 4, 1, groups=2),
+            nn.Conv2d(4, 2, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.b.weight
@@ -258,14 +367,23 @@ class Reused(nn.Module):
         elif self.how == "plain":
             x = torch.cat([F.conv2d(x[:, :2], kernel), x], 1)[:, :4]
         else:
-            x = torch.relu(F.conv2d(torch.cat([x, x], 1), kernel, groups=4) if self.how == "groups" else x)
+            x = torch.relu(
+                F.conv2d(torch.cat([x, x], 1), kernel, groups=4)
+                if self.how == "groups"
+                else x
+            )
         return self.c(torch.relu(self.b(x)))
 
 
 @pytest.mark.parametrize("how", ["columns", "sum", "plain", "groups"])
 def test_kernels_with_another_use_keep_only_what_both_uses_allow(how: str) -> None:
     if how == "groups":
-        net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(8, 4, 1, groups=4), nn.Conv2d(4, 2, 1))
+        net = chain(
+            nn.Conv2d(3, 4, 1),
+            nn.Conv2d(4, 4, 1, groups=2),
+            nn.Conv2d(8, 4, 1, groups=4),
+            nn.Conv2d(4, 2, 1),
+        )
         net[4].weight = net[2].weight
 
         class Wide(nn.Module):
@@ -283,45 +401,62 @@ def test_kernels_with_another_use_keep_only_what_both_uses_allow(how: str) -> No
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_kernel_that_training_reads_in_another_way_has_the_same_columns_in_all_groups(alone: bool) -> None:
+def test_a_kernel_that_training_reads_in_another_way_has_the_same_columns_in_all_groups(
+    alone: bool,
+) -> None:
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.c = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(4, 2, 1)
+            self.a, self.b, self.c = (
+                nn.Conv2d(3, 4, 1),
+                nn.Conv2d(4, 4, 1, groups=2),
+                nn.Conv2d(4, 2, 1),
+            )
             self.extra = nn.Parameter(torch.randn(2))
 
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             if self.training and alone:
                 return (self.b.weight[:, :, 0, 0] @ self.extra,)
             y = self.c(torch.relu(self.b(torch.relu(self.a(x)))))
-            return (y, self.b.weight[:, :, 0, 0] @ self.extra) if self.training else (y,)
+            return (
+                (y, self.b.weight[:, :, 0, 0] @ self.extra) if self.training else (y,)
+            )
 
     net = Auxiliary()
     symmetry = find_symmetry(net, images(), verify=False)
-    assert symmetry.permutations.order() == 2  # that branch shows rows one by one, and columns of both groups alike
+    # that branch shows rows one by one, and columns of both groups alike
+    assert symmetry.permutations.order() == 2
     assert scales_of(symmetry) == 2  # of what training reads those columns with
     assert verify(symmetry, net, images())
 
 
 def test_computed_kernels_keep_the_permutations_that_all_groups_share() -> None:
     net = chain(
-        nn.Conv2d(3, 4, 1), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 6, 1, groups=2)), nn.Conv2d(6, 2, 1)
+        nn.Conv2d(3, 4, 1),
+        nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 6, 1, groups=2)),
+        nn.Conv2d(6, 2, 1),
     )
     symmetry = find_symmetry(net, images(), verify=False)
-    assert symmetry.permutations.order() == 2 * 2 * 6**2  # not 2**2: the inputs of both groups move alike
+    # not 2**2: the inputs of both groups move alike
+    assert symmetry.permutations.order() == 2 * 2 * 6**2
     assert verify(symmetry, net, images())
 
 
-# whatever reads axes ------------------------------------------------------------------------------------------------
+# whatever reads axes ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def block() -> tuple[nn.Module, Symmetry, dict[str, Tensor]]:
     """A network, its symmetry and 30 draws of its weights; nobody changes them."""
     torch.manual_seed(0)
-    net = chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 2, groups=2), nn.Conv2d(6, 2, 1)).double()
+    net = chain(
+        nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 2, groups=2), nn.Conv2d(6, 2, 1)
+    ).double()
     symmetry = find_symmetry(net, images().double())
-    weights = {site: torch.randn(30, *shape, dtype=torch.float64) for site, shape in symmetry.site_shapes.items()}
+    weights = {
+        site: torch.randn(30, *shape, dtype=torch.float64)
+        for site, shape in symmetry.site_shapes.items()
+    }
     return net, symmetry, weights
 
 
@@ -334,7 +469,9 @@ def test_elements_act_as_written_by_hand(block) -> None:
         old = int(p["0.groups"][g])
         row, column = int(p["2"][old, i]), int(p["0"][old, j])
         expected[3 * g + i, j] = kernel[3 * old + row, column]
-    assert torch.equal(p({site: value[0] for site, value in weights.items()})["2.weight"], expected)
+    assert torch.equal(
+        p({site: value[0] for site, value in weights.items()})["2.weight"], expected
+    )
 
 
 def test_composition_inverse_and_the_flat_action_agree_with_acting(block) -> None:
@@ -344,7 +481,9 @@ def test_composition_inverse_and_the_flat_action_agree_with_acting(block) -> Non
     one, other = (p @ q)(weights), p(q(weights))
     back = p.inverse()(p(weights))
     flat = Action(group, list(weights))
-    assert torch.equal(flat(flat.layout.flatten(weights), p), flat.layout.flatten(p(weights)))
+    assert torch.equal(
+        flat(flat.layout.flatten(weights), p), flat.layout.flatten(p(weights))
+    )
     for site, value in weights.items():
         assert torch.equal(one[site], other[site])
         assert torch.equal(back[site], value)
@@ -357,7 +496,10 @@ def test_symmetries_survive_json_with_their_spans(block) -> None:
     again = Symmetry.from_dict(json.loads(json.dumps(symmetry.to_dict())))
     assert again.group == symmetry.group
     p = symmetry.permutations.sample()
-    assert torch.equal(again.permutations.element(p.permutations)(weights)["2.weight"], p(weights)["2.weight"])
+    assert torch.equal(
+        again.permutations.element(p.permutations)(weights)["2.weight"],
+        p(weights)["2.weight"],
+    )
 
 
 @pytest.mark.parametrize("key", ["first", "max", "norm"])
@@ -372,9 +514,14 @@ def test_canonical_forms_are_equal_on_orbits(block, key: str, rule: str) -> None
         torch.testing.assert_close(moved[site], value, rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(again[site], value, rtol=1e-7, atol=1e-7)
     for i in range(3):
-        before, after = ({site: value[i] for site, value in w.items()} for w in (weights, form))
+        before, after = (
+            {site: value[i] for site, value in w.items()} for w in (weights, form)
+        )
         torch.testing.assert_close(
-            functional_call(net, after, x), functional_call(net, before, x), rtol=1e-8, atol=1e-8
+            functional_call(net, after, x),
+            functional_call(net, before, x),
+            rtol=1e-8,
+            atol=1e-8,
         )
 
 
@@ -383,12 +530,20 @@ def test_the_minimal_mass_balances_each_channel_of_a_group(block) -> None:
     found = minimal_mass(weights, symmetry)
     assert not any(bool(pinned.any()) for pinned in found.pinned.values())
     rows = found.weights["0.weight"].square().flatten(2).sum(-1)
-    kernel = found.weights["2.weight"].square().unflatten(1, (2, 3)).sum((-1, -2))  # (batch, group, out, in)
-    torch.testing.assert_close(rows, kernel.sum(2).flatten(1))  # what enters a unit weighs as much as what leaves it
-    torch.testing.assert_close(kernel.sum(3).flatten(1), found.weights["4.weight"].square().sum((1, 3, 4)))
-    moved = minimal_mass(symmetry.scalings.sample((30,), dtype=torch.float64)(weights), symmetry)
+    # (batch, group, out, in)
+    kernel = found.weights["2.weight"].square().unflatten(1, (2, 3)).sum((-1, -2))
+    # what enters a unit weighs as much as what leaves it
+    torch.testing.assert_close(rows, kernel.sum(2).flatten(1))
+    torch.testing.assert_close(
+        kernel.sum(3).flatten(1), found.weights["4.weight"].square().sum((1, 3, 4))
+    )
+    moved = minimal_mass(
+        symmetry.scalings.sample((30,), dtype=torch.float64)(weights), symmetry
+    )
     torch.testing.assert_close(moved.mass, found.mass, rtol=1e-8, atol=0)
-    torch.testing.assert_close(moved.weights["2.weight"], found.weights["2.weight"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        moved.weights["2.weight"], found.weights["2.weight"], rtol=1e-6, atol=1e-8
+    )
 
 
 def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
@@ -397,7 +552,8 @@ def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
 
     _, symmetry, _ = block
     priors = {
-        site: dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)) for site, shape in symmetry.site_shapes.items()
+        site: dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape))
+        for site, shape in symmetry.site_shapes.items()
     }
 
     def model() -> None:
@@ -408,15 +564,21 @@ def test_priors_that_tell_the_columns_of_a_group_apart_are_named(block) -> None:
     scale = torch.ones(symmetry.site_shapes["2.weight"])
     scale[3:, 1] = 2.0  # the second column of the second group
     priors["2.weight"] = dist.Normal(torch.zeros_like(scale), scale).to_event(4)
-    found = {(found.move, found.name): found.sites for found in verify_model(symmetry, model).broken}
+    found = {
+        (found.move, found.name): found.sites
+        for found in verify_model(symmetry, model).broken
+    }
     assert found["permute", "0"] == ("2.weight",)
 
 
 @pytest.mark.stochastic
 def test_invariance_of_draws_is_tested_within_groups(block) -> None:
     _, symmetry, _ = block
-    drawn = {site: torch.randn(400, *shape) for site, shape in symmetry.site_shapes.items()}
-    drawn["2.weight"][:, :3, 0] += 1.0  # the first input of the first group is another; false alarms: level 0.01
+    drawn = {
+        site: torch.randn(400, *shape) for site, shape in symmetry.site_shapes.items()
+    }
+    # the first input of the first group is another; false alarms: level 0.01
+    drawn["2.weight"][:, :3, 0] += 1.0
     for group, rejected in ((0, True), (1, False)):
         posterior = Posterior.from_samples(drawn, kind="independent")
         result = invariance_tests(posterior, _columns_of(symmetry, group), level=0.01)
@@ -425,9 +587,14 @@ def test_invariance_of_draws_is_tested_within_groups(block) -> None:
 
 def _columns_of(symmetry: Symmetry, group: int) -> Group:
     """The inputs of one group of the kernel, alone."""
-    (axis,) = (axis for axis in symmetry.permutations["0"].axes if axis.site == "2.weight")
+    (axis,) = (
+        axis for axis in symmetry.permutations["0"].axes if axis.site == "2.weight"
+    )
     index = axis.index[:, 2 * group : 2 * group + 2]
-    return Group([Units("columns", 2, (replace(axis, index=index, exponent=0),))], symmetry.site_shapes)
+    return Group(
+        [Units("columns", 2, (replace(axis, index=index, exponent=0),))],
+        symmetry.site_shapes,
+    )
 
 
 def test_a_permutation_planted_in_inputs_and_outputs_is_found(block) -> None:

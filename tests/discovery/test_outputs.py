@@ -1,4 +1,6 @@
-"""Networks are functions from tensors to tensors, whatever their forward passes take and return."""
+"""Networks are functions from tensors to tensors, whatever their forward passes take
+and return.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Thing:
 
 
 class Attention(nn.Module):
-    """Two heads of attention with a cache; what it returns is a function of its outputs and the cache."""
+    """Two heads of attention with a cache; what it returns is a function of its outputs
+    and the cache.
+    """
 
     def __init__(self, returned: Any):
         super().__init__()
@@ -51,10 +55,18 @@ class Attention(nn.Module):
         self.o, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
         self.returned = returned
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None, use_cache: bool = True) -> Any:
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, use_cache: bool = True
+    ) -> Any:
         h = self.embed(tokens)
-        q, k, v = (f(h).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        scores = q @ k.mT if mask is None else (q @ k.mT).masked_fill(~mask[:, None, None], -9.0)
+        q, k, v = (
+            f(h).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        scores = (
+            q @ k.mT
+            if mask is None
+            else (q @ k.mT).masked_fill(~mask[:, None, None], -9.0)
+        )
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         cache = DynamicCache()
         if use_cache:
@@ -64,10 +76,17 @@ class Attention(nn.Module):
 
 RETURNED = {
     "a list": lambda y, cache: [y, [cache, 3, None, "text"]],
-    "a dictionary": lambda y, cache: {"logits": y, "past_key_values": [c for layer in cache.layers for c in layer]},
-    "a model's output": lambda y, cache: ModelOutput(logits=y, past_key_values=cache, loss=None),
+    "a dictionary": lambda y, cache: {
+        "logits": y,
+        "past_key_values": [c for layer in cache.layers for c in layer],
+    },
+    "a model's output": lambda y, cache: ModelOutput(
+        logits=y, past_key_values=cache, loss=None
+    ),
     "a dataclass": lambda y, cache: Record(y, rest={"cache_params": cache.layers}),
-    "a distribution": lambda y, cache: torch.distributions.Independent(torch.distributions.Normal(y, 1.0), 1),
+    "a distribution": lambda y, cache: torch.distributions.Independent(
+        torch.distributions.Normal(y, 1.0), 1
+    ),
 }
 TOKENS = torch.randint(0, 11, (2, 5))
 
@@ -76,8 +95,9 @@ TOKENS = torch.randint(0, 11, (2, 5))
 def test_outputs_of_any_kind_are_flattened_and_caches_left_out(name: str) -> None:
     net = Attention(RETURNED[name])
     symmetry = find_symmetry(net, TOKENS)
-    # By hand: two heads, in each two rows of queries and keys and two of values; the four features of the stream stay
-    # together in tanh, so that they are exchanged; and so are heads.
+    # By hand: two heads, in each two rows of queries and keys and two of values; the
+    # four features of the stream stay together in tanh, so that they are exchanged; and
+    # so are heads.
     assert symmetry.permutations.order() == 2 * (2 * 2) ** 2 * 24
     assert verify(symmetry, net, TOKENS).error < 1e-12
 
@@ -91,8 +111,13 @@ def test_what_a_network_returns_besides_is_left_alone_too() -> None:
 def test_keywords_reach_the_forward_pass() -> None:
     net, mask = Attention(RETURNED["a model's output"]), torch.rand(2, 5) < 0.7
     whole = find_symmetry(net, TOKENS)
-    assert find_symmetry(net, TOKENS, kwargs={"mask": mask, "use_cache": False}).group == whole.group
-    assert find_symmetry(net, kwargs={"tokens": TOKENS, "mask": mask}).group == whole.group
+    assert (
+        find_symmetry(net, TOKENS, kwargs={"mask": mask, "use_cache": False}).group
+        == whole.group
+    )
+    assert (
+        find_symmetry(net, kwargs={"tokens": TOKENS, "mask": mask}).group == whole.group
+    )
     assert verify(whole, net, tokens := TOKENS, kwargs={"mask": mask})
     assert verify(whole, net, kwargs={"tokens": tokens})
 
@@ -112,12 +137,16 @@ class Nested(nn.Module):
 GIVEN = {
     "a dictionary of lists": {"x": [torch.randn(4, 3)], "y": None},
     "a dataclass": Record(torch.randn(4, 3), rest={"unused": "text"}),
-    "an object": Thing(values=torch.randn(4, 3), edges=torch.zeros(2, 5, dtype=torch.long)),
+    "an object": Thing(
+        values=torch.randn(4, 3), edges=torch.zeros(2, 5, dtype=torch.long)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_inputs_of_any_kind_are_found_and_compared_in_double_precision(name: str) -> None:
+def test_inputs_of_any_kind_are_found_and_compared_in_double_precision(
+    name: str,
+) -> None:
     net = Nested()
     symmetry = find_symmetry(net, GIVEN[name], kwargs={"scale": 0.5})
     assert symmetry.permutations.factors == {"a": 6}

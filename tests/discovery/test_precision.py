@@ -1,4 +1,6 @@
-"""Networks that don't run in float64 as they are: integer inputs, casts inside, half precision, complex numbers."""
+"""Networks that don't run in float64 as they are: integer inputs, casts inside, half
+precision, complex numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from pyro_symmetric.discovery.verify import UnverifiedSymmetry, verify
 class Layers(nn.Module):
     """``b(f(a(x)))``, with six hidden units."""
 
-    def __init__(self, forward: Callable[[Layers, Tensor], Tensor], dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        forward: Callable[[Layers, Tensor], Tensor],
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         self.a, self.b = nn.Linear(3, 6, dtype=dtype), nn.Linear(6, 2, dtype=dtype)
         self.function = forward
@@ -37,7 +43,11 @@ def apart(s: Layers, x: Tensor) -> Tensor:
 
 
 def mixed_by_frequency(s: Layers, x: Tensor) -> Tensor:
-    h = torch.fft.irfft(torch.fft.rfft(s.a(x), dim=1) * torch.tensor([1.0, 0.5j, 2.0])[:, None], n=5, dim=1)
+    h = torch.fft.irfft(
+        torch.fft.rfft(s.a(x), dim=1) * torch.tensor([1.0, 0.5j, 2.0])[:, None],
+        n=5,
+        dim=1,
+    )
     return s.b(h.relu())
 
 
@@ -47,22 +57,44 @@ def cast(s: Layers, x: Tensor) -> Tensor:
 
 
 def branching(s: Layers, x: Tensor) -> Tensor:
-    (h,) = torch.cond(x.sum() > 0, lambda h: (h.relu(),), lambda h: (torch.nn.functional.leaky_relu(h),), (s.a(x),))
+    (h,) = torch.cond(
+        x.sum() > 0,
+        lambda h: (h.relu(),),
+        lambda h: (torch.nn.functional.leaky_relu(h),),
+        (s.a(x),),
+    )
     return s.b(h)
 
 
 def rotated(s: Layers, x: Tensor) -> Tensor:
-    turned = torch.view_as_complex(x.reshape(-1, 2, 2)) * torch.polar(torch.ones(2), torch.arange(2.0))
+    turned = torch.view_as_complex(x.reshape(-1, 2, 2)) * torch.polar(
+        torch.ones(2), torch.arange(2.0)
+    )
     return mlp(s, torch.view_as_real(turned).flatten(1)[:, :3])
 
 
 torch.manual_seed(0)  # of 200 random networks, the units of one are all dead
 DOUBLE = {
-    "bytes": (Layers(lambda s, x: mlp(s, x.float() / 255)), torch.randint(0, 255, (4, 3), dtype=torch.uint8)),
-    "cast to half": (Layers(lambda s, x: mlp(s, x.half()), torch.float16), torch.randn(4, 3)),
-    "bfloat16": (Layers(lambda s, x: mlp(s, x.to(torch.bfloat16)), torch.bfloat16), torch.randn(4, 3).bfloat16()),
-    "softmax in single": (Layers(lambda s, x: mlp(s, x).softmax(-1, dtype=torch.float32)), torch.randn(4, 3)),
-    "complex": (Layers(apart, torch.complex64), torch.randn(4, 3, dtype=torch.complex64)),
+    "bytes": (
+        Layers(lambda s, x: mlp(s, x.float() / 255)),
+        torch.randint(0, 255, (4, 3), dtype=torch.uint8),
+    ),
+    "cast to half": (
+        Layers(lambda s, x: mlp(s, x.half()), torch.float16),
+        torch.randn(4, 3),
+    ),
+    "bfloat16": (
+        Layers(lambda s, x: mlp(s, x.to(torch.bfloat16)), torch.bfloat16),
+        torch.randn(4, 3).bfloat16(),
+    ),
+    "softmax in single": (
+        Layers(lambda s, x: mlp(s, x).softmax(-1, dtype=torch.float32)),
+        torch.randn(4, 3),
+    ),
+    "complex": (
+        Layers(apart, torch.complex64),
+        torch.randn(4, 3, dtype=torch.complex64),
+    ),
     "frequencies": (Layers(mixed_by_frequency), torch.randn(4, 5, 3)),
     "automatic casts": (Layers(cast), torch.randn(4, 3)),
     "torch.cond": (Layers(branching), torch.randn(4, 3)),
@@ -71,11 +103,17 @@ DOUBLE = {
         Layers(lambda s, x: mlp(s, x @ torch.from_numpy(np.eye(3, dtype=np.float32)))),
         torch.randn(4, 3),
     ),
-    "masked logits": (Layers(lambda s, x: mlp(s, x).masked_fill(torch.eye(2) > 0, -torch.inf)), torch.randn(2, 3)),
+    "masked logits": (
+        Layers(lambda s, x: mlp(s, x).masked_fill(torch.eye(2) > 0, -torch.inf)),
+        torch.randn(2, 3),
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.cpu if "NumPy" in n else ()) for n in DOUBLE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.cpu if "NumPy" in n else ()) for n in DOUBLE],
+)
 def test_casts_go_to_double_precision_while_a_network_is_verified(name: str) -> None:
     net, x = DOUBLE[name]
     symmetry = find_symmetry(net, x)
@@ -109,22 +147,30 @@ def test_what_a_network_refuses_in_its_own_precision_is_said() -> None:
 
 
 def test_complex_parameters_have_real_scales_and_signs() -> None:
-    net = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2, dtype=torch.complex64))
+    net = nn.Sequential(
+        nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2, dtype=torch.complex64)
+    )
     x = torch.randn(5, 3, dtype=torch.complex64)
     symmetry = find_symmetry(net, x)
     assert symmetry.finite.order() == 24 * 2**4
     assert verify(symmetry, net, x)
 
 
-@pytest.mark.parametrize(("epsilon", "scales"), [(0.0, ("scale of weight",)), (1e-6, ())])
-def test_a_whole_site_has_a_scale_unless_an_epsilon_breaks_it(epsilon: float, scales: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "scales"), [(0.0, ("scale of weight",)), (1e-6, ())]
+)
+def test_a_whole_site_has_a_scale_unless_an_epsilon_breaks_it(
+    epsilon: float, scales: tuple[str, ...]
+) -> None:
     class Normalised(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight, self.out = nn.Parameter(torch.randn(6, 3)), nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(x @ (self.weight / (self.weight.norm() + epsilon)).T))
+            return self.out(
+                torch.tanh(x @ (self.weight / (self.weight.norm() + epsilon)).T)
+            )
 
     symmetry = find_symmetry(Normalised(), torch.randn(4, 3), verify=False)
     assert symmetry.scalings.names("scale") == scales
@@ -134,12 +180,18 @@ class Standardised(nn.Linear):
     """A layer whose rows have length one, but for an epsilon."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight / (self.weight.square().mean(1, keepdim=True) + 1e-7).sqrt(), self.bias)
+        return F.linear(
+            x,
+            self.weight / (self.weight.square().mean(1, keepdim=True) + 1e-7).sqrt(),
+            self.bias,
+        )
 
 
 @pytest.fixture
 def single(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small networks are treated as large ones are: differentiated in single precision, at one point."""
+    """Small networks are treated as large ones are: differentiated in single precision,
+    at one point.
+    """
     monkeypatch.setattr(conservation_law, "SMALL", 0)
     monkeypatch.setattr(conservation_law, "FLOAT64", 0)
 
@@ -154,10 +206,17 @@ def test_an_epsilon_breaks_a_scale_in_single_precision_too() -> None:
 
 @pytest.mark.usefixtures("single")
 def test_units_that_are_dead_at_one_point_are_tried_at_others() -> None:
-    """Two inputs rarely switch on enough of these units: one point fails for half of the seeds, three for 0 of 140."""
+    """Two inputs rarely switch on enough of these units: one point fails for half of
+    the seeds, three for 0 of 140.
+    """
     for seed in range(20):
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
+        net = nn.Sequential(
+            nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2)
+        )
         nn.init.constant_(net[0].bias, -1.0)
         symmetry = find_symmetry(net, torch.randn(2, 4), verify=False)
-        assert sum(symmetry.group[name].count for name in symmetry.group.names("scale")) == 80, seed
+        assert (
+            sum(symmetry.group[name].count for name in symmetry.group.names("scale"))
+            == 80
+        ), seed

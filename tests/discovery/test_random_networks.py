@@ -1,6 +1,8 @@
-"""Random small networks: elements of the symmetry leave their function alone, and copies have one canonical form.
+"""Random small networks: elements of the symmetry leave their function alone, and
+copies have one canonical form.
 
-A network is a chain of blocks, each drawn from a list, over vectors, sequences or images.
+A network is a chain of blocks, each drawn from a list, over vectors, sequences or
+images.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def modules(*own: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(own)
 
 
-# vectors: (batch, features) ------------------------------------------------------------------------------------------
+# vectors: (batch, features) -----------------------------------------------------------
 
 ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
     torch.relu, torch.tanh, F.gelu, torch.sin, torch.cos, torch.abs, F.leaky_relu, torch.sigmoid, F.hardtanh,
@@ -82,15 +84,39 @@ def linear(rng: random.Random, width: int) -> Built:
 
 def residual(rng: random.Random, width: int) -> Built:
     own, hidden = rng.choice(ACTIVATIONS), rng.choice([2, 3])
-    one, two = nn.Linear(width, hidden, bias=rng.random() < 0.5), nn.Linear(hidden, width, bias=rng.random() < 0.5)
+    one, two = (
+        nn.Linear(width, hidden, bias=rng.random() < 0.5),
+        nn.Linear(hidden, width, bias=rng.random() < 0.5),
+    )
     return Built(Block(lambda m, x: x + m.two(own(m.one(x))), one=one, two=two), width)
 
 
 def gated(rng: random.Random, width: int) -> Built:
     own, hidden = rng.choice(ACTIVATIONS), rng.choice([2, 3])
-    how = rng.choice([torch.mul, torch.maximum, torch.minimum, torch.add, torch.sub, lambda a, b: a / (1 + b.abs())])
-    one, two, down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
-    return Built(Block(lambda m, x: m.down(how(own(m.one(x)), m.two(x))), one=one, two=two, down=down), width)
+    how = rng.choice(
+        [
+            torch.mul,
+            torch.maximum,
+            torch.minimum,
+            torch.add,
+            torch.sub,
+            lambda a, b: a / (1 + b.abs()),
+        ]
+    )
+    one, two, down = (
+        nn.Linear(width, hidden),
+        nn.Linear(width, hidden),
+        nn.Linear(hidden, width),
+    )
+    return Built(
+        Block(
+            lambda m, x: m.down(how(own(m.one(x)), m.two(x))),
+            one=one,
+            two=two,
+            down=down,
+        ),
+        width,
+    )
 
 
 def branches(rng: random.Random, width: int) -> Built:
@@ -110,13 +136,23 @@ def branches(rng: random.Random, width: int) -> Built:
         y = torch.stack(each)
         return y.sum(0) if how == "sum" else y.amax(0) if how == "max" else y.mean(0)
 
-    return Built(Block(run, ups=ups, downs=downs, router=router), width * count if how == "cat" else width)
+    return Built(
+        Block(run, ups=ups, downs=downs, router=router),
+        width * count if how == "cat" else width,
+    )
 
 
 def tied(rng: random.Random, width: int) -> Built:
     own = rng.choice(ACTIVATIONS)
     weight, bias = weights(3, width), weights(width)
-    return Built(Block(lambda m, x: own(x @ m.weight.T) @ m.weight + m.bias, weight=weight, bias=bias), width)
+    return Built(
+        Block(
+            lambda m, x: own(x @ m.weight.T) @ m.weight + m.bias,
+            weight=weight,
+            bias=bias,
+        ),
+        width,
+    )
 
 
 def channels_second(m: Any, x: Tensor) -> Tensor:
@@ -175,7 +211,21 @@ def regrouped(rng: random.Random, width: int) -> Built:
     """Views with two axes of features, mixed along one of them or both."""
     d = rng.choice([n for n in range(1, width + 1) if width % n == 0])
     h = width // d
-    how = rng.choice(["t", "left", "right", "flip", "sum", "cat", "both", "max", "softmax", "cat_flip", "scale"])
+    how = rng.choice(
+        [
+            "t",
+            "left",
+            "right",
+            "flip",
+            "sum",
+            "cat",
+            "both",
+            "max",
+            "softmax",
+            "cat_flip",
+            "scale",
+        ]
+    )
     out = {"sum": d, "cat": width + d, "max": h, "cat_flip": 2 * width}.get(how, width)
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -208,10 +258,19 @@ def regrouped(rng: random.Random, width: int) -> Built:
 
 
 def experts(rng: random.Random, width: int) -> Built:
-    """Stacked weights, met by einsum, bmm, a loop, or by the number that the data choose."""
+    """Stacked weights, met by einsum, bmm, a loop, or by the number that the data
+    choose.
+    """
     count, hidden = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
-    own, how = rng.choice(ACTIVATIONS), rng.choice(["einsum", "bmm", "loop", "argmax", "topk", "cat", "flip", "sum"])
-    up, down, bias = weights(count, width, hidden), weights(count, hidden, width), weights(count, hidden)
+    own, how = (
+        rng.choice(ACTIVATIONS),
+        rng.choice(["einsum", "bmm", "loop", "argmax", "topk", "cat", "flip", "sum"]),
+    )
+    up, down, bias = (
+        weights(count, width, hidden),
+        weights(count, hidden, width),
+        weights(count, hidden),
+    )
 
     def run(m: Any, x: Tensor) -> Tensor:
         gate = m.router(x).softmax(-1)
@@ -227,7 +286,10 @@ def experts(rng: random.Random, width: int) -> Built:
             h = own(torch.baddbmm(m.bias.unsqueeze(1), x.expand(count, *x.shape), m.up))
             return (torch.bmm(h, m.down) * gate.T.unsqueeze(-1)).sum(0)
         if how == "loop":
-            return x + sum(own(x @ m.up[e] + m.bias[e]) @ m.down[e] * gate[:, e : e + 1] for e in range(count))
+            return x + sum(
+                own(x @ m.up[e] + m.bias[e]) @ m.down[e] * gate[:, e : e + 1]
+                for e in range(count)
+            )
         h = own(torch.einsum("bi,eih->beh", x, m.up) + m.bias)
         if how == "cat":
             return torch.einsum("beh,eho->beo", h, m.down).flatten(1)
@@ -238,13 +300,28 @@ def experts(rng: random.Random, width: int) -> Built:
         return torch.einsum("beh,eho,be->bo", h, m.down, gate)
 
     out = width * count if how == "cat" else width
-    return Built(Block(run, up=up, down=down, bias=bias, router=nn.Linear(width, count)), out)
+    return Built(
+        Block(run, up=up, down=down, bias=bias, router=nn.Linear(width, count)), out
+    )
 
 
 def scattered(rng: random.Random, width: int) -> Built:
     """Messages along the edges of a graph whose nodes are the batch."""
     source, target = torch.tensor([0, 1, 2, 2, 0]), torch.tensor([1, 2, 0, 1, 0])
-    how = rng.choice(["index_add", "scatter_add", "amax", "amin", "prod", "mean", "put", "put_add", "copy", "cols"])
+    how = rng.choice(
+        [
+            "index_add",
+            "scatter_add",
+            "amax",
+            "amin",
+            "prod",
+            "mean",
+            "put",
+            "put_add",
+            "copy",
+            "cols",
+        ]
+    )
     back = nn.Linear(width, width, bias=rng.random() < 0.5)
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -271,9 +348,28 @@ def scattered(rng: random.Random, width: int) -> Built:
 
 
 def weird(rng: random.Random, width: int) -> Built:
-    """Noise, dropout, comparisons, distances, data-dependent sizes, all entries together."""
-    how = rng.choice(["noise", "dropout", "cdist", "compare", "nonzero", "norm", "fft", "bilinear", "outer", "shared"])
-    one, two, both = nn.Linear(width, 3), nn.Linear(width, 3), nn.Bilinear(width, width, 3)
+    """Noise, dropout, comparisons, distances, data-dependent sizes, all entries
+    together.
+    """
+    how = rng.choice(
+        [
+            "noise",
+            "dropout",
+            "cdist",
+            "compare",
+            "nonzero",
+            "norm",
+            "fft",
+            "bilinear",
+            "outer",
+            "shared",
+        ]
+    )
+    one, two, both = (
+        nn.Linear(width, 3),
+        nn.Linear(width, 3),
+        nn.Bilinear(width, width, 3),
+    )
     codes = weights(4, width)
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -297,7 +393,9 @@ def weird(rng: random.Random, width: int) -> Built:
             return m.one(x) * (x @ m.codes.T).sum(-1, keepdim=True) * m.codes.sum()
         return torch.einsum("bi,bj->bij", m.one(x), m.two(x)).flatten(1)
 
-    out = {"cdist": 4, "fft": width // 2 + 1, "outer": 9}.get(how, width if how == "none" else 3)
+    out = {"cdist": 4, "fft": width // 2 + 1, "outer": 9}.get(
+        how, width if how == "none" else 3
+    )
     return Built(Block(run, one=one, two=two, both=both, codes=codes), out)
 
 
@@ -305,21 +403,28 @@ VECTOR = [linear, linear, linear, activation, activation, residual, gated, branc
           shuffled, shuffled, regrouped, regrouped, experts, experts, scattered, weird]  # fmt: skip
 
 
-# sequences: (batch, length, features) --------------------------------------------------------------------------------
+# sequences: (batch, length, features) -------------------------------------------------
 
 
 def rotated(x: Tensor) -> Tensor:
     """Rotary embedding of the last axis, by position along the last but one."""
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * torch.tensor([0.3, 0.7, 1.1])[:half]
-    cos, sin = torch.cat([angle, angle], -1).cos().to(x), torch.cat([angle, angle], -1).sin().to(x)
+    cos, sin = (
+        torch.cat([angle, angle], -1).cos().to(x),
+        torch.cat([angle, angle], -1).sin().to(x),
+    )
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
 def attention(rng: random.Random, width: int) -> Built:
     heads, d = rng.choice([1, 2, 4]), rng.choice([1, 2])
     groups = rng.choice([n for n in (1, 2, 4) if heads % n == 0])
-    rotary, normal, bias = rng.random() < 0.3 and d == 2, rng.random() < 0.3, rng.random() < 0.5
+    rotary, normal, bias = (
+        rng.random() < 0.3 and d == 2,
+        rng.random() < 0.3,
+        rng.random() < 0.5,
+    )
     how = rng.choice(["sdpa", "causal", "matmul", "einsum"])
     own = {
         "q": nn.Linear(width, heads * d, bias=bias), "k": nn.Linear(width, groups * d, bias=bias),
@@ -338,7 +443,9 @@ def attention(rng: random.Random, width: int) -> Built:
         elif how == "matmul":
             y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
         else:
-            y = torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v)
+            y = torch.einsum(
+                "bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+            )
         return x + m.o(y.transpose(1, 2).flatten(2))
 
     return Built(Block(run, **own), width)
@@ -351,7 +458,11 @@ def stacked_heads(rng: random.Random, width: int) -> Built:
     def run(m: Any, x: Tensor) -> Tensor:
         q, k, v = (torch.einsum("bti,hid->bhtd", x, w) for w in (m.q, m.k, m.v))
         y = (q @ k.transpose(-1, -2)).softmax(-1) @ v
-        return x + (torch.einsum("bhtd,hdi->bti", y, m.o) if last else y.transpose(1, 2).flatten(2) @ m.o.flatten(0, 1))
+        return x + (
+            torch.einsum("bhtd,hdi->bti", y, m.o)
+            if last
+            else y.transpose(1, 2).flatten(2) @ m.o.flatten(0, 1)
+        )
 
     return Built(Block(run, q=q, k=k, v=v, o=weights(heads, d, width)), width)
 
@@ -360,21 +471,36 @@ def fused(rng: random.Random, width: int) -> Built:
     heads = 2 if width % 2 == 0 else 1
     how = rng.choice(["mha", "encoder", "chunk", "view"])
     if how == "mha":
-        own: nn.Module = nn.MultiheadAttention(width, heads, batch_first=True, bias=rng.random() < 0.5)
-        return Built(Block(lambda m, x: x + m.own(x, x, x, need_weights=False)[0], own=own), width)
+        own: nn.Module = nn.MultiheadAttention(
+            width, heads, batch_first=True, bias=rng.random() < 0.5
+        )
+        return Built(
+            Block(lambda m, x: x + m.own(x, x, x, need_weights=False)[0], own=own),
+            width,
+        )
     if how == "encoder":
-        own = nn.TransformerEncoderLayer(width, heads, 3, 0.0, batch_first=True, norm_first=rng.random() < 0.5)
+        own = nn.TransformerEncoderLayer(
+            width, heads, 3, 0.0, batch_first=True, norm_first=rng.random() < 0.5
+        )
         return Built(own, width)
 
     def run(m: Any, x: Tensor) -> Tensor:
         y = m.qkv(x)
         if how == "chunk":
-            q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in y.chunk(3, -1))
+            q, k, v = (
+                t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in y.chunk(3, -1)
+            )
         else:
-            q, k, v = y.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return x + m.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            q, k, v = (
+                y.view(*x.shape[:2], 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            )
+        return x + m.o(
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        )
 
-    return Built(Block(run, qkv=nn.Linear(width, 3 * width), o=nn.Linear(width, width)), width)
+    return Built(
+        Block(run, qkv=nn.Linear(width, 3 * width), o=nn.Linear(width, width)), width
+    )
 
 
 def recurrent(rng: random.Random, width: int) -> Built:
@@ -386,8 +512,18 @@ def recurrent(rng: random.Random, width: int) -> Built:
 
 def convolved(rng: random.Random, width: int) -> Built:
     groups = rng.choice([n for n in (1, 2, width) if width % n == 0])
-    own = nn.Conv1d(width, groups * rng.choice([1, 2]), 3, padding=1, groups=groups, bias=rng.random() < 0.5)
-    return Built(Block(lambda m, x: m.own(x.transpose(1, 2)).transpose(1, 2), own=own), own.out_channels)
+    own = nn.Conv1d(
+        width,
+        groups * rng.choice([1, 2]),
+        3,
+        padding=1,
+        groups=groups,
+        bias=rng.random() < 0.5,
+    )
+    return Built(
+        Block(lambda m, x: m.own(x.transpose(1, 2)).transpose(1, 2), own=own),
+        own.out_channels,
+    )
 
 
 TIMES: list[Callable[[Tensor], Tensor]] = [
@@ -401,7 +537,9 @@ TIMES: list[Callable[[Tensor], Tensor]] = [
 
 def through_time(rng: random.Random, width: int) -> Built:
     own = rng.choice(TIMES)
-    return Built(Block(lambda m, x: own(x)), own(torch.zeros(1, LENGTH, width)).shape[-1])
+    return Built(
+        Block(lambda m, x: own(x)), own(torch.zeros(1, LENGTH, width)).shape[-1]
+    )
 
 
 def positions(rng: random.Random, width: int) -> Built:
@@ -413,14 +551,16 @@ SEQUENCE = [linear, linear, activation, residual, gated, branches, tied, normed,
             fused, recurrent, convolved, through_time, positions]  # fmt: skip
 
 
-# images: (batch, channels, rows, columns) ----------------------------------------------------------------------------
+# images: (batch, channels, rows, columns) ---------------------------------------------
 
 
 def conv(rng: random.Random, width: int) -> Built:
     groups = rng.choice([n for n in (1, 1, 2, width) if width % n == 0])
     out = groups * rng.choice([1, 2, 3])
     kind = rng.choice([nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d])
-    return Built(kind(width, out, 3, padding=1, groups=groups, bias=rng.random() < 0.5), out)
+    return Built(
+        kind(width, out, 3, padding=1, groups=groups, bias=rng.random() < 0.5), out
+    )
 
 
 def bottleneck(rng: random.Random, width: int) -> Built:
@@ -459,17 +599,34 @@ PIXELS: list[Callable[[Tensor], Tensor]] = [
 
 def pixels(rng: random.Random, width: int) -> Built:
     own = rng.choice(PIXELS)
-    return Built(Block(lambda m, x: own(x)), own(torch.zeros(1, width, SIDE, SIDE)).shape[1])
+    return Built(
+        Block(lambda m, x: own(x)), own(torch.zeros(1, width, SIDE, SIDE)).shape[1]
+    )
 
 
-IMAGE = [conv, conv, conv, activation, activation, bottleneck, normed_image, normed_image, squeezed, pixels]
+IMAGE = [
+    conv,
+    conv,
+    conv,
+    activation,
+    activation,
+    bottleneck,
+    normed_image,
+    normed_image,
+    squeezed,
+    pixels,
+]
 
 
-# whole networks ------------------------------------------------------------------------------------------------------
+# whole networks -----------------------------------------------------------------------
 
 
-def chain(rng: random.Random, kinds: Sequence[Callable[..., Built]], width: int, depth: int) -> tuple[list[Any], int]:
-    """Blocks one after the other, and the width behind them; a block that would be too wide is left out."""
+def chain(
+    rng: random.Random, kinds: Sequence[Callable[..., Built]], width: int, depth: int
+) -> tuple[list[Any], int]:
+    """Blocks one after the other, and the width behind them; a block that would be too
+    wide is left out.
+    """
     blocks: list[Any] = []
     while len(blocks) < depth:
         built = rng.choice(kinds)(rng, width)
@@ -495,13 +652,21 @@ def network(seed: int) -> Sample:
         blocks, last = chain(rng, SEQUENCE, width, depth)
         first = nn.Embedding(5, width) if rng.random() < 0.5 else nn.Linear(2, width)
         number = isinstance(first, nn.Embedding)
-        x = torch.randint(5, (BATCH, LENGTH)) if number else torch.randn(BATCH, LENGTH, 2, dtype=torch.float64)
+        x = (
+            torch.randint(5, (BATCH, LENGTH))
+            if number
+            else torch.randn(BATCH, LENGTH, 2, dtype=torch.float64)
+        )
         if number and last == width and rng.random() < 0.5:  # tied with the last layer
             head = nn.Linear(width, 5, bias=False)
             head.weight = first.weight
             ends = [head]
         else:
-            ends = [nn.Linear(last, 2)] if rng.random() < 0.7 else [nn.Flatten(), nn.Linear(LENGTH * last, 2)]
+            ends = (
+                [nn.Linear(last, 2)]
+                if rng.random() < 0.7
+                else [nn.Flatten(), nn.Linear(LENGTH * last, 2)]
+            )
     else:
         blocks, last = chain(rng, IMAGE, width, depth)
         first = nn.Conv2d(2, width, 3, padding=1)
@@ -515,7 +680,10 @@ def network(seed: int) -> Sample:
 
 def random_tensors(net: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
     """Other weights and running statistics of a network, drawn at random."""
-    drawn = {name: torch.randn(v.shape, generator=generator, dtype=v.dtype) for name, v in net.named_parameters()}
+    drawn = {
+        name: torch.randn(v.shape, generator=generator, dtype=v.dtype)
+        for name, v in net.named_parameters()
+    }
     for name, value in net.named_buffers():
         if value.is_floating_point():
             own = torch.randn(value.shape, generator=generator, dtype=value.dtype)
@@ -523,17 +691,20 @@ def random_tensors(net: nn.Module, generator: torch.Generator) -> dict[str, Tens
     return drawn
 
 
-# checks ---------------------------------------------------------------------------------------------------------------
+# checks -------------------------------------------------------------------------------
 
 
 def check(seed: int) -> None:
     net, x = network(seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnknownOperator)  # what a network is left without is no error
+        # what a network is left without is no error
+        warnings.simplefilter("ignore", UnknownOperator)
         symmetry = find_symmetry(net, x, verify=False)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(2):
-        tensors = {name: 0.7 * value for name, value in random_tensors(net, generator).items()}
+        tensors = {
+            name: 0.7 * value for name, value in random_tensors(net, generator).items()
+        }
         sites = {site: tensors[site] for site in symmetry.site_shapes}
         torch.manual_seed(0)  # of networks that draw random numbers
         before = functional_call(net, tensors, (x,)).detach()
@@ -541,23 +712,34 @@ def check(seed: int) -> None:
             moved = symmetry.group.sample(spread=0.5, dtype=torch.float64)(sites)
             torch.manual_seed(0)
             after = functional_call(net, tensors | moved, (x,)).detach()
-            size = before.nan_to_num().abs().max().item() + 1e-6  # NaN: of a division by the deviation of one number
+            # NaN: of a division by the deviation of one number
+            size = before.nan_to_num().abs().max().item() + 1e-6
             same = {"rtol": 0, "atol": 1e-7 * size, "equal_nan": True}
-            torch.testing.assert_close(after, before, **same, msg=lambda m: f"{m}\n{symmetry}")
-        # Signs of rows and columns of one matrix that cancel out in a circle stay in canonical forms: without signs.
+            torch.testing.assert_close(
+                after, before, **same, msg=lambda m: f"{m}\n{symmetry}"
+            )
+        # Signs of rows and columns of one matrix that cancel out in a circle stay in
+        # canonical forms: without signs.
         unsigned = symmetry.without(symmetry.group.names("flip"), "flip")
         moved = unsigned.group.sample(spread=0.5, dtype=torch.float64)(sites)
         form = canonicalize(sites, unsigned, warn=False)
         for site, value in canonicalize(moved, unsigned, warn=False).items():
             atol = 1e-8 * (1 + value.abs().max().item() if value.numel() else 1)
-            torch.testing.assert_close(value, form[site], rtol=0, atol=atol, msg=lambda m: f"{m}\n{symmetry}")
+            torch.testing.assert_close(
+                value, form[site], rtol=0, atol=atol, msg=lambda m: f"{m}\n{symmetry}"
+            )
 
 
-# 67 and 231 have features side by side with their mirror images, 6 and 54 signs that are measured by one another. 399
-# has scales of the same entries, 485 two units whose largest weight is one and the same, 568 one batch norm behind
-# another, 1087 statistics of a feature that is always zero, 1878 a grouped convolution whose outputs are tied to its
-# inputs; 361, 397 and 4047 have functions of which few inputs show that they aren't homogeneous.
-@pytest.mark.parametrize("seed", [*range(1, 13), 54, 67, 231, 361, 397, 399, 485, 568, 1087, 1878, 2125, 4047])
+# 67 and 231 have features side by side with their mirror images, 6 and 54 signs that
+# are measured by one another. 399 has scales of the same entries, 485 two units whose
+# largest weight is one and the same, 568 one batch norm behind another, 1087 statistics
+# of a feature that is always zero, 1878 a grouped convolution whose outputs are tied to
+# its inputs; 361, 397 and 4047 have functions of which few inputs show that they aren't
+# homogeneous.
+@pytest.mark.parametrize(
+    "seed",
+    [*range(1, 13), 54, 67, 231, 361, 397, 399, 485, 568, 1087, 1878, 2125, 4047],
+)
 def test_elements_leave_the_function_alone_and_copies_have_one_form(seed: int) -> None:
     check(seed)
 

@@ -1,4 +1,6 @@
-"""Networks that draw random numbers are functions of their weights with these numbers fixed."""
+"""Networks that draw random numbers are functions of their weights with these numbers
+fixed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from pyro_symmetric.discovery.verify import verify
 
 
 class Between(nn.Module):
-    """``b(f(a(x)))``, with six units after ``a``, and four more in front of the outputs."""
+    """``b(f(a(x)))``, with six units after ``a``, and four more in front of the
+    outputs.
+    """
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -46,7 +50,10 @@ class Vae(nn.Module):
         h = self.encoder(x)
         mean, scale = self.mean(h), self.log_scale(h).exp()
         latent = mean + scale * torch.randn_like(mean)
-        return {"reconstruction": torch.distributions.Normal(self.decoder(latent), 1.0), "latent": [mean.sum(-1)]}
+        return {
+            "reconstruction": torch.distributions.Normal(self.decoder(latent), 1.0),
+            "latent": [mean.sum(-1)],
+        }
 
 
 def quietly(net: nn.Module, *inputs: Tensor) -> Symmetry:
@@ -84,14 +91,18 @@ STAY = {
     "gamma": lambda h: torch.distributions.Gamma(h.exp(), 1.0).rsample(),
     "gumbel": lambda h: F.gumbel_softmax(h, hard=False),
     "a random unit": lambda h: h[:, torch.randperm(6)],
-    "NumPy": lambda h: h + torch.as_tensor(np.random.rand(6), dtype=h.dtype),  # noqa: NPY002
+    "NumPy": lambda h: h + torch.as_tensor(np.random.rand(6), dtype=h.dtype),
     "Python": lambda h: h * torch.tensor([random.random() for _ in range(6)]),
 }
 # All six move: dropout, and numbers that rows or all entries have in common.
 MOVE = {
     "dropout": lambda h: F.dropout(h, 0.4, training=True).tanh(),
-    "dropout of features": lambda h: F.dropout1d(h[..., None], 0.4, training=True)[..., 0].tanh(),
-    "stochastic depth": lambda h: (h + h.tanh() * (0.7 + torch.rand(len(h), 1)).floor()).tanh(),
+    "dropout of features": lambda h: F.dropout1d(h[..., None], 0.4, training=True)[
+        ..., 0
+    ].tanh(),
+    "stochastic depth": lambda h: (
+        h + h.tanh() * (0.7 + torch.rand(len(h), 1)).floor()
+    ).tanh(),
     "mask in place": lambda h: (h * torch.empty(len(h), 1).bernoulli_(0.7)).tanh(),
     "random rows": lambda h: h[torch.randint(len(h), (3,))].tanh(),
 }
@@ -102,7 +113,9 @@ def test_units_that_meet_random_numbers_of_their_own_stay(name: str) -> None:
     torch.manual_seed(0)
     net, x = Between(STAY.get(name) or MOVE[name]), torch.randn(4, 3)
     symmetry = quietly(net, x)
-    assert symmetry.permutations.factors == ({"b": 4} if name in STAY else {"a": 6, "b": 4})
+    assert symmetry.permutations.factors == (
+        {"b": 4} if name in STAY else {"a": 6, "b": 4}
+    )
     result = verify(symmetry, net, x, trials=3)
     assert result
     assert result.error < 1e-6
@@ -127,15 +140,24 @@ def test_noise_of_train_mode_alone_breaks_no_symmetry(name: str) -> None:
 
     net, x = Regularised(torch.relu), torch.randn(4, 3)
     assert quietly(net, x).permutations.factors == {"a": 6, "b": 4}
-    # Train mode is still compared: a layer that it alone uses is missed if it doesn't move.
+    # Train mode is still compared: a layer that it alone uses is missed if it doesn't
+    # move.
     axes = {"a.weight": ("a", None), "a.bias": ("a",)}
-    assert verify(Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x).error > 1e-3
+    assert (
+        verify(
+            Symmetry(ps.Group.declare(axes, dict(net.named_parameters()))), net, x
+        ).error
+        > 1e-3
+    )
 
 
 def test_operators_that_draw_and_compute_from_their_operands_are_taken_apart() -> None:
     def attended(h: Tensor) -> Tensor:
-        heads = h.view(1, 4, 2, 3).transpose(1, 2)  # two heads of three units, of queries, keys and values alike
-        h = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)[0]
+        # two heads of three units, of queries, keys and values alike
+        heads = h.view(1, 4, 2, 3).transpose(1, 2)
+        h = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            heads, heads, heads
+        )[0]
         return h.transpose(1, 2).reshape(4, 6)
 
     net, x = Between(attended), torch.randn(4, 3)
@@ -158,11 +180,14 @@ def test_means_of_noise_are_those_of_many_draws() -> None:
         assert (mean == mean[0]).all()
         sample = draw(100_000)
         # Six standard errors: a false alarm once in 5e8 runs.
-        assert abs(float(sample.mean()) - float(mean[0])) < 6 * float(sample.std()) / 100_000**0.5
+        assert (
+            abs(float(sample.mean()) - float(mean[0]))
+            < 6 * float(sample.std()) / 100_000**0.5
+        )
 
 
 def test_a_unit_chosen_by_numpy_is_dropped_when_another_draw_shows_it() -> None:
-    net, x = Between(lambda h: h[:, np.random.permutation(6)]), torch.randn(4, 3)  # noqa: NPY002
+    net, x = Between(lambda h: h[:, np.random.permutation(6)]), torch.randn(4, 3)
     with pytest.warns(ps.discovery.BrokenSymmetry):
         symmetry = find_symmetry(net, x)
     assert symmetry.permutations.factors == {"b": 4}
@@ -173,29 +198,45 @@ class Unseeded(nn.Module):
 
     def __init__(self, size: float):
         super().__init__()
-        self.net, self.size = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)), size
+        self.net, self.size = (
+            nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)),
+            size,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x) + self.size * (time.perf_counter_ns() % 1009)
 
 
-def test_what_cannot_be_drawn_again_is_inconclusive_and_what_the_rules_prove_is_kept() -> None:
+def test_what_cannot_be_drawn_again_is_inconclusive_and_what_the_rules_prove_is_kept() -> (
+    None
+):
     net, x = Unseeded(1.0), torch.randn(4, 3)
-    with pytest.warns(ps.discovery.UnverifiedSymmetry, match="inconclusive: the network is random"):
+    with pytest.warns(
+        ps.discovery.UnverifiedSymmetry, match="inconclusive: the network is random"
+    ):
         symmetry = find_symmetry(net, x)
     alone = find_symmetry(net.net, x)
     assert symmetry.log_order() == alone.log_order() > 0
-    assert [(axis.site, axis.dim) for one in symmetry.group.units.values() for axis in one.axes] == [
-        (f"net.{axis.site}", axis.dim) for one in alone.group.units.values() for axis in one.axes
+    assert [
+        (axis.site, axis.dim)
+        for one in symmetry.group.units.values()
+        for axis in one.axes
+    ] == [
+        (f"net.{axis.site}", axis.dim)
+        for one in alone.group.units.values()
+        for axis in one.axes
     ]
     with pytest.raises(ps.discovery.InconclusiveError):
         verify(symmetry, net, x)
 
 
 def test_generators_are_left_as_they_were() -> None:
-    net, x = Between(lambda h: (h * np.random.rand() * random.random()).tanh()), torch.randn(4, 3)  # noqa: NPY002
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    net, x = (
+        Between(lambda h: (h * np.random.rand() * random.random()).tanh()),
+        torch.randn(4, 3),
+    )
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     quietly(net, x)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
-    assert (np.random.get_state()[1] == states[2][1]).all()  # noqa: NPY002
+    assert (np.random.get_state()[1] == states[2][1]).all()

@@ -1,4 +1,6 @@
-"""Colours of units, and how their cells lie in one another, on random memberships that no network need have."""
+"""Colours of units, and how their cells lie in one another, on random memberships that
+no network need have.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,14 @@ from pyro_symmetric.discovery.verify import verify
 
 
 def random_flow(rng: np.random.Generator) -> Flow:
-    """Sets of 2 to 12 units, and up to five times that the units of one are members of those of another."""
+    """Sets of 2 to 12 units, and up to five times that the units of one are members of
+    those of another.
+    """
     flow = Flow()
-    sets = [flow.fresh((n,)) for n in sorted(rng.choice([2, 3, 4, 6, 8, 12], size=rng.integers(2, 6)))]
+    sets = [
+        flow.fresh((n,))
+        for n in sorted(rng.choice([2, 3, 4, 6, 8, 12], size=rng.integers(2, 6)))
+    ]
     for atoms in sets:
         flow.occur(atoms)
     for _ in range(rng.integers(1, 6)):
@@ -26,8 +33,14 @@ def random_flow(rng: np.random.Generator) -> Flow:
         upper, lower = sets[i], sets[j]
         each = len(lower) // len(upper)
         if each * len(upper) == len(lower):
-            owner = np.repeat(np.arange(len(upper)), each) if rng.random() < 0.5 else np.arange(len(lower)) % len(upper)
-            flow.relate(lower, upper[rng.permutation(owner) if rng.random() < 0.3 else owner])
+            owner = (
+                np.repeat(np.arange(len(upper)), each)
+                if rng.random() < 0.5
+                else np.arange(len(lower)) % len(upper)
+            )
+            flow.relate(
+                lower, upper[rng.permutation(owner) if rng.random() < 0.3 else owner]
+            )
         elif rng.random() < 0.2:
             flow.relate(lower, upper[rng.integers(0, len(upper), len(lower))])
     return flow
@@ -36,12 +49,22 @@ def random_flow(rng: np.random.Generator) -> Flow:
 def related(flow: Flow, cells: Cells) -> set[tuple[int, int, int]]:
     """Kind of membership, class of the member, class of the owner."""
     of = cells.unit
-    pairs = [zip(of[child].tolist(), of[parent].tolist(), strict=True) for child, parent, _ in flow.relations]
-    return {(kind, child, parent) for kind, own in enumerate(pairs) for child, parent in own if child != parent}
+    pairs = [
+        zip(of[child].tolist(), of[parent].tolist(), strict=True)
+        for child, parent, _ in flow.relations
+    ]
+    return {
+        (kind, child, parent)
+        for kind, own in enumerate(pairs)
+        for child, parent in own
+        if child != parent
+    }
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_units_of_one_colour_have_equally_coloured_members_and_owners(seed: int) -> None:
+def test_units_of_one_colour_have_equally_coloured_members_and_owners(
+    seed: int,
+) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(100):
         flow = random_flow(rng)
@@ -69,12 +92,20 @@ def test_what_cells_say_of_owners_is_what_the_memberships_say(seed: int) -> None
                 assert owners[cells.place[child]] == cells.place[parent]
         for cell in cells.cells.values():
             assert len(cell.direct) <= 2
-            owner = list(zip(*(cell.parents[upper].tolist() for upper in cell.direct), strict=True))
-            assert len({owner.count(one) for one in owner}) <= 1  # every owner has equally many
+            owner = list(
+                zip(
+                    *(cell.parents[upper].tolist() for upper in cell.direct),
+                    strict=True,
+                )
+            )
+            # every owner has equally many
+            assert len({owner.count(one) for one in owner}) <= 1
 
 
 def test_units_with_two_owners_keep_each_entry_with_its_own() -> None:
-    """Three pairs of entries: two of them lie with owners 0 and 1, the third the other way round."""
+    """Three pairs of entries: two of them lie with owners 0 and 1, the third the other
+    way round.
+    """
     flow = Flow()
     first, second, owners = flow.fresh((3,)), flow.fresh((3,)), flow.fresh((2,))
     for atoms in (first, second, owners):
@@ -88,7 +119,9 @@ def test_units_with_two_owners_keep_each_entry_with_its_own() -> None:
 
 
 def test_members_of_a_rigid_block_belong_to_one_of_its_places() -> None:
-    """Units of two places each, as gate and product of a gated layer, with one member in each place."""
+    """Units of two places each, as gate and product of a gated layer, with one member
+    in each place.
+    """
     flow = Flow()
     blocks, members = flow.fresh((6,)), flow.fresh((6,))
     for atoms in (blocks, members, blocks[::2], blocks[1::2]):
@@ -96,14 +129,20 @@ def test_members_of_a_rigid_block_belong_to_one_of_its_places() -> None:
     flow.unify(blocks[::2], blocks[1::2])
     flow.relate(members, blocks)
     found = solve(flow)
-    assert [cell.size for cell in found.cells.values()] == [3]  # and no exchange of a unit's two members
-    assert found.cell[found.unit[members]].tolist() == found.cell[found.unit[blocks]].tolist()
+    # and no exchange of a unit's two members
+    assert [cell.size for cell in found.cells.values()] == [3]
+    assert (
+        found.cell[found.unit[members]].tolist()
+        == found.cell[found.unit[blocks]].tolist()
+    )
 
 
 def test_members_of_a_block_whose_places_look_alike_stay_put() -> None:
-    """Both features are one unit, as they meet each other; they tell the columns of the next layer apart all the same.
+    """Both features are one unit, as they meet each other; they tell the columns of the
+    next layer apart all the same.
 
-    The columns see ``a, b, b, a``: no two of them may be exchanged without regard to which of the two they see.
+    The columns see ``a, b, b, a``: no two of them may be exchanged without regard to
+    which of the two they see.
     """
 
     class Mirrored(nn.Module):

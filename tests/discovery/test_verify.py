@@ -1,4 +1,6 @@
-"""verify accepts right groups and catches wrong ones: an axis dropped, added, merged, scrambled."""
+"""verify accepts right groups and catches wrong ones: an axis dropped, added, merged,
+scrambled.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,23 @@ from pyro_symmetric.groups import Axis, Element, Group, Units
 
 
 class Convolutional(nn.Module):
-    """Convolutions, batch normalisation, a residual sum, flattening, tanh, and zero-initialised last weights."""
+    """Convolutions, batch normalisation, a residual sum, flattening, tanh, and
+    zero-initialised last weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.a, self.norm_a = nn.Conv2d(4, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.a, self.norm_a = (
+            nn.Conv2d(4, 5, 3, padding=1, bias=False),
+            nn.BatchNorm2d(5),
+        )
         self.b = nn.Conv2d(5, 4, 1)
-        self.hidden, self.odd, self.out = nn.Linear(16, 6), nn.Linear(6, 5), nn.Linear(5, 3)
+        self.hidden, self.odd, self.out = (
+            nn.Linear(16, 6),
+            nn.Linear(6, 5),
+            nn.Linear(5, 3),
+        )
         nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +74,10 @@ class Attending(nn.Module):
 def examples() -> list[tuple[nn.Module, Tensor, Symmetry]]:
     torch.manual_seed(0)
     found = []
-    for net, x in ((Convolutional(), torch.randn(2, 3, 4, 4)), (Attending(), torch.randn(2, 5, 3))):
+    for net, x in (
+        (Convolutional(), torch.randn(2, 3, 4, 4)),
+        (Attending(), torch.randn(2, 5, 3)),
+    ):
         found.append((net, x, find_symmetry(net, x, verify=False)))
     return found
 
@@ -78,17 +92,24 @@ def declared(axes: dict[str, tuple[str | None, ...]], net: nn.Module) -> Symmetr
     return Symmetry(Group.declare(axes, dict(net.named_parameters())))
 
 
-# Its biases of keys change nothing behind a softmax, so no group that moves them is wrong.
+# Its biases of keys change nothing behind a softmax, so no group that moves them is
+# wrong.
 KEYS = "layer.self_attn.in_proj_bias"
 
 
 def wrong_groups(symmetry: Symmetry) -> Iterator[tuple[str, Symmetry]]:
-    """Every group that differs from the right one in one axis of some units, or in two sets of units merged.
+    """Every group that differs from the right one in one axis of some units, or in two
+    sets of units merged.
 
-    Where a changed axis makes no group of all moves together (permutations that carry no multiplier along, say), it is
-    one of permutations or of multipliers alone that is tried.
+    Where a changed axis makes no group of all moves together (permutations that carry
+    no multiplier along, say), it is one of permutations or of multipliers alone that is
+    tried.
     """
-    for kind, change in (("permute", wrong_permutations), ("scale", wrong_multipliers), ("flip", wrong_multipliers)):
+    for kind, change in (
+        ("permute", wrong_permutations),
+        ("scale", wrong_multipliers),
+        ("flip", wrong_multipliers),
+    ):
         part = replace(symmetry, group=symmetry.group.restricted(kind))
         for name, units in change(part.group):
             yield f"{kind}: {name}", with_units(part, *units)
@@ -108,18 +129,30 @@ def wrong_permutations(group: Group) -> Iterator[tuple[str, list[Units]]]:
             yield f"{one.name} without {where}", [replace(one, axes=tuple(rest))]
             if one.parent is None:
                 scrambled = replace(axis, index=axis.index.roll(1, 1))
-                yield f"{one.name} with {where} scrambled", [replace(one, axes=(*rest, scrambled))]
+                yield (
+                    f"{one.name} with {where} scrambled",
+                    [replace(one, axes=(*rest, scrambled))],
+                )
         if one.parent is not None:
             continue
         for site, shape in group.site_shapes.items():
             for dim, length in enumerate(shape):
                 if (site, dim) not in used and length == one.size:
-                    extra = Axis(site, dim, torch.arange(length)[None], buffer="running" in site)
-                    yield f"{one.name} with {site}[{dim}]", [replace(one, axes=(*one.axes, extra))]
+                    extra = Axis(
+                        site, dim, torch.arange(length)[None], buffer="running" in site
+                    )
+                    yield (
+                        f"{one.name} with {site}[{dim}]",
+                        [replace(one, axes=(*one.axes, extra))],
+                    )
         for other in earlier:
             if other.size == one.size:
-                mixed = (*one.axes[:1], *other.axes[:1])  # the inputs of two layers as if they were one
-                yield f"{one.name} merged with {other.name}", [replace(one, axes=mixed), replace(other, axes=())]
+                # the inputs of two layers as if they were one
+                mixed = (*one.axes[:1], *other.axes[:1])
+                yield (
+                    f"{one.name} merged with {other.name}",
+                    [replace(one, axes=mixed), replace(other, axes=())],
+                )
         earlier.append(one)
 
 
@@ -132,7 +165,10 @@ def wrong_multipliers(group: Group) -> Iterator[tuple[str, list[Units]]]:
             yield f"{one.name} without {axis.site}", [replace(one, axes=rest)]
             if "scale" in one.moves:
                 inverse = replace(axis, exponent=-axis.exponent)
-                yield f"{one.name} with {axis.site} inverse", [replace(one, axes=(*rest, inverse))]
+                yield (
+                    f"{one.name} with {axis.site} inverse",
+                    [replace(one, axes=(*rest, inverse))],
+                )
 
 
 def test_right_groups_pass_and_the_network_is_untouched() -> None:
@@ -141,23 +177,34 @@ def test_right_groups_pass_and_the_network_is_untouched() -> None:
         result = verify(symmetry, net, x, trials=3)
         assert result, result
         assert result.error < 1e-12
-        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert all(
+            torch.equal(value, before[name]) for name, value in net.state_dict().items()
+        )
         assert next(net.parameters()).dtype == torch.float32
         assert all(module.training for module in net.modules())
 
 
 @pytest.mark.stochastic
 def test_wrong_groups_are_all_caught() -> None:
-    wrong = [(name, group, net, x) for net, x, symmetry in examples() for name, group in wrong_groups(symmetry)]
+    wrong = [
+        (name, group, net, x)
+        for net, x, symmetry in examples()
+        for name, group in wrong_groups(symmetry)
+    ]
     # Each passes with a probability of less than 1e-6.
-    missed = [name for name, group, net, x in random.Random(0).sample(wrong, 15) if verify(group, net, x)]
+    missed = [
+        name
+        for name, group, net, x in random.Random(0).sample(wrong, 15)
+        if verify(group, net, x)
+    ]
     assert not missed
 
 
 def test_zero_initialised_weights_hide_nothing() -> None:
     net, x, symmetry = examples()[0]
     odd = symmetry.group["odd"]
-    # With its zeros the network's output doesn't depend on anything: only a randomised copy can tell.
+    # With its zeros the network's output doesn't depend on anything: only a randomised
+    # copy can tell.
     assert bool((net(x) == net.out.bias).all())
     assert not verify(with_units(symmetry, replace(odd, axes=odd.axes[:-1])), net, x)
 
@@ -165,7 +212,9 @@ def test_zero_initialised_weights_hide_nothing() -> None:
 def test_guilty_moves_are_dropped_and_named_and_the_others_kept() -> None:
     net, x, symmetry = examples()[0]
     group = symmetry.permutations
-    broken = [replace(group[name], axes=group[name].axes[:-1]) for name in ("a", "hidden")]
+    broken = [
+        replace(group[name], axes=group[name].axes[:-1]) for name in ("a", "hidden")
+    ]
     with pytest.warns(BrokenSymmetry, match=r"a \(permute\), hidden \(permute\)"):
         left = repaired(with_units(replace(symmetry, group=group), *broken), net, [x])
     assert left.group == group.without(["a", "hidden"])
@@ -188,7 +237,13 @@ def test_guilty_units_inside_others_leave_those_outside() -> None:
     group = symmetry.permutations
     inner = next(one for one in group.units.values() if one.parent is not None)
     with pytest.warns(BrokenSymmetry):
-        left = repaired(with_units(replace(symmetry, group=group), replace(inner, axes=inner.axes[:1])), net, [x])
+        left = repaired(
+            with_units(
+                replace(symmetry, group=group), replace(inner, axes=inner.axes[:1])
+            ),
+            net,
+            [x],
+        )
     assert verify(left, net, x)
     assert left.group == group.without([inner.name])
 
@@ -197,7 +252,11 @@ def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> 
     class Auxiliary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.extra = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+            self.a, self.b, self.extra = (
+                nn.Linear(3, 6),
+                nn.Linear(6, 2),
+                nn.Linear(6, 2),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             h = F.dropout(F.relu(self.a(x)), 0.5, self.training)
@@ -211,7 +270,9 @@ def test_batch_statistics_and_training_branches_are_compared_in_train_mode() -> 
     assert verify(declared({**axes, "extra.weight": (None, "a")}, net), net, x)
 
 
-def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified() -> None:
+def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified() -> (
+    None
+):
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
@@ -224,24 +285,41 @@ def test_a_network_on_the_meta_device_has_the_symmetry_of_its_shape_unverified()
         assert find_symmetry(shape, x, verify=False).log_order() == found.log_order()
     with pytest.raises(InconclusiveError, match="meta device"):
         verify(found, shape, x)
-    assert found.log_order() == find_symmetry(net(), torch.randn(5, 3)).log_order() == pytest.approx(math.log(24))
+    assert (
+        found.log_order()
+        == find_symmetry(net(), torch.randn(5, 3)).log_order()
+        == pytest.approx(math.log(24))
+    )
     own = net()
     element = found.sample()
-    torch.testing.assert_close(found.act(element, own)(torch.ones(1, 3)), own(torch.ones(1, 3)))
+    torch.testing.assert_close(
+        found.act(element, own)(torch.ones(1, 3)), own(torch.ones(1, 3))
+    )
 
 
 def half_wrong(two: int) -> tuple[Symmetry, nn.Module, Tensor]:
-    """A network and moves that it doesn't have: the flip of one unit behind a softplus, or the exchange of two."""
+    """A network and moves that it doesn't have: the flip of one unit behind a softplus,
+    or the exchange of two.
+    """
     net = nn.Sequential(nn.Linear(3, two), nn.Softplus(), nn.Linear(two, 1))
     move = "flip" if two == 1 else "permute"
-    axes = (Axis("0.weight", 0, torch.arange(two)[None], 1), Axis("0.bias", 0, torch.arange(two)[None], 1))
+    axes = (
+        Axis("0.weight", 0, torch.arange(two)[None], 1),
+        Axis("0.bias", 0, torch.arange(two)[None], 1),
+    )
     shapes = {name: value.shape for name, value in net.named_parameters()}
-    return Symmetry(Group([Units("0", two, axes, moves=frozenset({move}))], shapes)), net, torch.randn(4, 3)
+    return (
+        Symmetry(Group([Units("0", two, axes, moves=frozenset({move}))], shapes)),
+        net,
+        torch.randn(4, 3),
+    )
 
 
 @pytest.mark.parametrize("two", [1, 2])
 def test_a_wrong_flip_of_one_unit_or_exchange_of_two_never_passes(two: int) -> None:
-    """One random element is the identity in half of all runs; each of these misses it once in a million."""
+    """One random element is the identity in half of all runs; each of these misses it
+    once in a million.
+    """
     for seed in range(20):
         torch.manual_seed(seed)
         symmetry, net, x = half_wrong(two)
@@ -250,22 +328,32 @@ def test_a_wrong_flip_of_one_unit_or_exchange_of_two_never_passes(two: int) -> N
 
 
 def test_flips_that_hold_only_together_never_pass_for_two() -> None:
-    """Elements that flip both sets pass; a random one does with probability one half, so many of them almost never."""
+    """Elements that flip both sets pass; a random one does with probability one half,
+    so many of them almost never.
+    """
     for seed in range(20):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(3, 1), nn.Tanh(), nn.Linear(1, 1))
         one = torch.zeros(1, 1, dtype=torch.long)
         enters = (Axis("0.weight", 0, one, 1), Axis("0.bias", 0, one, 1))
         units = [Units("0", 1, enters, moves=frozenset({"flip"}))]
-        units += [Units("2", 1, (Axis("2.weight", 1, one, 1),), moves=frozenset({"flip"}))]
-        group = Group(units, {name: value.shape for name, value in net.named_parameters()})
+        units += [
+            Units("2", 1, (Axis("2.weight", 1, one, 1),), moves=frozenset({"flip"}))
+        ]
+        group = Group(
+            units, {name: value.shape for name, value in net.named_parameters()}
+        )
         assert not verify(Symmetry(group), net, torch.randn(4, 3))
 
 
-def test_a_move_that_few_elements_show_to_be_wrong_is_the_only_one_that_is_dropped() -> None:
+def test_a_move_that_few_elements_show_to_be_wrong_is_the_only_one_that_is_dropped() -> (
+    None
+):
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.ReLU())]
-    group = find_symmetry(nn.Sequential(*layers, nn.Linear(8, 2)), torch.randn(9, 8)).scalings
+    group = find_symmetry(
+        nn.Sequential(*layers, nn.Linear(8, 2)), torch.randn(9, 8)
+    ).scalings
     assert len(group.names("scale")) == 6
 
     def change(element: Element) -> Change:

@@ -1,4 +1,6 @@
-"""The symmetrised distribution against brute-force enumeration, and Pyro's contract of a distribution."""
+"""The symmetrised distribution against brute-force enumeration, and Pyro's contract of
+a distribution.
+"""
 
 import itertools
 import math
@@ -21,24 +23,38 @@ DIM = 6 + 6 + 2
 
 def base(*batch: int) -> dist.TorchDistribution:
     return dist.Normal(
-        torch.randn(*batch, DIM, dtype=torch.float64), torch.rand(*batch, DIM, dtype=torch.float64) + 0.3
+        torch.randn(*batch, DIM, dtype=torch.float64),
+        torch.rand(*batch, DIM, dtype=torch.float64) + 0.3,
     ).to_event(1)
 
 
 @pytest.mark.stochastic
 def test_exact_orbit_integrates_to_one() -> None:
-    """Importance sampling with a wide proposal; the check fails by chance in less than 1 of 10^6 runs (5 sigma)."""
+    """Importance sampling with a wide proposal; the check fails by chance in less than
+    1 of 10^6 runs (5 sigma).
+    """
     group = Group.declare({"w": ("unit",)}, {"w": torch.Size([3])})
-    q = dist.Normal(torch.tensor([-1.0, 0.5, 2.0]), torch.tensor([0.5, 1.0, 0.7])).to_event(1)
+    q = dist.Normal(
+        torch.tensor([-1.0, 0.5, 2.0]), torch.tensor([0.5, 1.0, 0.7])
+    ).to_event(1)
     proposal = dist.Normal(torch.zeros(3), 2.5).to_event(1)
     w = proposal.sample((100_000,))
-    ratio = (Symmetrized(q, Action(group, ["w"]), ExactOrbit()).log_prob(w) - proposal.log_prob(w)).exp().double()
+    ratio = (
+        (
+            Symmetrized(q, Action(group, ["w"]), ExactOrbit()).log_prob(w)
+            - proposal.log_prob(w)
+        )
+        .exp()
+        .double()
+    )
     assert abs(float(ratio.mean()) - 1) < 5 * float(ratio.std()) / math.sqrt(len(ratio))
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("k", [0, 1, 7, 31])
-def test_infonce_lies_above_the_exact_value_and_within_log_of_its_terms_of_the_base(k: int) -> None:
+def test_infonce_lies_above_the_exact_value_and_within_log_of_its_terms_of_the_base(
+    k: int,
+) -> None:
     """One-sided at 5 standard errors: false alarm below 1 in 10^6."""
     q = base()
     action = Action(TWO_LAYERS, SITES)
@@ -53,7 +69,9 @@ def test_infonce_lies_above_the_exact_value_and_within_log_of_its_terms_of_the_b
 @pytest.mark.parametrize("estimator", [ExactOrbit(), InfoNCE(6)])
 @pytest.mark.parametrize("batch", [(), (4,)])
 @pytest.mark.parametrize("sample", [(), (2, 3)])
-def test_shapes_follow_torch_distributions(estimator: object, batch: tuple[int, ...], sample: tuple[int, ...]) -> None:
+def test_shapes_follow_torch_distributions(
+    estimator: object, batch: tuple[int, ...], sample: tuple[int, ...]
+) -> None:
     symmetrized = Symmetrized(base(*batch), Action(TWO_LAYERS, SITES), estimator)  # type: ignore[arg-type]
     assert symmetrized.batch_shape == batch
     assert symmetrized.event_shape == (DIM,)
@@ -76,32 +94,54 @@ def test_sample_orbit_visits_the_copies_that_sample_does_not() -> None:
 
 
 def test_a_simplex_is_permuted_as_a_simplex() -> None:
-    """Against a density over the simplex itself, where permuting has no Jacobian at all."""
+    """Against a density over the simplex itself, where permuting has no Jacobian at
+    all.
+    """
     group = Group.declare(
-        {"weights": ("k",), "scales": ("k",)}, {"weights": torch.Size([3]), "scales": torch.Size([3])}
+        {"weights": ("k",), "scales": ("k",)},
+        {"weights": torch.Size([3]), "scales": torch.Size([3])},
     )
-    action = Action(group, {"weights": constraints.simplex, "scales": constraints.positive})
+    action = Action(
+        group, {"weights": constraints.simplex, "scales": constraints.positive}
+    )
     q = dist.Normal(torch.randn(5, dtype=torch.float64), 0.8).to_event(1)
     u = q.sample((4,))
 
-    def density_of_constrained(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        to_simplex, to_positive = biject_to(constraints.simplex), biject_to(constraints.positive)
+    def density_of_constrained(
+        weights: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        to_simplex, to_positive = (
+            biject_to(constraints.simplex),
+            biject_to(constraints.positive),
+        )
         v, s = to_simplex.inv(weights), to_positive.inv(scales)
-        volume = to_simplex.log_abs_det_jacobian(v, weights) + to_positive.log_abs_det_jacobian(s, scales).sum(-1)
+        volume = to_simplex.log_abs_det_jacobian(
+            v, weights
+        ) + to_positive.log_abs_det_jacobian(s, scales).sum(-1)
         return q.log_prob(torch.cat([v, s], -1)) - volume
 
     constrained = action.layout.constrain(u)
     terms = [
-        density_of_constrained(constrained["weights"][:, list(p)], constrained["scales"][:, list(p)])
+        density_of_constrained(
+            constrained["weights"][:, list(p)], constrained["scales"][:, list(p)]
+        )
         for p in itertools.permutations(range(3))
     ]
-    volume = q.log_prob(u) - density_of_constrained(constrained["weights"], constrained["scales"])
+    volume = q.log_prob(u) - density_of_constrained(
+        constrained["weights"], constrained["scales"]
+    )
     expected = torch.logsumexp(torch.stack(terms), 0) - math.log(6) + volume
-    torch.testing.assert_close(Symmetrized(q, action, ExactOrbit()).log_prob(u), expected)
+    torch.testing.assert_close(
+        Symmetrized(q, action, ExactOrbit()).log_prob(u), expected
+    )
 
 
-def test_no_value_falls_below_its_own_term_even_at_a_simplex_corner_in_float32() -> None:
-    """log q̄ ≥ log q − log|G| holds for every single value; most of these are sparse mixtures' weights."""
+def test_no_value_falls_below_its_own_term_even_at_a_simplex_corner_in_float32() -> (
+    None
+):
+    """log q̄ ≥ log q − log|G| holds for every single value; most of these are sparse
+    mixtures' weights.
+    """
     group = Group.declare({"weights": ("k",)}, {"weights": torch.Size([3])})
     action = Action(group, {"weights": constraints.simplex})
     q = dist.Normal(torch.full((2,), 6.0), 3.0).to_event(1)

@@ -1,4 +1,6 @@
-"""The action on flat vectors against that on weights, and its log-determinant against autograd."""
+"""The action on flat vectors against that on weights, and its log-determinant against
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,16 @@ def test_the_action_on_vectors_equals_the_action_on_weights(name, batches):
 def test_the_log_determinant_is_that_of_the_jacobian(name):
     group = GROUPS[name]()
     action = Action(group, list(group.site_shapes))
-    vector, g = action.layout.flatten(weights_of(group)), group.sample((3,), dtype=torch.float64)
+    vector, g = (
+        action.layout.flatten(weights_of(group)),
+        group.sample((3,), dtype=torch.float64),
+    )
     found = action.log_abs_det(vector, g)
     assert found.shape == (3,)
     for k in range(3):
-        torch.testing.assert_close(found[k], by_jacobian(action, vector, g.select(k)), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            found[k], by_jacobian(action, vector, g.select(k)), rtol=1e-9, atol=1e-9
+        )
     if not group.names("scale"):
         assert torch.equal(found, torch.zeros(3, dtype=torch.float64))
     else:
@@ -57,8 +64,15 @@ SUPPORTS = {
 
 
 def mixture(moves: str | tuple[str, ...] = "permute") -> Group:
-    """Topics: weights on a simplex whose entries are permuted, simplices that are permuted as wholes, rates."""
-    axes = {"topics": ("topic", None), "weights": ("topic",), "rates": ("topic",), "mean": ("topic", None)}
+    """Topics: weights on a simplex whose entries are permuted, simplices that are
+    permuted as wholes, rates.
+    """
+    axes = {
+        "topics": ("topic", None),
+        "weights": ("topic",),
+        "rates": ("topic",),
+        "mean": ("topic", None),
+    }
     return Group.declare(axes, TOPICS, moves=moves, even=["topics", "weights", "rates"])
 
 
@@ -69,7 +83,10 @@ def test_unconstrained_coordinates_move_as_their_values_do(moves, batches):
     action = Action(group, SUPPORTS)
     assert action.dim == 3 * 3 + 2 + 3 + 6
     assert action.layout.unconstrained_shapes["topics"] == (3, 3)
-    u, g = torch.randn(*batches[0], action.dim, dtype=torch.float64), group.sample(batches[1], dtype=torch.float64)
+    u, g = (
+        torch.randn(*batches[0], action.dim, dtype=torch.float64),
+        group.sample(batches[1], dtype=torch.float64),
+    )
     moved = action(u, g)
     assert moved.shape == (*torch.broadcast_shapes(*batches), action.dim)
     assert close(action.layout.constrain(moved), g(action.layout.constrain(u)))
@@ -91,10 +108,15 @@ def test_unconstrained_coordinates_move_as_their_values_do(moves, batches):
 def test_the_log_determinant_on_constrained_sites_is_that_of_the_jacobian(supports):
     group = mixture(("permute", "flip"))
     action = Action(group, supports)
-    u, g = torch.randn(action.dim, dtype=torch.float64), group.sample((4,), dtype=torch.float64)
+    u, g = (
+        torch.randn(action.dim, dtype=torch.float64),
+        group.sample((4,), dtype=torch.float64),
+    )
     found = action.log_abs_det(u, g)
     for k in range(4):
-        torch.testing.assert_close(found[k], by_jacobian(action, u, g.select(k)), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            found[k], by_jacobian(action, u, g.select(k)), rtol=1e-8, atol=1e-8
+        )
     assert close(action.layout.constrain(action(u, g)), g(action.layout.constrain(u)))
 
 
@@ -114,11 +136,18 @@ def test_flips_of_sites_that_are_not_real_are_refused_and_those_of_even_sites_ar
 
 
 def test_supports_that_are_repeated_are_those_of_their_entries() -> None:
-    """One bound for each entry is one bound if all are equal; rows on a simplex are, however they are declared."""
-    group = Group.declare({"T": ("k", "k"), "a": ("k",)}, {"T": torch.Size([3, 3]), "a": torch.Size([3])})
+    """One bound for each entry is one bound if all are equal; rows on a simplex are,
+    however they are declared.
+    """
+    group = Group.declare(
+        {"T": ("k", "k"), "a": ("k",)}, {"T": torch.Size([3, 3]), "a": torch.Size([3])}
+    )
     rows = torch.distributions.Dirichlet(torch.ones(3, 3))
     one, ends = torch.distributions.Uniform(0.0, 1.0), torch.arange(1.0, 4.0)
-    alike, others = (torch.distributions.Uniform(torch.zeros(3), end) for end in (torch.ones(3), ends))
+    alike, others = (
+        torch.distributions.Uniform(torch.zeros(3), end)
+        for end in (torch.ones(3), ends)
+    )
     for on_rows in (rows.support, constraints.independent(rows.support, 1)):
         for bounds, curved in ((one, ()), (alike, ()), (others, ("a",))):
             for support in (bounds.support, constraints.independent(bounds.support, 1)):
@@ -129,4 +158,6 @@ def test_supports_that_are_repeated_are_those_of_their_entries() -> None:
     entries = Group.declare({"a": ("k",)}, {"a": torch.Size([3])})
     action, bijection = Action(entries, {"a": alike.support}), biject_to(alike.support)
     element = entries.element({"k": torch.tensor([2, 0, 1])})
-    torch.testing.assert_close(bijection(action(u, element)), element({"a": bijection(u)})["a"])
+    torch.testing.assert_close(
+        bijection(action(u, element)), element({"a": bijection(u)})["a"]
+    )

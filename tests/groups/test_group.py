@@ -1,4 +1,6 @@
-"""Groups: their orders, all their elements, their draws, parts of them, and what is no group."""
+"""Groups: their orders, all their elements, their draws, parts of them, and what is no
+group.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ from .cases import (
 
 
 def number_of_images(elements, weights) -> int:
-    return len(torch.cat([value.flatten(1) for value in elements(weights).values()], 1).unique(dim=0))
+    return len(
+        torch.cat([value.flatten(1) for value in elements(weights).values()], 1).unique(
+            dim=0
+        )
+    )
 
 
-# orders and enumeration -----------------------------------------------------------------------------------------------
+# orders and enumeration ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -43,7 +49,9 @@ def test_enumeration_lists_every_element_once_and_the_identity_first(name):
     finite = group.finite
     if finite.order() > 50_000:
         with pytest.raises(ValueError, match="enumerated"):
-            Group([units("u", 30, [("w", 0, 1)], {"permute"})], {"w": (30,)}).enumerate()
+            Group(
+                [units("u", 30, [("w", 0, 1)], {"permute"})], {"w": (30,)}
+            ).enumerate()
         return
     every = group.enumerate()
     assert every.batch_shape == (finite.order(),) == (group.order(),)
@@ -64,47 +72,65 @@ def test_the_action_of_exchanged_and_flipped_factors_equals_loops_over_both():
             flipped = w["loadings"] * torch.tensor(signs, dtype=torch.float64)
             expected.add(tuple(flipped[:, list(order)].reshape(-1).tolist()))
     assert found == expected
-    torch.testing.assert_close(moved["loadings"] @ moved["scores"], (w["loadings"] @ w["scores"]).expand(48, 4, 5))
+    torch.testing.assert_close(
+        moved["loadings"] @ moved["scores"],
+        (w["loadings"] @ w["scores"]).expand(48, 4, 5),
+    )
     assert torch.equal(moved["scale"], w["scale"].expand(48, 4))
-    assert torch.equal(moved["variances"].sort(-1).values, w["variances"].sort().values.expand(48, 3))
+    assert torch.equal(
+        moved["variances"].sort(-1).values, w["variances"].sort().values.expand(48, 3)
+    )
 
 
-# draws ----------------------------------------------------------------------------------------------------------------
+# draws --------------------------------------------------------------------------------
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize(
     ("moves", "size", "bound"),
-    # Chi-squared with 23 and 7 degrees of freedom over 1,000 draws for each: exceeded with probability 2e-5 and 3e-5.
+    # Chi-squared with 23 and 7 degrees of freedom over 1,000 draws for each: exceeded
+    # with probability 2e-5 and 3e-5.
     [(("permute",), 4, 62), (("flip",), 3, 33), (("permute", "flip"), 2, 33)],
 )
 def test_draws_are_uniform_over_the_group(moves, size, bound):
     group = Group.declare({"w": ("u",)}, {"w": (size,)}, moves=moves)
-    images = group.sample((1000 * group.order(),))({"w": torch.arange(1.0, size + 1)})["w"]
+    images = group.sample((1000 * group.order(),))({"w": torch.arange(1.0, size + 1)})[
+        "w"
+    ]
     counts = images.unique(dim=0, return_counts=True)[1].double()
     assert len(counts) == group.order()
     assert float(((counts - 1000) ** 2 / 1000).sum()) < bound
 
 
-# normalisation --------------------------------------------------------------------------------------------------------
+# normalisation ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("train", [False, True])
 def test_scaling_through_batch_normalisation_is_exact_including_its_epsilon(train):
-    # Large epsilon, small variances: ignoring epsilon would be off by more than a tenth.
+    # Large epsilon, small variances: ignoring epsilon would be off by more than a
+    # tenth.
     nn = torch.nn
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, eps=0.1), nn.ReLU(), nn.Linear(4, 2)).double()
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, eps=0.1), nn.ReLU(), nn.Linear(4, 2)
+    ).double()
     net[1].running_mean.normal_()
     net[1].running_var.uniform_(0.05, 0.2)
-    weights = {**{k: v.detach() for k, v in net.named_parameters()}, **dict(net.named_buffers())}
+    weights = {
+        **{k: v.detach() for k, v in net.named_parameters()},
+        **dict(net.named_buffers()),
+    }
     group = normalised()
-    if train:  # then the statistics are those of the batch, and only what follows them can be scaled
+    # then the statistics are those of the batch, and only what follows them can be
+    # scaled
+    if train:
         group = group.without(["0"], "scale")
     x = torch.randn(6, 3, dtype=torch.float64)
     net = net.train(train)
     for _ in range(5):
         moved = group.sample(dtype=torch.float64)(weights)
-        before, after = (functional_call(copy.deepcopy(net), w, x) for w in (weights, moved))
+        before, after = (
+            functional_call(copy.deepcopy(net), w, x) for w in (weights, moved)
+        )
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
     assert moved["1.num_batches_tracked"].dtype == torch.long
     assert group.required_sites == tuple(s for s in group.sites if "running" not in s)
@@ -115,12 +141,20 @@ def test_which_sites_are_weights_and_which_are_biases():
     axes = [("w", 0, 1), ("b", 0, 1), ("norm.weight", 0, 1), ("v", 0, -1)]
     one = units("unit", 4, axes, {"scale"})
     one = replace(one, axes=(*one.axes, Axis("mean", 0, plain(4), 1, buffer=True)))
-    shapes = {"w": (4, 2), "b": (4,), "norm.weight": (4,), "v": (4,), "mean": (4,), "scale": (), "last.bias": (2, 2)}
+    shapes = {
+        "w": (4, 2),
+        "b": (4,),
+        "norm.weight": (4,),
+        "v": (4,),
+        "mean": (4,),
+        "scale": (),
+        "last.bias": (2, 2),
+    }
     group = Group([one], {**shapes, "free": (3, 3), "c": (3,)})
     assert group.weight_sites == ("w", "norm.weight", "v", "free")
 
 
-# what is no group -----------------------------------------------------------------------------------------------------
+# what is no group ---------------------------------------------------------------------
 
 SHAPES = {"w": (6,), "v": (6, 6), "x": (8,)}
 PLACE = torch.arange(6).view(2, 3)
@@ -139,7 +173,10 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
         Units("b", 2, (Axis("w", 0, torch.tensor([[0, 3], [1, 4], [2, 5]])),)),
     ],
     "rows of heads that are not inside them": lambda: [HEAD, row(parent=None)],
-    "rows in too few copies": lambda: [HEAD, Units("row", 3, (Axis("w", 0, PLACE[:1]),), "head", 1)],
+    "rows in too few copies": lambda: [
+        HEAD,
+        Units("row", 3, (Axis("w", 0, PLACE[:1]),), "head", 1),
+    ],
     "rows in units that are not there": lambda: [row(parent="heads")],
     # Multipliers that permutations tear apart.
     "flips of what is exchanged apart": lambda: [
@@ -148,7 +185,12 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
     ],
     "other exponents in other heads": lambda: [
         HEAD,
-        row(axes=(Axis("w", 0, PLACE[:1], 1), Axis("w", 0, PLACE[1:], -1)), copies=1, parent=None, moves=ALL),
+        row(
+            axes=(Axis("w", 0, PLACE[:1], 1), Axis("w", 0, PLACE[1:], -1)),
+            copies=1,
+            parent=None,
+            moves=ALL,
+        ),
     ],
     # Rows that are exchanged with other columns in other cells.
     "a twisted table": lambda: [
@@ -157,8 +199,18 @@ TANGLED: dict[str, Callable[[], list[Units]]] = {
     ],
     # One epsilon for each site.
     "two epsilons on one site": lambda: [
-        Units("a", 3, (Axis("w", 0, torch.arange(3)[None], 2, epsilon=0.1),), moves=frozenset({"scale"})),
-        Units("b", 3, (Axis("w", 0, torch.arange(3, 6)[None], 2, epsilon=0.2),), moves=frozenset({"scale"})),
+        Units(
+            "a",
+            3,
+            (Axis("w", 0, torch.arange(3)[None], 2, epsilon=0.1),),
+            moves=frozenset({"scale"}),
+        ),
+        Units(
+            "b",
+            3,
+            (Axis("w", 0, torch.arange(3, 6)[None], 2, epsilon=0.2),),
+            moves=frozenset({"scale"}),
+        ),
     ],
 }
 
@@ -170,9 +222,17 @@ def test_moves_that_make_no_group_together_are_refused(what):
 
 
 def test_moves_that_commute_on_the_same_positions_are_a_group():
-    """Rows and columns of a flattened table; a shift along with units that are exchanged within it."""
+    """Rows and columns of a flattened table; a shift along with units that are
+    exchanged within it.
+    """
     table = torch.arange(6).view(2, 3)
-    grid = Group([Units("row", 2, (Axis("w", 0, table.T),)), Units("column", 3, (Axis("w", 0, table),))], SHAPES)
+    grid = Group(
+        [
+            Units("row", 2, (Axis("w", 0, table.T),)),
+            Units("column", 3, (Axis("w", 0, table),)),
+        ],
+        SHAPES,
+    )
     weights = weights_of(grid)
     g, h = grid.sample((20,)), grid.sample((20,))
     assert close((g @ h)(weights), g(h(weights)), 0.0)
@@ -181,19 +241,24 @@ def test_moves_that_commute_on_the_same_positions_are_a_group():
         expected = weights["w"].view(2, 3)[g["row"][k]][:, g["column"][k]]
         assert torch.equal(moved[k], expected)
     assert grid.order() == 12 == number_of_images(grid.enumerate(), weights)
-    shift = Units("s", 1, (Axis("w", 0, torch.arange(6)[:, None]),), moves=frozenset({"shift"}))
+    shift = Units(
+        "s", 1, (Axis("w", 0, torch.arange(6)[:, None]),), moves=frozenset({"shift"})
+    )
     shifted = Group([units("a", 6, [("w", 0, 0)], {"permute"}), shift], SHAPES)
     g, h = (shifted.sample((20,), dtype=torch.float64) for _ in range(2))
     assert close((g @ h)(weights), g(h(weights)))
 
 
-# places ---------------------------------------------------------------------------------------------------------------
+# places -------------------------------------------------------------------------------
 
 
 def test_groups_of_inference_mode_can_be_trained_with_afterwards():
     with torch.inference_mode():
         axis = Axis("w", 0, torch.tensor([[2, 0, 1]]), 1)
-        group = Group([Units("k", 3, (axis,), moves=frozenset({"permute", "flip"}))], {"w": torch.Size([3, 2])})
+        group = Group(
+            [Units("k", 3, (axis,), moves=frozenset({"permute", "flip"}))],
+            {"w": torch.Size([3, 2])},
+        )
         part = group.restricted("permute")
     w = torch.randn(3, 2, requires_grad=True)
     own, acted = rows(w, part["k"].axes[0], 2), part.sample()({"w": w})["w"]
@@ -218,7 +283,7 @@ def test_axes_that_do_not_fit_their_sites_are_refused(axis):
         Group([Units("unit", 3, (axis,))], {"a": (3,)})
 
 
-# declared groups ------------------------------------------------------------------------------------------------------
+# declared groups ----------------------------------------------------------------------
 
 AXES = {"loadings": (None, "factor"), "scores": ("factor", "group"), "scale": (None,)}
 DECLARED = {"loadings": (4, 3), "scores": (3, 2), "scale": (4,), "other": (2, 2)}
@@ -239,7 +304,9 @@ def test_moves_are_those_of_all_units_or_of_each(moves, order):
     assert group.order() == order
     weights = weights_of(group)
     images = group.enumerate()(weights)
-    distinct = torch.cat([value.flatten(1) for value in images.values()], 1).unique(dim=0)
+    distinct = torch.cat([value.flatten(1) for value in images.values()], 1).unique(
+        dim=0
+    )
     assert len(distinct) == order
     g, h = group.sample((20,)), group.sample((20,))
     assert close((g @ h)(weights), g(h(weights)))
@@ -247,8 +314,20 @@ def test_moves_are_those_of_all_units_or_of_each(moves, order):
 
 def test_a_group_from_another_process_is_found_among_equal_ones():
     given = 'import pickle, sys, torch; from pyro_symmetric.groups import Group; group = Group.declare({"w": ("k",)}, '
-    code = given + '{"w": torch.Size([3])}); hash(group); sys.stdout.buffer.write(pickle.dumps(group))'
-    environment = {**os.environ, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment, timeout=300)
+    code = (
+        given
+        + '{"w": torch.Size([3])}); hash(group); sys.stdout.buffer.write(pickle.dumps(group))'
+    )
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2",
+    }
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        env=environment,
+        timeout=300,
+    )
     fresh = Group.declare({"w": ("k",)}, {"w": torch.Size([3])})
     assert pickle.loads(child.stdout) in {fresh: 1}

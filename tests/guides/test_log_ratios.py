@@ -1,4 +1,6 @@
-"""Importance and bridge sampling of known normalising constants: values, errors, tails."""
+"""Importance and bridge sampling of known normalising constants: values, errors,
+tails.
+"""
 
 import math
 import warnings
@@ -7,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_symmetric.guides.evidence import bridge, doubts_of, importance, pareto_k, slow_tail
+from pyro_symmetric.guides.evidence import (
+    bridge,
+    doubts_of,
+    importance,
+    pareto_k,
+    slow_tail,
+)
 
 TRUTH = 7.5  # the target is e^7.5 times a standard normal
 
@@ -21,20 +29,32 @@ def autoregressive(shape: tuple[int, ...], rho: float) -> torch.Tensor:
     """Standard normal chains along the last axis."""
     noise = torch.randn(*shape, dtype=torch.float64)
     noise[..., 1:] *= math.sqrt(1 - rho**2)
-    powers = rho ** (torch.arange(shape[-1])[:, None] - torch.arange(shape[-1])).clamp(min=0)
+    powers = rho ** (torch.arange(shape[-1])[:, None] - torch.arange(shape[-1])).clamp(
+        min=0
+    )
     return noise @ powers.tril().mT.double()
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize(("loc", "scale"), [(0.5, 1.5), (0.3, 1.0)])
-def test_intervals_of_importance_sampling_hold_the_truth_as_often_as_they_say(loc: float, scale: float) -> None:
-    """200 repetitions of 400 draws: 95 % up to 4.5 deviations of the count; one in 10^5 fails."""
+def test_intervals_of_importance_sampling_hold_the_truth_as_often_as_they_say(
+    loc: float, scale: float
+) -> None:
+    """200 repetitions of 400 draws: 95 % up to 4.5 deviations of the count; one in 10^5
+    fails.
+    """
     draws = loc + scale * torch.randn(200, 400, dtype=torch.float64)
     found = [importance(row) for row in log_ratio(draws, loc, scale)]
-    held = [low < TRUTH < high for low, high in (estimate.interval() for estimate in found)]
+    held = [
+        low < TRUTH < high for low, high in (estimate.interval() for estimate in found)
+    ]
     assert sum(held) >= 190 - 4.5 * math.sqrt(200 * 0.95 * 0.05)
-    values, errors = (torch.tensor([getattr(e, name) for e in found]) for name in ("log_evidence", "error"))
-    assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.25)  # 5 deviations of a deviation
+    values, errors = (
+        torch.tensor([getattr(e, name) for e in found])
+        for name in ("log_evidence", "error")
+    )
+    # 5 deviations of a deviation
+    assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.25)
 
 
 @pytest.mark.stochastic
@@ -42,62 +62,100 @@ def test_intervals_of_importance_sampling_hold_the_truth_as_often_as_they_say(lo
 def test_weights_without_a_doubt_hold_the_truth_though_the_largest_may_be_missing(
     deviation: float, most: float
 ) -> None:
-    """Log-normal weights, 600 repetitions of 512 draws, and those of which a report would doubt nothing: at most a
-    given share; if that is large, 93 % of them hold the truth. By the weights' own error 0.94, 0.89 and 0.67 of
-    99, 80 and 34 % do. Up to 4.5 deviations of a count: 1 in 10^5 fails."""
+    """Log-normal weights, 600 repetitions of 512 draws, and those of which a report
+    would doubt nothing: at most a given share; if that is large, 93 % of them hold the
+    truth. By the weights' own error 0.94, 0.89 and 0.67 of 99, 80 and 34 % do. Up to
+    4.5 deviations of a count: 1 in 10^5 fails."""
     values = deviation * torch.randn(600, 512, dtype=torch.float64) - deviation**2 / 2
     found = [(row, importance(row)) for row in values]
-    plain = [estimate for row, estimate in found if not doubts_of(estimate, pareto_k(row), slow_tail(row))]
+    plain = [
+        estimate
+        for row, estimate in found
+        if not doubts_of(estimate, pareto_k(row), slow_tail(row))
+    ]
     assert len(plain) <= most * len(found)
     if most == 1.0:
-        held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]
+        held = [
+            low < 0.0 < high
+            for low, high in (estimate.interval() for estimate in plain)
+        ]
         assert len(held) > 300
         assert sum(held) >= 0.93 * len(held) - 4.5 * math.sqrt(len(held) * 0.93 * 0.07)
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize(("dim", "rho", "most"), [(2, 0.4, 1.0), (5, 0.5, 0.1), (2, 0.9, 0.1)])
+@pytest.mark.parametrize(
+    ("dim", "rho", "most"), [(2, 0.4, 1.0), (5, 0.5, 0.1), (2, 0.9, 0.1)]
+)
 def test_the_best_mean_field_guide_of_correlated_weights_is_doubted_where_its_intervals_miss(
     dim: int, rho: float, most: float
 ) -> None:
-    """300 repetitions of 512 draws, as above. By Pareto-k alone 40 and 21 % of the last two would be undoubted, and 31
-    and 5 % of these hold the truth."""
+    """300 repetitions of 512 draws, as above. By Pareto-k alone 40 and 21 % of the last
+    two would be undoubted, and 31 and 5 % of these hold the truth."""
     covariance = rho + (1 - rho) * torch.eye(dim, dtype=torch.float64)
-    target = torch.distributions.MultivariateNormal(torch.zeros(dim, dtype=torch.float64), covariance)
-    guide = torch.distributions.Normal(target.mean, target.precision_matrix.diagonal().rsqrt())
+    target = torch.distributions.MultivariateNormal(
+        torch.zeros(dim, dtype=torch.float64), covariance
+    )
+    guide = torch.distributions.Normal(
+        target.mean, target.precision_matrix.diagonal().rsqrt()
+    )
     draws = guide.sample((300, 512))
     values = target.log_prob(draws) - guide.log_prob(draws).sum(-1)
     found = [(row, importance(row)) for row in values]
-    plain = [one for row, one in found if not doubts_of(one, pareto_k(row), slow_tail(row), float(row.mean()))]
+    plain = [
+        one
+        for row, one in found
+        if not doubts_of(one, pareto_k(row), slow_tail(row), float(row.mean()))
+    ]
     assert len(plain) <= most * len(found)
     if most == 1.0:
-        held = [low < 0.0 < high for low, high in (estimate.interval() for estimate in plain)]
+        held = [
+            low < 0.0 < high
+            for low, high in (estimate.interval() for estimate in plain)
+        ]
         assert len(held) > 200
         assert sum(held) >= 0.93 * len(held) - 4.5 * math.sqrt(len(held) * 0.93 * 0.07)
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("rho", [0.0, 0.9])
-def test_intervals_of_the_bridge_hold_the_truth_also_if_chains_are_correlated(rho: float) -> None:
-    """As above; with the number of draws in place of their worth, intervals at 0.9 would hold 60 % of the time."""
-    guide, chains = 1.0 + 1.2 * torch.randn(200, 400, dtype=torch.float64), autoregressive((200, 4, 250), rho)
+def test_intervals_of_the_bridge_hold_the_truth_also_if_chains_are_correlated(
+    rho: float,
+) -> None:
+    """As above; with the number of draws in place of their worth, intervals at 0.9
+    would hold 60 % of the time.
+    """
+    guide, chains = (
+        1.0 + 1.2 * torch.randn(200, 400, dtype=torch.float64),
+        autoregressive((200, 4, 250), rho),
+    )
     rows = zip(log_ratio(guide, 1.0, 1.2), log_ratio(chains, 1.0, 1.2), strict=True)
     found = [bridge(of_guide, of_chains) for of_guide, of_chains in rows]
-    held = [low < TRUTH < high for low, high in (estimate.interval() for estimate in found)]
+    held = [
+        low < TRUTH < high for low, high in (estimate.interval() for estimate in found)
+    ]
     assert sum(held) >= 190 - 4.5 * math.sqrt(200 * 0.95 * 0.05)
-    values, errors = (torch.tensor([getattr(e, name) for e in found]) for name in ("log_evidence", "error"))
+    values, errors = (
+        torch.tensor([getattr(e, name) for e in found])
+        for name in ("log_evidence", "error")
+    )
     assert float(errors.mean()) == pytest.approx(float(values.std()), rel=0.25)
 
 
 @pytest.mark.stochastic
 def test_the_bridge_is_the_fixed_point_of_gronau_s_iteration() -> None:
-    guide, chains = log_ratio(1.0 + torch.randn(300), 1.0, 1.0), log_ratio(torch.randn(2, 200), 1.0, 1.0)
+    guide, chains = (
+        log_ratio(1.0 + torch.randn(300), 1.0, 1.0),
+        log_ratio(torch.randn(2, 200), 1.0, 1.0),
+    )
     found = bridge(guide, chains, independent=True)
     of_guide, of_chains = (value.double().numpy() - TRUTH for value in (guide, chains))
     share = 400 / 700
     ratio = 1.0
     for _ in range(500):
-        upper = np.mean(np.exp(of_guide) / (share * np.exp(of_guide) + (1 - share) * ratio))
+        upper = np.mean(
+            np.exp(of_guide) / (share * np.exp(of_guide) + (1 - share) * ratio)
+        )
         ratio = upper / np.mean(1 / (share * np.exp(of_chains) + (1 - share) * ratio))
     assert found.log_evidence == pytest.approx(math.log(ratio) + TRUTH, abs=1e-6)
 
@@ -105,18 +163,25 @@ def test_the_bridge_is_the_fixed_point_of_gronau_s_iteration() -> None:
 def test_a_guide_that_is_the_posterior_has_no_error() -> None:
     """Equal ratios, also where some draws are impossible under the model."""
     even = torch.full((64,), 3.0, dtype=torch.float64)
-    assert (importance(even).log_evidence, importance(even).error) == (pytest.approx(3.0), pytest.approx(0.0, abs=1e-6))
+    assert (importance(even).log_evidence, importance(even).error) == (
+        pytest.approx(3.0),
+        pytest.approx(0.0, abs=1e-6),
+    )
     assert bridge(even, even.reshape(2, 32)).log_evidence == pytest.approx(3.0)
     assert pareto_k(even) == -math.inf
     half = torch.cat([even, torch.full((64,), -math.inf)])
     assert importance(half).log_evidence == pytest.approx(3.0 - math.log(2))
     assert importance(half).effective_draws == pytest.approx(64)
-    assert bridge(half, even.reshape(2, 32), independent=True).log_evidence == pytest.approx(3.0 - math.log(2))
+    assert bridge(
+        half, even.reshape(2, 32), independent=True
+    ).log_evidence == pytest.approx(3.0 - math.log(2))
 
 
 @pytest.mark.parametrize("count", [50, 500, 4000])
 @pytest.mark.parametrize("spread", [30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5])
-def test_weights_of_which_few_count_have_a_heavy_tail_however_far_apart_they_lie(count: int, spread: float) -> None:
+def test_weights_of_which_few_count_have_a_heavy_tail_however_far_apart_they_lie(
+    count: int, spread: float
+) -> None:
     """Of 100 seeds none gave less than 2.8; above 0.7 is bad."""
     log_ratios = spread * torch.randn(count).double()
     with warnings.catch_warnings():
@@ -127,7 +192,9 @@ def test_weights_of_which_few_count_have_a_heavy_tail_however_far_apart_they_lie
 @pytest.mark.stochastic
 @pytest.mark.parametrize("k", [0.2, 1.0])
 def test_pareto_k_is_the_shape_of_the_tail(k: float) -> None:
-    """Weights with a Pareto tail, 4000 draws: the estimate's deviation is about 0.1; at 5 of them, 1 in 10^6."""
+    """Weights with a Pareto tail, 4000 draws: the estimate's deviation is about 0.1; at
+    5 of them, 1 in 10^6.
+    """
     weights = (1 - torch.rand(4000, dtype=torch.float64)) ** -k
     assert pareto_k(weights.log()) == pytest.approx(k, abs=0.5)
     assert (pareto_k(weights.log()) > 0.6) == (k == 1.0)

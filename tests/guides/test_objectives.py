@@ -1,4 +1,6 @@
-"""Pyro's own objectives take a symmetrised guide, be its density exact or an estimate."""
+"""Pyro's own objectives take a symmetrised guide, be its density exact or an
+estimate.
+"""
 
 import math
 from collections.abc import Callable
@@ -38,14 +40,18 @@ def model(data: torch.Tensor) -> torch.Tensor:
     with pyro.plate("data", len(data)):
         pyro.sample(
             "x",
-            dist.MixtureSameFamily(dist.Categorical(torch.ones(3)), dist.Normal(locs, torch.ones(3))),
+            dist.MixtureSameFamily(
+                dist.Categorical(torch.ones(3)), dist.Normal(locs, torch.ones(3))
+            ),
             obs=data,
         )
     return locs
 
 
 def guide(estimator: Any) -> AutoSymmetrized:
-    return AutoSymmetrized(model, GROUP, estimator=estimator, init_scale=0.5).setup(DATA)  # type: ignore[return-value]
+    return AutoSymmetrized(model, GROUP, estimator=estimator, init_scale=0.5).setup(
+        DATA
+    )  # type: ignore[return-value]
 
 
 def svi_steps(loss: Any) -> Callable[[Any], None]:
@@ -69,23 +75,35 @@ WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "Renyi, vectorised": svi_steps(RenyiELBO(alpha=0.5, **PARTICLES)),
     "Renyi, value only": lambda q: RenyiELBO(num_particles=3).loss(model, q, DATA),
     "wake-sleep": lambda q: ReweightedWakeSleep(num_particles=3).loss(model, q, DATA),
-    "wake-sleep, vectorised": lambda q: ReweightedWakeSleep(**PARTICLES).loss_and_grads(model, q, DATA),
-    "tail-adaptive": lambda q: TraceTailAdaptive_ELBO(**PARTICLES).loss_and_grads(model, q, DATA),
+    "wake-sleep, vectorised": lambda q: ReweightedWakeSleep(**PARTICLES).loss_and_grads(
+        model, q, DATA
+    ),
+    "tail-adaptive": lambda q: TraceTailAdaptive_ELBO(**PARTICLES).loss_and_grads(
+        model, q, DATA
+    ),
     "importance": lambda q: Importance(model, q, num_samples=3).run(DATA),
-    "weights by hand": lambda q: vectorized_importance_weights(model, q, DATA, num_samples=5, max_plate_nesting=1)[
-        0
-    ].exp(),
+    "weights by hand": lambda q: vectorized_importance_weights(
+        model, q, DATA, num_samples=5, max_plate_nesting=1
+    )[0].exp(),
 }
 AVERAGES: dict[str, Callable[[Any], Any]] = {
     "Trace_ELBO": svi_steps(Trace_ELBO()),
     "Trace_ELBO, particles": svi_steps(Trace_ELBO(num_particles=3)),
-    "Trace_ELBO, vectorised": svi_steps(Trace_ELBO(num_particles=4, vectorize_particles=True)),
+    "Trace_ELBO, vectorised": svi_steps(
+        Trace_ELBO(num_particles=4, vectorize_particles=True)
+    ),
     "TraceMeanField_ELBO": svi_steps(TraceMeanField_ELBO()),
     "TraceGraph_ELBO": svi_steps(TraceGraph_ELBO()),
-    "JitTrace_ELBO": lambda q: svi_steps(JitTrace_ELBO(ignore_jit_warnings=True))(q),  # it keeps its first guide
-    "JitTrace_ELBO, vectorised": lambda q: svi_steps(JitTrace_ELBO(ignore_jit_warnings=True, **PARTICLES))(q),
+    # it keeps its first guide
+    "JitTrace_ELBO": lambda q: svi_steps(JitTrace_ELBO(ignore_jit_warnings=True))(q),
+    "JitTrace_ELBO, vectorised": lambda q: svi_steps(
+        JitTrace_ELBO(ignore_jit_warnings=True, **PARTICLES)
+    )(q),
     "JitTraceMeanField_ELBO": lambda q: SVI(
-        model, q, pyro.optim.Adam({"lr": 0.01}), JitTraceMeanField_ELBO(ignore_jit_warnings=True)
+        model,
+        q,
+        pyro.optim.Adam({"lr": 0.01}),
+        JitTraceMeanField_ELBO(ignore_jit_warnings=True),
     ).step(DATA),
     "a torch optimiser": elbo_module(Trace_ELBO()),
     "Predictive": lambda q: Predictive(model, guide=q, num_samples=4)(DATA),
@@ -94,7 +112,9 @@ AVERAGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("objective", WEIGHTS)
 @pytest.mark.parametrize("estimator", [InfoNCE(2), SinkhornImportance(2), ExactOrbit()])
-def test_objectives_that_weight_draws_take_estimates_and_the_exact_density(objective: str, estimator: Any) -> None:
+def test_objectives_that_weight_draws_take_estimates_and_the_exact_density(
+    objective: str, estimator: Any
+) -> None:
     WEIGHTS[objective](guide(estimator))
 
 
@@ -110,7 +130,11 @@ def assigned(data: torch.Tensor) -> None:
     locs = pyro.sample("locs", dist.Normal(torch.zeros(3), 3.0).to_event(1))
     with pyro.plate("data", len(data)):
         z = pyro.sample("z", dist.Categorical(torch.ones(3)))
-        pyro.sample("x", dist.Normal(locs[..., z] if locs.dim() == 1 else locs.gather(-1, z), 1.0), obs=data)
+        pyro.sample(
+            "x",
+            dist.Normal(locs[..., z] if locs.dim() == 1 else locs.gather(-1, z), 1.0),
+            obs=data,
+        )
 
 
 @pytest.mark.parametrize("estimator", [InfoNCE(2), ExactOrbit()])
@@ -119,13 +143,18 @@ def test_assignments_that_the_model_enumerates_leave_the_guide_to_the_continuous
     estimator: Any, nesting: dict[str, int]
 ) -> None:
     continuous = pyro.poutine.block(assigned, hide=["z"])
-    q = AutoSymmetrized(continuous, GROUP, estimator=estimator, init_scale=0.5).setup(DATA)
+    q = AutoSymmetrized(continuous, GROUP, estimator=estimator, init_scale=0.5).setup(
+        DATA
+    )
     svi = SVI(assigned, q, pyro.optim.Adam({"lr": 0.01}), TraceEnum_ELBO(**nesting))
     assert all(type(svi.step(DATA)) is float for _ in range(3))
     written_out = AutoSymmetrized(model, GROUP, estimator=estimator).setup(DATA)
     written_out.load_state_dict(q.state_dict())
     values = []
-    for given, guide_, loss in ((assigned, q, TraceEnum_ELBO(max_plate_nesting=1)), (model, written_out, Trace_ELBO())):
+    for given, guide_, loss in (
+        (assigned, q, TraceEnum_ELBO(max_plate_nesting=1)),
+        (model, written_out, Trace_ELBO()),
+    ):
         pyro.set_rng_seed(1)
         values.append(loss.loss(given, guide_, DATA))
     assert values[0] == pytest.approx(values[1], rel=1e-4)
@@ -136,7 +165,10 @@ def by_enumeration() -> float:
     terms = []
     for assignment in torch.cartesian_prod(*[torch.arange(3)] * len(DATA)):
         rows = [DATA[assignment == k] for k in assignment.unique()]
-        laws = [dist.MultivariateNormal(torch.zeros(len(x)), torch.eye(len(x)) + 9.0) for x in rows]
+        laws = [
+            dist.MultivariateNormal(torch.zeros(len(x)), torch.eye(len(x)) + 9.0)
+            for x in rows
+        ]
         terms.append(sum(law.log_prob(x) for law, x in zip(laws, rows, strict=True)))
     return float(torch.stack(terms).double().logsumexp(0)) - len(DATA) * math.log(3)
 
@@ -152,9 +184,15 @@ def fitted(estimator: Any) -> AutoSymmetrized:
 @pytest.mark.stochastic
 @pytest.mark.parametrize("estimator", [InfoNCE(2), SinkhornImportance(2), ExactOrbit()])
 def test_weights_of_draws_estimate_the_evidence_without_bias(estimator: Any) -> None:
-    """Ratios to the density or to an estimate of it, against enumeration; at 6 standard errors (1 in 10^8)."""
+    """Ratios to the density or to an estimate of it, against enumeration; at 6 standard
+    errors (1 in 10^8).
+    """
     q = fitted(estimator)
     with torch.no_grad():
-        log_weights = vectorized_importance_weights(model, q, DATA, num_samples=20_000, max_plate_nesting=1)[0]
+        log_weights = vectorized_importance_weights(
+            model, q, DATA, num_samples=20_000, max_plate_nesting=1
+        )[0]
     ratios = (log_weights.double() - by_enumeration()).exp()
-    assert float(ratios.mean()) == pytest.approx(1.0, abs=6 * float(ratios.std()) / 20_000**0.5)
+    assert float(ratios.mean()) == pytest.approx(
+        1.0, abs=6 * float(ratios.std()) / 20_000**0.5
+    )

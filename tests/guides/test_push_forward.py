@@ -1,4 +1,6 @@
-"""Gaussian guides pushed forward by any element: exact moments, the same functions, guides of their own."""
+"""Gaussian guides pushed forward by any element: exact moments, the same functions,
+guides of their own.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,22 @@ from pyro_symmetric.guides import (
 )
 from pyro_symmetric.models import BayesianModel
 
-FAMILIES = [AutoNormal, AutoDiagonalNormal, AutoLowRankMultivariateNormal, AutoMultivariateNormal]
+FAMILIES = [
+    AutoNormal,
+    AutoDiagonalNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+]
 KINDS = ["permutations", "scalings", "signs", "shifts", "finite", "all"]
 
 
 def network() -> nn.Sequential:
-    """A classifier with all four symmetries: a rectified layer, an odd one, and a softmax."""
-    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    """A classifier with all four symmetries: a rectified layer, an odd one, and a
+    softmax.
+    """
+    return nn.Sequential(
+        nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)
+    )
 
 
 @cache
@@ -51,7 +62,12 @@ def symmetry_of_network() -> Symmetry:
 def problem() -> tuple[BayesianModel, Symmetry, Tensor, Tensor]:
     torch.set_default_dtype(torch.float64)
     x = torch.randn(20, 2)
-    return BayesianModel(network(), 1.0, "categorical"), symmetry_of_network(), x, (x.sum(-1) > 0).long()
+    return (
+        BayesianModel(network(), 1.0, "categorical"),
+        symmetry_of_network(),
+        x,
+        (x.sum(-1) > 0).long(),
+    )
 
 
 def steps(model: Any, guide: Any, *data: Tensor, number: int = 15) -> list[float]:
@@ -74,9 +90,13 @@ def one_of(symmetry: Symmetry, kind: str) -> Any:
 def moments(guide: Any) -> tuple[Tensor, Tensor]:
     """Mean and covariance over flat vectors, by the guide's own distribution."""
     if isinstance(guide, AutoNormal):
-        pairs = [guide._get_loc_and_scale(name) for name, _ in guide.prototype_trace.iter_stochastic_nodes()]
+        pairs = [
+            guide._get_loc_and_scale(name)
+            for name, _ in guide.prototype_trace.iter_stochastic_nodes()
+        ]
         loc, scale = (
-            torch.cat([value.detach().reshape(-1) for value in column]) for column in zip(*pairs, strict=True)
+            torch.cat([value.detach().reshape(-1) for value in column])
+            for column in zip(*pairs, strict=True)
         )
         return loc, scale.square().diag()
     with torch.no_grad():
@@ -90,32 +110,50 @@ def moments(guide: Any) -> tuple[Tensor, Tensor]:
         return posterior.mean.clone(), posterior.covariance_matrix.clone()
 
 
-def explicit_action(element: Any, shapes: dict[str, torch.Size]) -> tuple[Tensor, Tensor]:
-    """``A`` and ``b`` of the action ``A w + b``, from what it makes of zero and of all unit vectors."""
+def explicit_action(
+    element: Any, shapes: dict[str, torch.Size]
+) -> tuple[Tensor, Tensor]:
+    """``A`` and ``b`` of the action ``A w + b``, from what it makes of zero and of all
+    unit vectors.
+    """
     dim = sum(shape.numel() for shape in shapes.values())
     points = torch.cat([torch.zeros(1, dim), torch.eye(dim)])
     pieces = points.split([shape.numel() for shape in shapes.values()], -1)
-    weights = {s: piece.reshape(-1, *shape) for (s, shape), piece in zip(shapes.items(), pieces, strict=True)}
-    moved = torch.cat([value.reshape(dim + 1, -1) for value in element(weights).values()], -1)
+    weights = {
+        s: piece.reshape(-1, *shape)
+        for (s, shape), piece in zip(shapes.items(), pieces, strict=True)
+    }
+    moved = torch.cat(
+        [value.reshape(dim + 1, -1) for value in element(weights).values()], -1
+    )
     return (moved[1:] - moved[0]).mT, moved[0]
 
 
 @pytest.mark.parametrize("element_kind", KINDS)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(kind: type, element_kind: str) -> None:
+def test_the_pushed_covariance_is_that_of_the_explicit_matrix_of_the_action(
+    kind: type, element_kind: str
+) -> None:
     model, symmetry, x, y = problem()
     guide = trained(kind, model, x, y)
     element = one_of(symmetry, element_kind)
     pushed = push_forward(guide, element)
-    (loc, covariance), (matrix, constant) = moments(guide), explicit_action(element, model.site_shapes)
+    (loc, covariance), (matrix, constant) = (
+        moments(guide),
+        explicit_action(element, model.site_shapes),
+    )
     new_loc, new_covariance = moments(pushed)
     torch.testing.assert_close(new_loc, matrix @ loc + constant)
     torch.testing.assert_close(new_covariance, matrix @ covariance @ matrix.mT)
     assert not torch.allclose(new_loc, loc)
 
 
-def test_in_single_precision_small_deviations_beside_large_means_keep_their_digits() -> None:
-    """g(m + s) - g(m) would lose all digits of s at 1e-8 of m; the derivative of the action loses none."""
+def test_in_single_precision_small_deviations_beside_large_means_keep_their_digits() -> (
+    None
+):
+    """g(m + s) - g(m) would lose all digits of s at 1e-8 of m; the derivative of the
+    action loses none.
+    """
     net = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 1))
     model = BayesianModel(net, 1.0, "gaussian")
     guide = AutoDiagonalNormal(model)
@@ -124,11 +162,20 @@ def test_in_single_precision_small_deviations_beside_large_means_keep_their_digi
         guide.loc.fill_(1e4)
     guide.scale = torch.full_like(guide.loc, 1e-4)
     symmetry = find_symmetry(net, torch.zeros(2, 1))
-    twice = {name: torch.full((n,), math.log(2.0)) for name, n in symmetry.scalings.factors.items()}
+    twice = {
+        name: torch.full((n,), math.log(2.0))
+        for name, n in symmetry.scalings.factors.items()
+    }
     scaling = symmetry.scalings.element(log_scales=twice)
     pushed = push_forward(guide, scaling)
-    torch.testing.assert_close(pushed.scale / guide.scale, pushed.loc / guide.loc, rtol=1e-5, atol=0)
-    assert set((pushed.scale / guide.scale).round(decimals=3).tolist()) == {0.5, 1.0, 2.0}
+    torch.testing.assert_close(
+        pushed.scale / guide.scale, pushed.loc / guide.loc, rtol=1e-5, atol=0
+    )
+    assert set((pushed.scale / guide.scale).round(decimals=3).tolist()) == {
+        0.5,
+        1.0,
+        2.0,
+    }
 
 
 def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
@@ -139,11 +186,25 @@ def test_permutations_move_positive_sites_and_scalings_refuse_them() -> None:
     guide = AutoLowRankMultivariateNormal(model)
     guide()
     pushed = push_forward(guide, group.element({"k": [2, 0, 1]}))
-    torch.testing.assert_close(pushed.median()["scales"], guide.median()["scales"][[2, 0, 1]])
-    torch.testing.assert_close(moments(pushed)[1], moments(guide)[1][[2, 0, 1]][:, [2, 0, 1]])
-    units = Units("k", 3, (Axis("scales", 0, torch.arange(3)[None], 1),), moves=frozenset({"scale"}))
+    torch.testing.assert_close(
+        pushed.median()["scales"], guide.median()["scales"][[2, 0, 1]]
+    )
+    torch.testing.assert_close(
+        moments(pushed)[1], moments(guide)[1][[2, 0, 1]][:, [2, 0, 1]]
+    )
+    units = Units(
+        "k",
+        3,
+        (Axis("scales", 0, torch.arange(3)[None], 1),),
+        moves=frozenset({"scale"}),
+    )
     with pytest.raises(ValueError, match=r"\['k'\].*'scales'.*real number"):
         push_forward(guide, Group([units], {"scales": torch.Size([3])}).sample())
-    units = Units("k", 1, (Axis("scales", 0, torch.arange(3)[:, None], 0),), moves=frozenset({"shift"}))
+    units = Units(
+        "k",
+        1,
+        (Axis("scales", 0, torch.arange(3)[:, None], 0),),
+        moves=frozenset({"shift"}),
+    )
     with pytest.raises(ValueError, match=r"\['k'\].*'scales'.*real number"):
         push_forward(guide, Group([units], {"scales": torch.Size([3])}).sample())

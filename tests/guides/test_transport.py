@@ -30,7 +30,11 @@ def normal_guide(normal: Any) -> AutoGaussian:
 
 
 def mean_field() -> AutoGaussian:
-    return normal_guide(dist.Normal(torch.randn(DIM).double(), torch.rand(DIM).double() + 0.1).to_event(1))
+    return normal_guide(
+        dist.Normal(torch.randn(DIM).double(), torch.rand(DIM).double() + 0.1).to_event(
+            1
+        )
+    )
 
 
 def test_mean_field_guides_meet_at_means_of_means_and_deviations() -> None:
@@ -39,9 +43,14 @@ def test_mean_field_guides_meet_at_means_of_means_and_deviations() -> None:
     assert isinstance(centre.get_posterior(), dist.Independent)
     shares = torch.tensor([1.0, 2.0, 5.0]).double() / 8
     for name in ("loc", "scale"):
-        expected = sum(w * getattr(g, name) for w, g in zip(shares, guides, strict=True))
+        expected = sum(
+            w * getattr(g, name) for w, g in zip(shares, guides, strict=True)
+        )
         torch.testing.assert_close(getattr(centre, name), expected)
-    middle, two = interpolate(guides[0], guides[1], 0.25), barycentre(guides[:2], [0.75, 0.25])
+    middle, two = (
+        interpolate(guides[0], guides[1], 0.25),
+        barycentre(guides[:2], [0.75, 0.25]),
+    )
     torch.testing.assert_close(middle.loc, two.loc)
     torch.testing.assert_close(middle.scale, two.scale)
 
@@ -55,13 +64,17 @@ def test_weights_moments_and_posteriors_are_taken_as_align_takes_them() -> None:
     assert isinstance(between, GaussianWeights)
     torch.testing.assert_close(between.loc["w"], 0.75 * mean + 0.25)
     torch.testing.assert_close(between.scale["w"], 0.75 * scale)
-    middle = barycentre([plain, posterior, {"w": torch.zeros(3).double()}], [1.0, 2.0, 1.0])
+    middle = barycentre(
+        [plain, posterior, {"w": torch.zeros(3).double()}], [1.0, 2.0, 1.0]
+    )
     torch.testing.assert_close(middle.loc["w"], 0.5 * mean + 0.25)
     torch.testing.assert_close(middle.scale["w"], 0.5 * scale)
 
 
 def test_guides_with_correlations_are_refused() -> None:
-    full = normal_guide(dist.MultivariateNormal(torch.zeros(DIM).double(), torch.eye(DIM).double()))
+    full = normal_guide(
+        dist.MultivariateNormal(torch.zeros(DIM).double(), torch.eye(DIM).double())
+    )
     with pytest.raises(ValueError, match=r"guides\[1\] has correlations"):
         barycentre([mean_field(), full])
     with pytest.raises(ValueError, match="guide_1 has correlations"):

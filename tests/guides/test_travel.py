@@ -49,21 +49,34 @@ BASES: dict[str, tuple[type, dict[str, Any]]] = {
 
 def network() -> BayesianModel:
     pyro.set_rng_seed(7)
-    return BayesianModel(nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)), 1.0, "gaussian")
+    return BayesianModel(
+        nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)),
+        1.0,
+        "gaussian",
+    )
 
 
 def symmetrized(base: str) -> tuple[BayesianModel, AutoSymmetrized]:
     """A guide that isn't set up, and its model."""
     model, (kind, options) = network(), BASES[base]
     shapes = {name: parameter.shape for name, parameter in model.net.named_parameters()}
-    return model, AutoSymmetrized(model, Group.declare(AXES, shapes), kind, InfoNCE(2), **options)
+    return model, AutoSymmetrized(
+        model, Group.declare(AXES, shapes), kind, InfoNCE(2), **options
+    )
 
 
 def blocks(model: BayesianModel) -> AutoUnitBlocks:
-    return AutoUnitBlocks(model, Group.declare(AXES, {name: p.shape for name, p in model.net.named_parameters()}))
+    return AutoUnitBlocks(
+        model,
+        Group.declare(
+            AXES, {name: p.shape for name, p in model.net.named_parameters()}
+        ),
+    )
 
 
-def train(model: Any, guide: Any, steps: int = 5, lr: float = 0.02) -> tuple[Any, list[float]]:
+def train(
+    model: Any, guide: Any, steps: int = 5, lr: float = 0.02
+) -> tuple[Any, list[float]]:
     """Runs here and in other processes; both find the same."""
     svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), Trace_ELBO())
     return guide, [step(svi, number) for number in range(steps)]
@@ -97,7 +110,9 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_guides_of_one_class_train_in_turns_without_touching_each_other(base: str) -> None:
+def test_guides_of_one_class_train_in_turns_without_touching_each_other(
+    base: str,
+) -> None:
     """Each as if it were alone."""
     rates, alone = (0.02, 0.05), []
     for rate in rates:
@@ -110,7 +125,8 @@ def test_guides_of_one_class_train_in_turns_without_touching_each_other(base: st
         model, guide = symmetrized(base)
         pairs.append((model, guide.setup(X, Y)))
     optimizers = [
-        SVI(m, g, pyro.optim.Adam({"lr": rate}), Trace_ELBO()) for rate, (m, g) in zip(rates, pairs, strict=True)
+        SVI(m, g, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
+        for rate, (m, g) in zip(rates, pairs, strict=True)
     ]
     for number in range(5):
         for svi in optimizers:
@@ -119,7 +135,7 @@ def test_guides_of_one_class_train_in_turns_without_touching_each_other(base: st
         assert_same(state(guide), alone[number])
 
 
-# pickles and copies -------------------------------------------------------------------------------------------------
+# pickles and copies -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -155,7 +171,9 @@ def test_a_guide_over_a_function_in_a_function_travels_once_it_is_set_up() -> No
 def test_the_data_does_not_travel() -> None:
     sizes = []
     for rows in (20, 5000):
-        guide = symmetrized("diagonal")[1].setup(torch.randn(rows, 1), torch.randn(rows))
+        guide = symmetrized("diagonal")[1].setup(
+            torch.randn(rows, 1), torch.randn(rows)
+        )
         sizes.append(len(pickle.dumps(guide)))
     assert sizes[1] < 1.1 * sizes[0]
 
@@ -167,14 +185,17 @@ def both(model: Any, guide: Any) -> tuple[Any, list[float]]:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("set_up", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: ProcessPoolExecutor) -> None:
+def test_process_workers_train_guides_as_this_process_does(
+    set_up: bool, pool: ProcessPoolExecutor
+) -> None:
     """A guide that comes back draws and trains further."""
     for base in ("full rank",):
         model, guide = symmetrized(base)
         if set_up:
             guide.setup(X, Y)
         before = state(guide)
-        torch.manual_seed(5)  # before set-up, which the worker does with a seed of its own
+        # before set-up, which the worker does with a seed of its own
+        torch.manual_seed(5)
         travelled, losses = pool.submit(both, model, guide).result()
         assert_same(state(guide), before)
         if set_up:
@@ -182,15 +203,19 @@ def test_process_workers_train_guides_as_this_process_does(set_up: bool, pool: P
             assert losses == pytest.approx(expected, rel=1e-4)
             assert_same(state(travelled), state(here))
         for one in (travelled, push_forward(travelled, guide.group.sample())):
-            assert all(value.isfinite().all() for value in one.sample_posterior((3,)).values())
+            assert all(
+                value.isfinite().all() for value in one.sample_posterior((3,)).values()
+            )
             train(model, one, steps=1)
 
 
-# files --------------------------------------------------------------------------------------------------------------
+# files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(base: str, tmp_path: Path) -> None:
+def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(
+    base: str, tmp_path: Path
+) -> None:
     model, guide = symmetrized(base)
     train(model, guide)
     save_guide(guide, tmp_path / "guide.safetensors")
@@ -200,7 +225,9 @@ def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(base: str, tmp_path
     assert loaded.group == guide.group
     assert loaded.estimator == guide.estimator
     points = guide.base.get_posterior().sample((6,)) + 0.1
-    found, expected = (one.base.get_posterior().log_prob(points) for one in (loaded, guide))
+    found, expected = (
+        one.base.get_posterior().log_prob(points) for one in (loaded, guide)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     _, losses = train(model, loaded, steps=60)
     assert sum(losses[-20:]) < sum(losses[:20])
@@ -208,6 +235,8 @@ def test_a_guide_over_a_gaussian_base_comes_back_from_a_file(base: str, tmp_path
 
 def test_a_guide_over_a_flow_is_refused_by_a_file(tmp_path: Path) -> None:
     model, other = symmetrized("diagonal")
-    guide = AutoSymmetrized(model, other.group, AutoIAFNormal, InfoNCE(1), hidden_dim=[16])
+    guide = AutoSymmetrized(
+        model, other.group, AutoIAFNormal, InfoNCE(1), hidden_dim=[16]
+    )
     with pytest.raises(TypeError, match="isn't Gaussian"):
         save_guide(guide.setup(X, Y), tmp_path / "flow.safetensors")

@@ -1,4 +1,6 @@
-"""Unit blocks equal the dense Gaussian that they stand for, in density, moments, moves and files."""
+"""Unit blocks equal the dense Gaussian that they stand for, in density, moments, moves
+and files.
+"""
 
 import copy
 import math
@@ -19,7 +21,9 @@ X, Y = torch.randn(8, 2), torch.randn(8)
 
 
 def network() -> ps.BayesianModel:
-    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    net = nn.Sequential(
+        nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)
+    )
     return ps.BayesianModel(net.double(), likelihood=ps.GaussianLikelihood(0.5))
 
 
@@ -48,7 +52,8 @@ def test_a_weight_between_two_layers_belongs_to_the_unit_that_it_enters() -> Non
     layout = layout_of(guide)
     numbers = layout.unflatten(torch.arange(layout.dim))
     first, second = sorted(
-        (p.sort(-1).values.tolist() for p in guide.get_posterior().positions), key=lambda rows: len(rows[0])
+        (p.sort(-1).values.tolist() for p in guide.get_posterior().positions),
+        key=lambda rows: len(rows[0]),
     )
     in_w, in_b, mid_w, mid_b, out_w, out_b = (
         numbers[f"net.{k}.{n}"] if f"net.{k}.{n}" in numbers else numbers[f"{k}.{n}"]
@@ -56,7 +61,9 @@ def test_a_weight_between_two_layers_belongs_to_the_unit_that_it_enters() -> Non
         for n in ("weight", "bias")
     )
     assert first == [sorted([*in_w[u].tolist(), int(in_b[u])]) for u in range(3)]
-    assert second == [sorted([*mid_w[u].tolist(), int(mid_b[u]), int(out_w[0, u])]) for u in range(2)]
+    assert second == [
+        sorted([*mid_w[u].tolist(), int(mid_b[u]), int(out_w[0, u])]) for u in range(2)
+    ]
     assert guide.get_posterior().rest.tolist() == out_b.tolist()
 
 
@@ -69,13 +76,18 @@ def test_density_moments_and_entropy_are_those_of_the_dense_gaussian() -> None:
     torch.testing.assert_close(q.entropy(), truth.entropy())
     loc, scale = guide._loc_scale()
     torch.testing.assert_close(scale, truth.stddev)
-    median, upper = (torch.cat([v[k].flatten() for v in guide.quantiles([0.5, 0.975]).values()]) for k in (0, 1))
+    median, upper = (
+        torch.cat([v[k].flatten() for v in guide.quantiles([0.5, 0.975]).values()])
+        for k in (0, 1)
+    )
     torch.testing.assert_close(upper, loc + 1.959964 * truth.stddev)
     torch.testing.assert_close(median, loc.detach())
 
 
 def test_at_the_posterior_of_separate_regressions_the_elbo_is_the_evidence() -> None:
-    """Weights of a unit are correlated by its inputs, units are independent: the family holds the posterior."""
+    """Weights of a unit are correlated by its inputs, units are independent: the family
+    holds the posterior.
+    """
     torch.manual_seed(0)
     x = torch.randn(12, 3, dtype=torch.float64)
     y = torch.randn(12, 4, dtype=torch.float64)
@@ -89,17 +101,24 @@ def test_at_the_posterior_of_separate_regressions_the_elbo_is_the_evidence() -> 
     mean = (covariance @ x.mT @ y / 0.09).mT.reshape(-1)
     start = ps.AutoUnitBlocks(model, group).setup()
     tril = torch.linalg.cholesky(covariance).expand(4, 3, 3)
-    guide = ps.AutoGaussian(start, UnitBlocks(mean, [torch.arange(12).reshape(4, 3)], [tril]))
-    marginal = torch.distributions.MultivariateNormal(torch.zeros(12).double(), x @ x.mT + 0.09 * torch.eye(12))
+    guide = ps.AutoGaussian(
+        start, UnitBlocks(mean, [torch.arange(12).reshape(4, 3)], [tril])
+    )
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(12).double(), x @ x.mT + 0.09 * torch.eye(12)
+    )
     evidence = float(marginal.log_prob(y.mT).sum())
-    assert Trace_ELBO().loss(model, guide) == pytest.approx(-evidence, rel=1e-6)  # whatever the draw
+    # whatever the draw
+    assert Trace_ELBO().loss(model, guide) == pytest.approx(-evidence, rel=1e-6)
 
 
 def test_the_symmetrised_density_is_the_sum_over_all_elements() -> None:
     torch.manual_seed(1)
     model = network()
     base, group = drawn(model)
-    guide = ps.AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup(X.double(), Y.double())
+    guide = ps.AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup(
+        X.double(), Y.double()
+    )
     action, q = action_on(guide, group), dense(base)
     value = guide.get_posterior().sample((3,))
     elements = group.enumerate()
@@ -126,7 +145,9 @@ def test_a_push_forward_that_would_tear_units_apart_is_refused() -> None:
         for site, shape in shapes.items():
             pyro.sample(site, dist.Normal(torch.zeros(shape), 1.0).to_event(len(shape)))
 
-    guide = ps.AutoUnitBlocks(model, ps.Group.declare({"w": ("unit", None), "v": ("unit",)}, shapes)).setup()
+    guide = ps.AutoUnitBlocks(
+        model, ps.Group.declare({"w": ("unit", None), "v": ("unit",)}, shapes)
+    ).setup()
     other = ps.Group.declare({"v": ("entry",)}, shapes)
     with pytest.raises(ValueError, match="element"):
         ps.push_forward(guide, other.element({"entry": torch.tensor([1, 0, 2])}))
@@ -138,22 +159,31 @@ def test_files_pickles_and_copies_have_the_same_density(wrap, tmp_path) -> None:
     model = network()
     base, group = drawn(model)
     if wrap is ps.AutoSymmetrized:
-        guide = ps.AutoSymmetrized(model, group, base=base, estimator=ExactOrbit()).setup(X.double(), Y.double())
+        guide = ps.AutoSymmetrized(
+            model, group, base=base, estimator=ExactOrbit()
+        ).setup(X.double(), Y.double())
     else:
         guide = base
     draws = guide.get_posterior().sample((4,))
     ps.save_guide(guide, tmp_path / "guide")
     loaded = ps.load_guide(tmp_path / "guide", device=X.device)
     for other in (loaded, pickle.loads(pickle.dumps(guide)), copy.deepcopy(guide)):
-        torch.testing.assert_close(other.get_posterior().log_prob(draws), guide.get_posterior().log_prob(draws))
-        assert {site: value.shape for site, value in other.sample_posterior((2,)).items()} == {
-            site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()
-        }
+        torch.testing.assert_close(
+            other.get_posterior().log_prob(draws), guide.get_posterior().log_prob(draws)
+        )
+        assert {
+            site: value.shape for site, value in other.sample_posterior((2,)).items()
+        } == {site: (2, *shape) for site, shape in layout_of(guide).site_shapes.items()}
 
 
 def test_blocks_of_more_weights_than_a_sketch_have_an_estimate() -> None:
-    net, x = nn.Sequential(nn.Linear(300, 24), nn.Tanh(), nn.Linear(24, 1)), torch.randn(4, 300)
+    net, x = (
+        nn.Sequential(nn.Linear(300, 24), nn.Tanh(), nn.Linear(24, 1)),
+        torch.randn(4, 300),
+    )
     model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.5))
     group, estimator = ps.find_symmetry(net, x).finite, ps.SinkhornImportance(4)
-    guide = ps.AutoSymmetrized(model, group, base=ps.AutoUnitBlocks, estimator=estimator).setup(x, torch.randn(4))
+    guide = ps.AutoSymmetrized(
+        model, group, base=ps.AutoUnitBlocks, estimator=estimator
+    ).setup(x, torch.randn(4))
     assert math.isfinite(Trace_ELBO().loss(model, guide, x, torch.randn(4)))

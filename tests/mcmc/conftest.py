@@ -1,5 +1,5 @@
-"""Shared by the tests of kernels and runs: potentials with known answers, a loop without the trappings of ``sample``,
-and runs that break."""
+"""Shared by the tests of kernels and runs: potentials with known answers, a loop
+without the trappings of ``sample``, and runs that break."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Energy = Callable[[Tensor], Tensor]
 
 
 class ToyPotential:
-    """An energy ``(C, D) -> (C,)`` with its gradient, in the shape of a ``Density``; counts its gradients."""
+    """An energy ``(C, D) -> (C,)`` with its gradient, in the shape of a ``Density``;
+    counts its gradients.
+    """
 
     def __init__(self, energy: Energy):
         self.energy = energy
@@ -35,14 +37,18 @@ class ToyPotential:
 
 
 class GaussianPotential(ToyPotential):
-    """A Gaussian of mean 0 whose covariance has given eigenvalues, in random or in the coordinates' directions."""
+    """A Gaussian of mean 0 whose covariance has given eigenvalues, in random or in the
+    coordinates' directions.
+    """
 
     def __init__(self, eigenvalues: Tensor, rotated: bool = True, seed: int = 0):
         dim = len(eigenvalues)
         generator = torch.Generator(eigenvalues.device).manual_seed(seed)
         basis = torch.eye(dim, dtype=eigenvalues.dtype)
         if rotated:
-            basis = torch.linalg.qr(torch.randn(dim, dim, generator=generator, dtype=eigenvalues.dtype))[0]
+            basis = torch.linalg.qr(
+                torch.randn(dim, dim, generator=generator, dtype=eigenvalues.dtype)
+            )[0]
         self.eigenvalues, self.basis = eigenvalues, basis
         self.covariance = basis @ torch.diag(eigenvalues) @ basis.T
         precision = basis @ torch.diag(1 / eigenvalues) @ basis.T
@@ -50,11 +56,14 @@ class GaussianPotential(ToyPotential):
 
     def sample(self, count: int) -> Tensor:
         return (
-            torch.randn(count, len(self.eigenvalues), dtype=self.basis.dtype) * self.eigenvalues.sqrt()
+            torch.randn(count, len(self.eigenvalues), dtype=self.basis.dtype)
+            * self.eigenvalues.sqrt()
         ) @ self.basis.T
 
     def standardise(self, z: Tensor) -> Tensor:
-        """Coordinates along the eigenvectors, in units of their deviations: independent standard normals."""
+        """Coordinates along the eigenvectors, in units of their deviations: independent
+        standard normals.
+        """
         return (z @ self.basis) / self.eigenvalues.sqrt()
 
 
@@ -92,7 +101,11 @@ def drive(
             draws.append(state.z)
             statistics.append(state.statistics)
     names = statistics[0] if statistics else {}
-    return torch.stack(draws, 1), {n: torch.stack([s[n] for s in statistics], 1) for n in names}, state
+    return (
+        torch.stack(draws, 1),
+        {n: torch.stack([s[n] for s in statistics], 1) for n in names},
+        state,
+    )
 
 
 @pytest.fixture
@@ -101,10 +114,15 @@ def banana() -> Banana:
 
 
 def assert_same_draws(found: Posterior, expected: Posterior) -> None:
-    for have, want in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+    for have, want in (
+        (found.samples, expected.samples),
+        (found.statistics, expected.statistics),
+    ):
         assert list(have) == list(want)
         for name, value in want.items():
-            assert torch.equal(have[name], value) or torch.allclose(have[name], value, 0, 0, equal_nan=True), name
+            assert torch.equal(have[name], value) or torch.allclose(
+                have[name], value, 0, 0, equal_nan=True
+            ), name
 
 
 class Killed(BaseException):
@@ -113,7 +131,9 @@ class Killed(BaseException):
 
 @pytest.fixture
 def break_after(monkeypatch):
-    """Break the run in the middle of its ``n``-th iteration from now, when numbers were drawn but nothing was kept."""
+    """Break the run in the middle of its ``n``-th iteration from now, when numbers were
+    drawn but nothing was kept.
+    """
     advance, left = run.advance, [0]
 
     def breaking(settings, density, recorder, run_state):

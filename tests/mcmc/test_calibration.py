@@ -1,7 +1,9 @@
-"""Simulation-based calibration: the rank of the true parameter among draws of its posterior is uniform.
+"""Simulation-based calibration: the rank of the true parameter among draws of its
+posterior is uniform.
 
-Chains are replications with data of their own. A p-value is corrected for its quantities; below 1e-6 a test fails, so
-false alarms are at most 1e-6 each. ``python -m benchmarks.performance.calibration`` has more replications and samplers.
+Chains are replications with data of their own. A p-value is corrected for its
+quantities; below 1e-6 a test fails, so false alarms are at most 1e-6 each. ``python -m
+benchmarks.performance.calibration`` has more replications and samplers.
 """
 
 from pathlib import Path
@@ -10,7 +12,15 @@ import pytest
 import torch
 
 REPLICATIONS, DRAWS, LEVEL = 300, 15, 1e-6
-SLOW = ("AdaptiveHMC", "NUTS", "SGHMC, all rows", "SGLD, all rows", "SGHMC", "SGLD", "pSGLD")
+SLOW = (
+    "AdaptiveHMC",
+    "NUTS",
+    "SGHMC, all rows",
+    "SGLD, all rows",
+    "SGHMC",
+    "SGLD",
+    "pSGLD",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,11 +29,15 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.stochastic
-@pytest.mark.parametrize("name", ["HMC", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", ["HMC", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_ranks_are_uniform(name):
     from benchmarks.performance.calibration import CONTESTANTS
 
-    value, _ = CONTESTANTS[name](REPLICATIONS, DRAWS, **({"num_warmup": 75} if name == "HMC" else {}))
+    value, _ = CONTESTANTS[name](
+        REPLICATIONS, DRAWS, **({"num_warmup": 75} if name == "HMC" else {})
+    )
     assert value > LEVEL
 
 
@@ -32,7 +46,10 @@ def test_ranks_are_uniform(name):
     "name",
     [
         "accepts twice as often",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("accepts always", "Langevin steps too long")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("accepts always", "Langevin steps too long")
+        ),
     ],
 )
 def test_a_sampler_that_is_wrong_is_seen(name):

@@ -32,7 +32,10 @@ def branching():
 
 def network() -> BayesianModel:
     torch.manual_seed(0)
-    return BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), likelihood="gaussian")
+    return BayesianModel(
+        nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)),
+        likelihood="gaussian",
+    )
 
 
 def choice(model, *args, num_chains=None, **options) -> Settings:
@@ -40,7 +43,10 @@ def choice(model, *args, num_chains=None, **options) -> Settings:
 
 
 def test_the_mass_is_dense_for_few_coordinates_but_for_networks_whose_chains_are_fewer():
-    assert [choice(wide, dim).kernel.mass for dim in (DENSE, DENSE + 1)] == ["dense", "diagonal"]
+    assert [choice(wide, dim).kernel.mass for dim in (DENSE, DENSE + 1)] == [
+        "dense",
+        "diagonal",
+    ]
     found = choice(network(), torch.randn(5, 2), torch.randn(5))
     assert (found.kernel.mass, found.num_chains) == ("diagonal", 16)
 
@@ -48,11 +54,16 @@ def test_the_mass_is_dense_for_few_coordinates_but_for_networks_whose_chains_are
 @pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore:draws are evaluated one after another")
 def test_chains_are_fewer_the_more_an_evaluation_holds():
-    counts = [choice(normal, torch.randn(rows)).num_chains for rows in (10, 50_000, 10**6)]
+    counts = [
+        choice(normal, torch.randn(rows)).num_chains for rows in (10, 50_000, 10**6)
+    ]
     assert counts[0] == 64 > counts[1] > counts[2] == 4
     assert [choice(wide, dim).num_chains for dim in (10, 20_000, 10**6)] == [64, 16, 4]
     assert choice(branching).num_chains == 4  # which are evaluated one after another
-    assert "NUTS with 4 chains (as few as can be compared)" in choice(normal, torch.randn(10**6)).chosen
+    assert (
+        "NUTS with 4 chains (as few as can be compared)"
+        in choice(normal, torch.randn(10**6)).chosen
+    )
 
 
 def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
@@ -64,7 +75,12 @@ def test_few_chains_are_left_to_nuts_and_a_number_that_is_asked_for_stays():
 
 def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     """The mean's posterior is Normal(100 / 100.01 * y.mean(), 1 / 100.01 ** 0.5)."""
-    y = torch.randn(100, generator=torch.Generator(torch.empty(0).device).manual_seed(0)) + 2
+    y = (
+        torch.randn(
+            100, generator=torch.Generator(torch.empty(0).device).manual_seed(0)
+        )
+        + 2
+    )
     posterior = sample(normal, y, num_samples=100, seed=0, engine="eager")
     said = posterior.metadata["chosen"]
     assert said.startswith("AdaptiveHMC with 64 chains")
@@ -73,23 +89,33 @@ def test_a_model_alone_is_sampled_and_the_choice_is_said(capsys):
     json.dumps(posterior.metadata, allow_nan=False)
     precision = 100 + 0.01
     # At least 1,000 effective draws: six standard errors.
-    assert abs(posterior.samples["mean"].mean() - y.sum() / precision) < 6 / (precision * 1000) ** 0.5
-    assert posterior.samples["mean"].std() == pytest.approx(precision**-0.5, rel=6 / 2000**0.5)
+    assert (
+        abs(posterior.samples["mean"].mean() - y.sum() / precision)
+        < 6 / (precision * 1000) ** 0.5
+    )
+    assert posterior.samples["mean"].std() == pytest.approx(
+        precision**-0.5, rel=6 / 2000**0.5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.stochastic
 @pytest.mark.filterwarnings("ignore")
 def test_a_banana_s_second_moment_is_right_or_diagnose_says_that_it_may_not_be():
-    """E[b^2] = E[a^4] + 0.2^2 = 3.04, within 5 standard errors, or a check fails: so short a run seldom reaches the
-    tails. 9 of 16 seeds were farther off, each with a check that failed: of divergences, or of R-hat where none was."""
+    """E[b^2] = E[a^4] + 0.2^2 = 3.04, within 5 standard errors, or a check fails: so
+    short a run seldom reaches the tails. 9 of 16 seeds were farther off, each with a
+    check that failed: of divergences, or of R-hat where none was."""
 
     def banana():
         a = pyro.sample("a", dist.Normal(0.0, 1.0))
         pyro.sample("b", dist.Normal(a**2, 0.2))
 
-    posterior = sample(banana, num_samples=100, num_warmup=200, num_chains=16, progress=False)
+    posterior = sample(
+        banana, num_samples=100, num_warmup=200, num_chains=16, progress=False
+    )
     square = posterior.samples["b"].square()
     found = Posterior({"square": square}, kind="chains").diagnostics()["square"]
     error = square.std() / float(found["n_eff"]) ** 0.5
-    assert abs(square.mean() - 3.04) < 5 * error or "fail" in {check.status for check in diagnose(posterior).checks}
+    assert abs(square.mean() - 3.04) < 5 * error or "fail" in {
+        check.status for check in diagnose(posterior).checks
+    }

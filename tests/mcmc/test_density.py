@@ -1,6 +1,8 @@
-"""Density: by each engine the batched energy of every kind of model equals a loop over Pyro's own log-densities.
+"""Density: by each engine the batched energy of every kind of model equals a loop over
+Pyro's own log-densities.
 
-Engine "layers" has ``test_layers``, distributions have ``test_distributions``, users' models ``test_pyro_models``.
+Engine "layers" has ``test_layers``, distributions have ``test_distributions``, users'
+models ``test_pyro_models``.
 """
 
 import math
@@ -23,7 +25,9 @@ from pyro_symmetric.networks import resnet20
 
 X, Y = torch.linspace(-2, 2, 24).reshape(8, 3), torch.linspace(-1, 1, 8)
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
 
 
 def hierarchical(x: Tensor, y: Tensor) -> None:
@@ -35,7 +39,11 @@ def hierarchical(x: Tensor, y: Tensor) -> None:
     with pyro.plate("outer", 2, dim=-2), pyro.plate("inner", 8, dim=-1):
         theta = pyro.sample("theta", dist.Normal(mu, tau))
         with poutine.scale(scale=0.7):
-            pyro.sample("y", dist.Normal(theta * mix[0] + bounded + factor[2, 0] + x[:, 0], 0.5), obs=y)
+            pyro.sample(
+                "y",
+                dist.Normal(theta * mix[0] + bounded + factor[2, 0] + x[:, 0], 0.5),
+                obs=y,
+            )
 
 
 class PyroNet(PyroModule):
@@ -43,12 +51,16 @@ class PyroNet(PyroModule):
         super().__init__()
         zero = torch.tensor(0.0, dtype=dtype)
         self.first = PyroModule[nn.Linear](3, 4)
-        self.first.weight = PyroSample(dist.Normal(zero, 1.0).expand([4, 3]).to_event(2))
+        self.first.weight = PyroSample(
+            dist.Normal(zero, 1.0).expand([4, 3]).to_event(2)
+        )
         self.first.bias = PyroSample(dist.Normal(zero, 1.0).expand([4]).to_event(1))
         self.norm = nn.BatchNorm1d(4)
         self.second = PyroModule[nn.Linear](4, 1)
         nn.init.zeros_(self.second.bias)
-        self.second.weight = PyroSample(dist.Laplace(zero, 1.0).expand([1, 4]).to_event(2))
+        self.second.weight = PyroSample(
+            dist.Laplace(zero, 1.0).expand([1, 4]).to_event(2)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> None:
         sigma = pyro.sample("sigma", dist.Gamma(2.0, 2.0))
@@ -62,7 +74,9 @@ def simplex_mixture(y: Tensor) -> None:
     with pyro.plate("components", 3):
         locs = pyro.sample("locs", dist.Normal(0.0, 3.0))
         scales = pyro.sample("scales", dist.LogNormal(0.0, 1.0))
-    mixture = dist.MixtureSameFamily(dist.Categorical(shares), dist.Normal(locs, scales))
+    mixture = dist.MixtureSameFamily(
+        dist.Categorical(shares), dist.Normal(locs, scales)
+    )
     with pyro.plate("data", len(y)):
         pyro.sample("y", mixture, obs=y)
 
@@ -70,7 +84,11 @@ def simplex_mixture(y: Tensor) -> None:
 def network(likelihood: str = "gaussian", **kwargs) -> BayesianModel:
     torch.manual_seed(0)
     out = 1 if likelihood == "gaussian" else 3
-    return BayesianModel(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, out)), likelihood=likelihood, **kwargs)
+    return BayesianModel(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, out)),
+        likelihood=likelihood,
+        **kwargs,
+    )
 
 
 def convolutional() -> BayesianModel:
@@ -86,13 +104,18 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("engine", ["eager", pytest.param("compiled", marks=[pytest.mark.slow, needs_compiler])])
+@pytest.mark.parametrize(
+    "engine",
+    ["eager", pytest.param("compiled", marks=[pytest.mark.slow, needs_compiler])],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_batched_energies_and_gradients_equal_a_loop_over_pyros_potential(name, engine):
     model, args = MODELS[name]
     args = tuple(a.double() for a in args)
     torch.set_default_dtype(torch.float64)
-    density = Density(model, args=args, dtype=torch.float64, engine=engine, chain_chunk=8)
+    density = Density(
+        model, args=args, dtype=torch.float64, engine=engine, chain_chunk=8
+    )
     assert density.engine == engine
     z = starting_points(density, 11, "uniform")
     _, pyro_potential, _, _ = initialize_model(model, args)
@@ -101,7 +124,9 @@ def test_batched_energies_and_gradients_equal_a_loop_over_pyros_potential(name, 
         leaf = chain.clone().requires_grad_()
         energy = pyro_potential(density.layout.unflatten(leaf))
         expected.append((energy.detach(), *torch.autograd.grad(energy, leaf)))
-    energies, gradients = (torch.stack(values) for values in zip(*expected, strict=True))
+    energies, gradients = (
+        torch.stack(values) for values in zip(*expected, strict=True)
+    )
     for count in (1, 2, 3, 8, 11):  # whole programs, a padded one, more than one
         energy, gradient = density.energy_and_gradient(z[:count])
         assert torch.allclose(energy, energies[:count], rtol=1e-9, atol=0)
@@ -111,7 +136,7 @@ def test_batched_energies_and_gradients_equal_a_loop_over_pyros_potential(name, 
         assert density.engine == "compiled"
 
 
-# mini-batches -------------------------------------------------------------------------------------------------------
+# mini-batches -------------------------------------------------------------------------
 
 
 def in_plate(x: Tensor, y: Tensor) -> None:
@@ -134,14 +159,19 @@ def subsampling(x: Tensor, y: Tensor) -> None:
         (subsampling, in_plate, Y, "data"),
     ],
 )
-def test_mini_batches_of_each_chains_own_that_cover_the_data_average_to_the_full_energy(model, whole, y, plate):
+def test_mini_batches_of_each_chains_own_that_cover_the_data_average_to_the_full_energy(
+    model, whole, y, plate
+):
     options = {"args": (X, y), "dtype": torch.float64}
     full = Density(whole or model, **options)
     cut = Density(model, **options, subsampled=True, batch_size=None if whole else 2)
     assert cut.row_counts == {plate: (8, 2)}
     z = starting_points(full, 4)
     order = torch.stack([torch.randperm(8) for _ in range(4)])
-    parts = [cut.energy_and_gradient(z, {plate: order[:, 2 * k : 2 * k + 2]}) for k in range(4)]
+    parts = [
+        cut.energy_and_gradient(z, {plate: order[:, 2 * k : 2 * k + 2]})
+        for k in range(4)
+    ]
     energies, gradients = (torch.stack(values) for values in zip(*parts, strict=True))
     energy, gradient = full.energy_and_gradient(z)
     torch.testing.assert_close(energies.mean(0), energy)
@@ -158,12 +188,27 @@ def test_chains_of_a_resnet20_have_the_gradients_of_their_own_batches_and_part()
     rows = torch.stack([torch.arange(4), torch.arange(10, 14)])
     _, gradient = density.energy_and_gradient(z, {"rows": rows})
     for chain in range(2):  # by plain backpropagation
-        loss = nn.functional.cross_entropy(net(x[rows[chain]]), y[rows[chain]], reduction="sum") * 16 / 4
-        loss = loss - sum(model.priors()[name].log_prob(p) for name, p in net.named_parameters())
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+        loss = (
+            nn.functional.cross_entropy(
+                net(x[rows[chain]]), y[rows[chain]], reduction="sum"
+            )
+            * 16
+            / 4
+        )
+        loss = loss - sum(
+            model.priors()[name].log_prob(p) for name, p in net.named_parameters()
+        )
+        expected = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))]
+        )
         assert (gradient[chain] - expected).norm() < 1e-4 * expected.norm()
     kernel = SGHMC(model, batch_size=4, step_size=0.003, friction=10.0, num_steps=1)
-    options = {"num_chains": 2, "num_samples": 1, "num_warmup": 1, "initial": model.initial_weights()}
+    options = {
+        "num_chains": 2,
+        "num_samples": 1,
+        "num_warmup": 1,
+        "initial": model.initial_weights(),
+    }
     weights = sample(kernel, x, y, progress=False, **options).samples["0.weight"]
     assert weights.flatten(1).unique(dim=0).shape[0] == 2  # one start, two ways
 
@@ -181,25 +226,34 @@ def fixed_locals(x: Tensor) -> None:
 
 
 def test_a_subsample_that_never_changes_counts_as_often_as_in_pyro():
-    with pytest.warns(UserWarning, match="8 of 100 rows, always the same ones, and each counts 12.5 times"):
+    with pytest.warns(
+        UserWarning,
+        match="8 of 100 rows, always the same ones, and each counts 12.5 times",
+    ):
         density = Density(fixed_subsample, (X,))
     w = torch.tensor([[0.3], [-0.2]])
-    expected = -dist.Normal(0.0, 1.0).log_prob(w[:, 0]) - 12.5 * dist.Normal(w, 1.0).log_prob(X[:, 0]).sum(1)
+    expected = -dist.Normal(0.0, 1.0).log_prob(w[:, 0]) - 12.5 * dist.Normal(
+        w, 1.0
+    ).log_prob(X[:, 0]).sum(1)
     torch.testing.assert_close(density.energy(w), expected)
     with pytest.warns(UserWarning, match="always the same ones"):
         own = Density(fixed_locals, (X,))
     z = torch.randn(2, 8)
-    expected = -12.5 * (dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z, 1.0).log_prob(X[:, 0])).sum(1)
+    expected = -12.5 * (
+        dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z, 1.0).log_prob(X[:, 0])
+    ).sum(1)
     torch.testing.assert_close(own.energy(z), expected)
 
 
-# where numbers end, and precision -----------------------------------------------------------------------------------
+# where numbers end, and precision -----------------------------------------------------
 
 
 def test_chains_that_start_without_finite_energy_are_drawn_anew():
     def half_plane() -> None:
         x = pyro.sample("x", dist.Normal(0.0, 1.0))
-        pyro.factor("wall", torch.where(x > 1.0, torch.tensor(0.0), torch.tensor(-torch.inf)))
+        pyro.factor(
+            "wall", torch.where(x > 1.0, torch.tensor(0.0), torch.tensor(-torch.inf))
+        )
 
     z = starting_points(Density(half_plane), 50, "uniform")
     assert (z > 1).all()
@@ -210,14 +264,20 @@ def singular() -> None:
     """A matrix that has no root beyond |s| = 1."""
     s = pyro.sample("s", dist.Normal(0.0, 0.1))  # from which the model is run
     matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum() + 49.5 * s**2)  # normal but for the root
+    # normal but for the root
+    pyro.factor("f", torch.linalg.cholesky(matrix).diagonal().log().sum() + 49.5 * s**2)
 
 
 def test_singular_matrices_cost_one_chain_only():
     s = torch.tensor([[0.5], [2.0], [-0.5], [0.1]])
     energy, gradient = Density(singular).energy_and_gradient(s)
     assert torch.isinf(energy).tolist() == [False, True, False, False]
-    expected = 0.5 * s.square() + 0.9189 + torch.log(torch.tensor(0.1)) - 0.5 * torch.log1p(-s.square())
+    expected = (
+        0.5 * s.square()
+        + 0.9189
+        + torch.log(torch.tensor(0.1))
+        - 0.5 * torch.log1p(-s.square())
+    )
     assert torch.allclose(energy[[0, 2, 3]], expected[[0, 2, 3], 0], atol=1e-3)
     assert torch.isfinite(gradient).all()
 
@@ -226,7 +286,9 @@ def test_a_module_with_single_precision_priors_runs_in_double():
     single, double = PyroNet().eval(), PyroNet(torch.float64).eval()
     density = Density(single, args=(X, Y), dtype=torch.float64)
     z = starting_points(density, 3, "prior")
-    reference = Density(double.double(), args=(X.double(), Y.double()), dtype=torch.float64)
+    reference = Density(
+        double.double(), args=(X.double(), Y.double()), dtype=torch.float64
+    )
     assert z.dtype == torch.float64
     assert torch.allclose(density.energy(z), reference.energy(z), rtol=1e-6)
 
@@ -237,11 +299,13 @@ def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
         pyro.sample("b", dist.HalfNormal(torch.tensor(1.0, dtype=torch.float64)))
 
     density = Density(model, dtype=torch.float32, engine="eager")
-    energy, gradient = density.energy_and_gradient(density.draw_prior(3, torch.Generator(torch.empty(0).device)))
+    energy, gradient = density.energy_and_gradient(
+        density.draw_prior(3, torch.Generator(torch.empty(0).device))
+    )
     assert energy.dtype == gradient.dtype == torch.float32
 
 
-# programs -----------------------------------------------------------------------------------------------------------
+# programs -----------------------------------------------------------------------------
 
 
 @needs_compiler
@@ -250,12 +314,24 @@ def test_a_model_of_finer_numbers_is_evaluated_in_the_chains_precision():
 @pytest.mark.parametrize("chains", [1, 4])
 def test_trajectories_cross_to_where_matrices_are_singular(chains):
     """Step for step as without a compiler."""
-    settings = {"num_samples": 20, "num_warmup": 0, "num_chains": chains, "dtype": torch.float64, "seed": 0}
-    settings["initial"] = {"s": torch.linspace(-1.0, 1.0, chains + 2, dtype=torch.float64)[1:-1]}
+    settings = {
+        "num_samples": 20,
+        "num_warmup": 0,
+        "num_chains": chains,
+        "dtype": torch.float64,
+        "seed": 0,
+    }
+    settings["initial"] = {
+        "s": torch.linspace(-1.0, 1.0, chains + 2, dtype=torch.float64)[1:-1]
+    }
     kernel = HMC(singular, step_size=0.4, trajectory_length=3.0)
-    found, expected = (sample(kernel, engine=engine, progress=False, **settings) for engine in ("compiled", "eager"))
+    found, expected = (
+        sample(kernel, engine=engine, progress=False, **settings)
+        for engine in ("compiled", "eager")
+    )
     assert found.metadata["engine"] == "compiled"
-    assert expected.statistics["acceptance_rate"].eq(0).any()  # some trajectories ended outside
+    # some trajectories ended outside
+    assert expected.statistics["acceptance_rate"].eq(0).any()
     assert expected.statistics["acceptance_rate"].ne(0).any()
     assert torch.allclose(found.samples["s"], expected.samples["s"])
 
@@ -275,15 +351,21 @@ def schools(x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize("kernel", [HMC, AdaptiveHMC, NUTS, MCLMC])
 @pytest.mark.parametrize("mass", ["diagonal", "dense"])
 def test_a_compiled_step_does_what_it_does_without(kernel, mass):
-    """From the same state with the same random numbers, step for step: over many, rounding would move chains apart.
+    """From the same state with the same random numbers, step for step: over many,
+    rounding would move chains apart.
 
-    Warm-up passes the places where a program's inputs change their layout: a step size for each chain, then one for
-    all, and a mass matrix.
+    Warm-up passes the places where a program's inputs change their layout: a step size
+    for each chain, then one for all, and a mass matrix.
     """
     model, chains = kernel(schools, mass=mass), 3
     arguments = {"args": (X.double(), Y.double()), "dtype": torch.float64}
-    plain, compiled = (Density(schools, **arguments, engine=engine) for engine in ("eager", "compiled"))
-    generator, other = torch.Generator(torch.empty(0).device).manual_seed(1), torch.Generator()
+    plain, compiled = (
+        Density(schools, **arguments, engine=engine) for engine in ("eager", "compiled")
+    )
+    generator, other = (
+        torch.Generator(torch.empty(0).device).manual_seed(1),
+        torch.Generator(),
+    )
     z = 0.3 * torch.randn(chains, plain.dim, generator=generator, dtype=torch.float64)
     state = model.init(plain, z, 25, generator)
     for iteration in range(30):
@@ -293,8 +375,15 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
         assert torch.equal(generator.get_state(), other.get_state())
         assert torch.allclose(found.z, state.z, rtol=1e-9, atol=1e-9)
         assert torch.allclose(found.gradient, state.gradient, rtol=1e-7, atol=1e-7)
-        for name, value in state.statistics.items():  # small differences of large energies among them
-            assert torch.allclose(found.statistics[name].double(), value.double(), 1e-5, 1e-5, equal_nan=True), name
+        # small differences of large energies among them
+        for name, value in state.statistics.items():
+            assert torch.allclose(
+                found.statistics[name].double(),
+                value.double(),
+                1e-5,
+                1e-5,
+                equal_nan=True,
+            ), name
         state = model.adapt(plain, state, iteration, 25) if iteration < 25 else state
     assert compiled.engine == "compiled"
 
@@ -303,7 +392,8 @@ def test_a_compiled_step_does_what_it_does_without(kernel, mass):
 @pytest.mark.slow
 def test_a_program_that_cannot_be_kept_on_disk_serves_in_silence(capfd):
     def correlated():
-        pyro.sample("a", dist.MultivariateNormal(torch.zeros(3), torch.eye(3)))  # whose making is checked in the graph
+        # whose making is checked in the graph
+        pyro.sample("a", dist.MultivariateNormal(torch.zeros(3), torch.eye(3)))
 
     density = Density(correlated, engine="compiled")
     energy, _ = density.energy_and_gradient(torch.zeros(2, 3))
@@ -312,7 +402,9 @@ def test_a_program_that_cannot_be_kept_on_disk_serves_in_silence(capfd):
     assert not capfd.readouterr().err
 
 
-def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(monkeypatch):
+def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(
+    monkeypatch,
+):
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
@@ -323,24 +415,30 @@ def test_where_compiling_fails_one_warning_says_so_and_the_potential_runs_on(mon
     with pytest.warns(RuntimeWarning, match=r"failed.*no compiler here"):
         found = density.energy_and_gradient(z)
     assert density.engine == "eager"
-    assert torch.equal(density.energy_and_gradient(z)[1], found[1])  # and no second warning
+    # and no second warning
+    assert torch.equal(density.energy_and_gradient(z)[1], found[1])
 
 
 @pytest.mark.cpu
 def test_auto_compiles_if_the_run_is_long_enough_and_there_is_a_compiler(monkeypatch):
     long = {"args": (X, Y), "iterations": 20_000}
     assert Density(hierarchical, args=(X, Y), iterations=300).engine == "eager"
-    assert Density(hierarchical, args=(X, Y), iterations=3_000, num_steps=1).engine == "eager"
+    assert (
+        Density(hierarchical, args=(X, Y), iterations=3_000, num_steps=1).engine
+        == "eager"
+    )
     monkeypatch.setenv("CXX", "g++")
     assert Density(hierarchical, **long).engine == "compiled"
     assert Density(hierarchical, **long, engine="eager").engine == "eager"
     monkeypatch.delenv("CXX")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.warns(RuntimeWarning, match=r"using engine 'eager' instead of 'compiled'"):
+    with pytest.warns(
+        RuntimeWarning, match=r"using engine 'eager' instead of 'compiled'"
+    ):
         assert Density(hierarchical, **long).engine == "eager"
 
 
-# what is refused ----------------------------------------------------------------------------------------------------
+# what is refused ----------------------------------------------------------------------
 
 
 def branching() -> None:
@@ -349,13 +447,17 @@ def branching() -> None:
 
 
 def test_a_model_that_branches_on_a_value_is_evaluated_chain_by_chain_and_says_so():
-    with pytest.warns(RuntimeWarning, match="one after another.*data-dependent control flow"):
+    with pytest.warns(
+        RuntimeWarning, match="one after another.*data-dependent control flow"
+    ):
         density = Density(branching, dtype=torch.float64, engine="compiled")
     assert density.engine == "eager"
     a = torch.tensor([[1.5], [-2.0], [0.3]], dtype=torch.float64)
     energy, gradient = density.energy_and_gradient(a)
     factor, slope = torch.where(a > 0, a, -a * a), torch.where(a > 0, 1.0, -2 * a)
-    torch.testing.assert_close(energy[:, None], -factor - dist.Normal(0.0, 1.0).log_prob(a))
+    torch.testing.assert_close(
+        energy[:, None], -factor - dist.Normal(0.0, 1.0).log_prob(a)
+    )
     torch.testing.assert_close(gradient, a - slope)
 
 
@@ -367,7 +469,12 @@ def test_supports_that_move_with_a_discrete_site_are_seen_whatever_was_drawn():
     for share in (0.5, 1e-6):
         with pytest.raises(ValueError, match="'u' depends on other sites"):
             Density(model, (torch.tensor([1 - share, share]),))
-    Density(lambda: pyro.sample("s", dist.LogNormal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0)))  # a fixed support
+    # a fixed support
+    Density(
+        lambda: pyro.sample(
+            "s", dist.LogNormal(pyro.sample("z", dist.Bernoulli(0.3)), 1.0)
+        )
+    )
 
 
 @pytest.mark.parametrize("rare", ["site", "support"])
@@ -383,7 +490,9 @@ def test_what_few_runs_have_is_refused_when_a_chain_comes_there(rare):
     with pytest.warns(RuntimeWarning, match="one after another"):
         density = Density(model)
     density.energy(torch.tensor([[3.9, 0.0]]))
-    with pytest.raises(ValueError, match=r"'y'. exist in some runs|'u' depends on other sites"):
+    with pytest.raises(
+        ValueError, match=r"'y'. exist in some runs|'u' depends on other sites"
+    ):
         density.energy(torch.tensor([[3.9, 0.0], [4.1, 0.0]]))
 
 
@@ -392,7 +501,10 @@ def moving_support() -> None:
 
 
 def varying_sites() -> None:
-    pyro.sample(f"b{torch.randint(10**6, ()).item()}", dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0))
+    pyro.sample(
+        f"b{torch.randint(10**6, ()).item()}",
+        dist.Normal(pyro.sample("a", dist.Normal(0.0, 1.0)), 1.0),
+    )
 
 
 def local_latent(x: Tensor) -> None:
@@ -412,8 +524,18 @@ def noisy() -> None:
         (varying_sites, (), {}, "exist in some runs of the model only"),
         (subsampling, (X, Y), {}, "'data': 2 of 8 rows.*SGHMC"),
         (in_plate, (X, Y), {"batch_size": 4, "subsampled": True}, "subsample_size"),
-        (local_latent, (X,), {"subsampled": True}, "'z' lies in the subsampled plate 'data'"),
-        (PyroNet().train(), (X, Y), {}, r"'norm' is batch normalisation in train mode.*\.eval\(\)"),
+        (
+            local_latent,
+            (X,),
+            {"subsampled": True},
+            "'z' lies in the subsampled plate 'data'",
+        ),
+        (
+            PyroNet().train(),
+            (X, Y),
+            {},
+            r"'norm' is batch normalisation in train mode.*\.eval\(\)",
+        ),
         (noisy, (), {}, "isn't a function of its sites"),
         (network(num_data=100), (X, Y), {}, "num_data=100"),
         (network(), (X, Y), {"batch_size": 9, "subsampled": True}, "batch_size is 9"),

@@ -1,4 +1,6 @@
-"""Enumeration: discrete sites are summed out as brute force sums them, in values and in gradients."""
+"""Enumeration: discrete sites are summed out as brute force sums them, in values and in
+gradients.
+"""
 
 from itertools import product
 
@@ -54,11 +56,15 @@ def chains_in_a_plate(y: Tensor) -> None:
         for t in pyro.markov(range(2)):
             with poutine.mask(mask=torch.tensor([True, t < 1])):
                 z = pyro.sample(f"z{t}", dist.Categorical(moves[z]))
-                pyro.sample(f"y{t}", dist.Normal(locs[z], 1.0), obs=y[2 * t : 2 * t + 2])
+                pyro.sample(
+                    f"y{t}", dist.Normal(locs[z], 1.0), obs=y[2 * t : 2 * t + 2]
+                )
 
 
 def dependent(y: Tensor) -> None:
-    """A global discrete site, two local ones of which one depends on the other and on the global one, nested plates."""
+    """A global discrete site, two local ones of which one depends on the other and on
+    the global one, nested plates.
+    """
     logit = pyro.sample("logit", dist.Normal(0.0, 1.0))
     scale = pyro.sample("scale", dist.Gamma(2.0, 1.0))
     count = pyro.sample("count", dist.Binomial(2, logits=logit))
@@ -94,7 +100,9 @@ def law_masked(y: Tensor) -> None:
     """A site whose values weigh alike where the mask leaves it out."""
     locs = pyro.sample("locs", dist.Normal(torch.zeros(2), 2.0).to_event(1))
     with pyro.plate("data", 4):
-        law = dist.Categorical(torch.tensor([0.3, 0.7])).mask(torch.tensor([True, True, False, True]))
+        law = dist.Categorical(torch.tensor([0.3, 0.7])).mask(
+            torch.tensor([True, True, False, True])
+        )
         z = pyro.sample("z", law)
         pyro.sample("y", dist.Normal(locs[z], 1.0), obs=y)
 
@@ -114,7 +122,9 @@ MODELS = {
 
 
 def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
-    """The log of the sum of the joint density over all assignments, each a run of the model by itself."""
+    """The log of the sum of the joint density over all assignments, each a run of the
+    model by itself.
+    """
     trace = poutine.trace(poutine.condition(model, data=weights)).get_trace(Y)
     choices = []
     for name, site in trace.iter_stochastic_nodes():
@@ -123,10 +133,19 @@ def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
             continue
         values = fn.enumerate_support(expand=False).reshape(-1, *fn.event_shape)
         every = product(values, repeat=fn.batch_shape.numel())
-        choices.append([(name, torch.stack(entry).reshape(fn.batch_shape + fn.event_shape)) for entry in every])
+        choices.append(
+            [
+                (name, torch.stack(entry).reshape(fn.batch_shape + fn.event_shape))
+                for entry in every
+            ]
+        )
     with pyro.validation_enabled(False):
         joint = [
-            poutine.trace(poutine.condition(model, data={**weights, **dict(assignment)})).get_trace(Y).log_prob_sum()
+            poutine.trace(
+                poutine.condition(model, data={**weights, **dict(assignment)})
+            )
+            .get_trace(Y)
+            .log_prob_sum()
             for assignment in product(*choices)
         ]
     return torch.logsumexp(torch.stack(joint), 0)
@@ -136,41 +155,73 @@ def brute_force(model, weights: dict[str, Tensor]) -> Tensor:
 def test_discrete_sites_are_summed_out_as_by_brute_force(name):
     model = MODELS[name]
     density = Density(model, (Y,))
-    assert not any(site.startswith(("z", "a", "k", "i", "j")) for site in density.layout.site_shapes)
-    z = torch.randn(3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(2))
+    assert not any(
+        site.startswith(("z", "a", "k", "i", "j"))
+        for site in density.layout.site_shapes
+    )
+    z = torch.randn(
+        3, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(2)
+    )
     energy, gradient = density.energy_and_gradient(z)
     for chain in range(3):
         leaf = z[chain].clone().requires_grad_()
         weights, log_det = density.layout.constrain_with_log_det(leaf)
         expected = -brute_force(model, weights) - log_det
         torch.testing.assert_close(energy[chain], expected)
-        torch.testing.assert_close(gradient[chain], torch.autograd.grad(expected, leaf)[0], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(
+            gradient[chain],
+            torch.autograd.grad(expected, leaf)[0],
+            rtol=1e-7,
+            atol=1e-9,
+        )
     torch.testing.assert_close(density.energy_and_gradient(z[:1])[0], energy[:1])
 
 
 def prior_weights(model) -> dict[str, Tensor]:
     trace = poutine.trace(model).get_trace(Y)
-    latent = {name: site for name, site in trace.iter_stochastic_nodes() if not site["fn"].has_enumerate_support}
-    return {name: site["value"] for name, site in latent.items() if not site_is_subsample(site)}
+    latent = {
+        name: site
+        for name, site in trace.iter_stochastic_nodes()
+        if not site["fn"].has_enumerate_support
+    }
+    return {
+        name: site["value"]
+        for name, site in latent.items()
+        if not site_is_subsample(site)
+    }
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize("name", MODELS)
 def test_discrete_sites_are_drawn_from_their_joint_posterior(name):
-    """Frequencies of whole assignments beside brute force, by chi-squared. False alarms: 1e-5 of each case."""
+    """Frequencies of whole assignments beside brute force, by chi-squared. False
+    alarms: 1e-5 of each case.
+    """
     model = MODELS[name]
     torch.manual_seed(1)
     weights, count = prior_weights(model), 4000
-    drawn = predict({n: v.expand(count, *v.shape) for n, v in weights.items()}, model, Y, kind="discrete")
+    drawn = predict(
+        {n: v.expand(count, *v.shape) for n, v in weights.items()},
+        model,
+        Y,
+        kind="discrete",
+    )
     names = sorted(drawn)
     rows = torch.cat([drawn[own].double().reshape(count, -1) for own in names], 1)
     rows, found = torch.unique(rows, dim=0, return_counts=True)
     shares, evidence = [], brute_force(model, weights)
     for row in rows:
         parts = row.split([drawn[own][0].numel() for own in names])
-        values = {own: part.reshape(drawn[own].shape[1:]) for own, part in zip(names, parts, strict=True)}
+        values = {
+            own: part.reshape(drawn[own].shape[1:])
+            for own, part in zip(names, parts, strict=True)
+        }
         values = {own: value.to(drawn[own].dtype) for own, value in values.items()}
-        joint = poutine.trace(poutine.condition(model, data={**weights, **values})).get_trace(Y).log_prob_sum()
+        joint = (
+            poutine.trace(poutine.condition(model, data={**weights, **values}))
+            .get_trace(Y)
+            .log_prob_sum()
+        )
         shares.append((joint - evidence).exp())
     expected = count * torch.stack(shares)
     often = expected > 5
@@ -192,7 +243,8 @@ def test_what_depends_on_drawn_discrete_sites_is_computed_with_them():
 
     locs = torch.tensor([[0.3, 2.0], [-1.2, 0.8]])
     drawn = predict({"locs": locs}, model, Y[:3], kind="discrete")
-    assert torch.equal(drawn["z"], torch.tensor([[0.0, 0, 1], [1, 0, 1]]))  # the closer one, by ten deviations
+    # the closer one, by ten deviations
+    assert torch.equal(drawn["z"], torch.tensor([[0.0, 0, 1], [1, 0, 1]]))
     assert torch.equal(drawn["loc"], locs.gather(1, drawn["z"].long()))
 
 
@@ -204,8 +256,13 @@ def coins(y: Tensor | None = None) -> None:
 
 
 def test_impossible_data_are_refused():
-    shares, y = torch.tensor([[0.2, 0.8], [torch.nan, 0.8]]), torch.tensor([0.0, 1.0, 0.0])
-    with pytest.raises(ValueError, match="of 2 draws, 1 leave the data no possible values"):
+    shares, y = (
+        torch.tensor([[0.2, 0.8], [torch.nan, 0.8]]),
+        torch.tensor([0.0, 1.0, 0.0]),
+    )
+    with pytest.raises(
+        ValueError, match="of 2 draws, 1 leave the data no possible values"
+    ):
         predict({"shares": shares}, coins, y, kind="discrete")
 
 
@@ -213,14 +270,18 @@ def test_a_long_chain_costs_no_more_than_its_length():
     """Against the forward recursion, over 60 steps: 2 ** 60 assignments."""
     y = torch.sin(torch.arange(60.0))
     density = Density(hidden_markov, (y,))
-    z = torch.randn(2, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(4)).requires_grad_()
+    z = torch.randn(
+        2, density.dim, generator=torch.Generator(torch.empty(0).device).manual_seed(4)
+    ).requires_grad_()
     weights, log_det = density.layout.constrain_with_log_det(z)
     moves, locs = weights["moves"], weights["locs"]
     log_prior = dist.Dirichlet(torch.ones(2, 2)).to_event(1).log_prob(moves)
     log_prior = log_prior + dist.Normal(torch.zeros(2), 2.0).to_event(1).log_prob(locs)
     forward = moves[:, 0].log() + dist.Normal(locs, 1.0).log_prob(y[0])
     for value in y[1:]:
-        forward = torch.logsumexp(forward[:, :, None] + moves.log(), 1) + dist.Normal(locs, 1.0).log_prob(value)
+        forward = torch.logsumexp(forward[:, :, None] + moves.log(), 1) + dist.Normal(
+            locs, 1.0
+        ).log_prob(value)
     expected = -(log_prior + forward.logsumexp(-1) + log_det)
     energy, gradient = density.energy_and_gradient(z.detach())
     torch.testing.assert_close(energy, expected)
@@ -228,7 +289,9 @@ def test_a_long_chain_costs_no_more_than_its_length():
 
 
 def test_rows_of_a_mini_batch_count_with_the_log_of_their_sum():
-    """Not with a power of each assignment's density: the estimate over all mini-batches is the energy itself."""
+    """Not with a power of each assignment's density: the estimate over all mini-batches
+    is the energy itself.
+    """
 
     def in_parts(y: Tensor) -> None:
         shares = pyro.sample("shares", dist.Dirichlet(torch.ones(3)))
@@ -257,13 +320,25 @@ def test_deterministic_sites_that_depend_on_summed_ones_are_left_out_with_a_warn
             pyro.sample("y", dist.Normal(locs[k.long()], 1.0), obs=y[:2])
         pyro.deterministic("average", locs[k.long()].mean())
 
-    with pytest.warns(UserWarning, match=r"\['shifted', 'average'\] depend on discrete sites"):
-        posterior = sample(HMC(model), Y, num_samples=5, num_warmup=5, num_chains=2, seed=0, progress=False)
+    with pytest.warns(
+        UserWarning, match=r"\['shifted', 'average'\] depend on discrete sites"
+    ):
+        posterior = sample(
+            HMC(model),
+            Y,
+            num_samples=5,
+            num_warmup=5,
+            num_chains=2,
+            seed=0,
+            progress=False,
+        )
     assert set(posterior.samples) == {"locs", "twice"}
-    torch.testing.assert_close(posterior.samples["twice"], 2 * posterior.samples["locs"])
+    torch.testing.assert_close(
+        posterior.samples["twice"], 2 * posterior.samples["locs"]
+    )
 
 
-# what is refused ----------------------------------------------------------------------------------------------------
+# what is refused ----------------------------------------------------------------------
 
 
 def all_at_once(y: Tensor) -> None:
@@ -293,7 +368,10 @@ def added_up(y: Tensor) -> None:
 
 def weighted(y: Tensor) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-    with pyro.plate("data", len(y)), poutine.scale(scale=torch.linspace(0.5, 2.0, len(y))):
+    with (
+        pyro.plate("data", len(y)),
+        poutine.scale(scale=torch.linspace(0.5, 2.0, len(y))),
+    ):
         k = pyro.sample("k", dist.Bernoulli(0.3))
         pyro.sample("y", dist.Normal(loc + k, 1.0), obs=y)
 
@@ -308,7 +386,9 @@ def weighted(y: Tensor) -> None:
         (without_plate, r"'k' has batch shape \(4,\).* lie in no pyro.plate"),
     ],
 )
-def test_discrete_sites_that_cannot_be_summed_out_are_named(model, message, monkeypatch):
+def test_discrete_sites_that_cannot_be_summed_out_are_named(
+    model, message, monkeypatch
+):
     monkeypatch.setattr(enumeration, "MOST_ENTRIES", 2**16)
     with pytest.raises(ValueError, match=message):
         Density(model, (Y,))

@@ -18,11 +18,23 @@ from pyro_symmetric.posterior.posterior import Posterior
 
 from .conftest import assert_same_draws
 
-QUICK = {"num_chains": 5, "num_warmup": 5, "num_samples": 4, "chains_per_task": 2, "seed": 3, "progress": False}
+QUICK = {
+    "num_chains": 5,
+    "num_warmup": 5,
+    "num_samples": 4,
+    "chains_per_task": 2,
+    "seed": 3,
+    "progress": False,
+}
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
-NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
-KERNEL = HMC(NET, num_steps=2)  # whose parts are all importable by name, so that it travels
-pytestmark = pytest.mark.filterwarnings("ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning")
+NET = BayesianModel(
+    nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian"
+)
+# whose parts are all importable by name, so that it travels
+KERNEL = HMC(NET, num_steps=2)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning"
+)
 
 
 def model(y: torch.Tensor) -> None:
@@ -36,7 +48,7 @@ def expected() -> Posterior:
     return sample(KERNEL, X, Y, **QUICK)
 
 
-# here ---------------------------------------------------------------------------------------------------------------
+# here ---------------------------------------------------------------------------------
 
 
 def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
@@ -46,8 +58,15 @@ def test_a_task_is_the_run_of_its_chains_alone_with_a_seed_of_its_own(expected):
     assert expected.metadata["seed"] == 3
     assert expected.metadata["chains_per_task"] == 2
     json.dumps(expected.metadata, allow_nan=False)
-    for task, chains in zip(tasks, (slice(0, 2), slice(2, 4), slice(4, 5)), strict=True):
-        options = {**QUICK, "seed": task["seed"], "num_chains": task["chains"], "chains_per_task": None}
+    for task, chains in zip(
+        tasks, (slice(0, 2), slice(2, 4), slice(4, 5)), strict=True
+    ):
+        options = {
+            **QUICK,
+            "seed": task["seed"],
+            "num_chains": task["chains"],
+            "chains_per_task": None,
+        }
         alone = sample(KERNEL, X, Y, **options)
         for site, value in alone.samples.items():
             assert torch.equal(value, expected.samples[site][chains])
@@ -64,7 +83,8 @@ def test_without_a_seed_the_global_generator_decides_on_the_tasks(tmp_path):
     pyro.set_rng_seed(5)
     assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)
     pyro.set_rng_seed(6)
-    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)  # the store remembers the seed
+    # the store remembers the seed
+    assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **options), first)
 
 
 def test_starting_points_go_to_the_task_of_their_chain(tmp_path):
@@ -83,19 +103,27 @@ def test_starting_points_go_to_the_task_of_their_chain(tmp_path):
 def test_an_error_of_one_task_names_its_chains_and_leaves_what_was_done(tmp_path):
     starts = {"mean": torch.tensor([0.0, 0.0, 0.0, torch.nan, 0.0])}
     with pytest.raises(ValueError, match="mean") as error:
-        sample(HMC(model, num_steps=2), Y, initial=starts, store=tmp_path / "s", **QUICK)
+        sample(
+            HMC(model, num_steps=2), Y, initial=starts, store=tmp_path / "s", **QUICK
+        )
     assert error.value.__notes__[-1] == "in the task of the chains from 2 on"
     assert not Posterior.load(tmp_path / "s" / "task-0000").metadata["interrupted"]
 
 
-def test_threads_give_the_same_draws_and_leave_the_number_of_pytorchs_threads_as_it_was(expected):
+def test_threads_give_the_same_draws_and_leave_the_number_of_pytorchs_threads_as_it_was(
+    expected,
+):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         with ThreadPoolExecutor(2) as threads:
             for _ in range(3):
-                assert_same_draws(sample(KERNEL, X, Y, executor=threads, **QUICK), expected)
-            assert {threads.submit(torch.get_num_threads).result() for _ in range(8)} == {2}
+                assert_same_draws(
+                    sample(KERNEL, X, Y, executor=threads, **QUICK), expected
+                )
+            assert {
+                threads.submit(torch.get_num_threads).result() for _ in range(8)
+            } == {2}
         assert torch.get_num_threads() == 2
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(torch.get_num_threads).result() == 2
@@ -103,7 +131,7 @@ def test_threads_give_the_same_draws_and_leave_the_number_of_pytorchs_threads_as
         torch.set_num_threads(before)
 
 
-# stores -------------------------------------------------------------------------------------------------------------
+# stores -------------------------------------------------------------------------------
 
 
 def joined(store: Path) -> Posterior:
@@ -147,7 +175,10 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
 
     monkeypatch.setattr(HMC, "step", interrupting)
     if at < 9:
-        with pytest.raises(KeyboardInterrupt, match=r"before any of 3 tasks had finished\. What is done is kept"):
+        with pytest.raises(
+            KeyboardInterrupt,
+            match=r"before any of 3 tasks had finished\. What is done is kept",
+        ):
             sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK)
     else:
         with pytest.warns(RuntimeWarning, match="2 of 5 chains; the same call resumes"):
@@ -156,16 +187,27 @@ def test_ctrl_c_keeps_the_tasks_that_finished(at, expected, tmp_path, monkeypatc
     assert_same_draws(sample(KERNEL, X, Y, store=tmp_path / "s", **QUICK), expected)
 
 
-# other processes ----------------------------------------------------------------------------------------------------
+# other processes ----------------------------------------------------------------------
 
 
 @pytest.mark.cpu
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, on forks
+# of Python 3.12, on forks
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_pool_gives_the_draws_of_one_process(expected, tmp_path):
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as forked:
-        assert_same_draws(sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **QUICK), expected)
-        more = sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **{**QUICK, "num_samples": 6})
+        assert_same_draws(
+            sample(KERNEL, X, Y, executor=forked, store=tmp_path / "s", **QUICK),
+            expected,
+        )
+        more = sample(
+            KERNEL,
+            X,
+            Y,
+            executor=forked,
+            store=tmp_path / "s",
+            **{**QUICK, "num_samples": 6},
+        )
         assert more.num_samples == 6  # the pool's workers didn't keep the store's lock
 
 
@@ -174,9 +216,15 @@ def test_a_forked_pool_gives_the_draws_of_one_process(expected, tmp_path):
 def test_dask_gives_the_draws_of_one_process(expected, tmp_path):
     distributed = pytest.importorskip("distributed")
     with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None
+        ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        assert_same_draws(sample(KERNEL, X, Y, executor=client.get_executor(), **QUICK), expected)
-        stored = sample(KERNEL, X, Y, executor=client.get_executor(), store=tmp_path / "s", **QUICK)
+        assert_same_draws(
+            sample(KERNEL, X, Y, executor=client.get_executor(), **QUICK), expected
+        )
+        stored = sample(
+            KERNEL, X, Y, executor=client.get_executor(), store=tmp_path / "s", **QUICK
+        )
     assert_same_draws(stored, expected)

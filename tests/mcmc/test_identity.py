@@ -19,7 +19,13 @@ from pyro_symmetric.mcmc.resume import OTHER_MODEL, digest
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import StoreError
 
-QUICK = {"num_chains": 3, "num_warmup": 10, "num_samples": 40, "seed": 1, "progress": False}
+QUICK = {
+    "num_chains": 3,
+    "num_warmup": 10,
+    "num_samples": 40,
+    "seed": 1,
+    "progress": False,
+}
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
 
 
@@ -31,14 +37,25 @@ def of_width(width: float):
 
 
 @pytest.mark.parametrize("resuming", ["auto", True])
-def test_another_model_is_known_by_the_energies_where_its_chains_stand(resuming, tmp_path, monkeypatch):
+def test_another_model_is_known_by_the_energies_where_its_chains_stand(
+    resuming, tmp_path, monkeypatch
+):
     monkeypatch.setattr(resume, "digest", lambda model: "")
     options = {**QUICK, "store": tmp_path / "s"}
     sample(HMC(of_width(3.0), num_steps=3), **options)
-    before = {file: file.read_bytes() for file in (tmp_path / "s").rglob("*.*") if file.is_file()}
-    with pytest.raises(StoreError, match=re.escape(f"it was left as it is. What differs: {OTHER_MODEL}")):
+    before = {
+        file: file.read_bytes()
+        for file in (tmp_path / "s").rglob("*.*")
+        if file.is_file()
+    }
+    with pytest.raises(
+        StoreError,
+        match=re.escape(f"it was left as it is. What differs: {OTHER_MODEL}"),
+    ):
         sample(HMC(of_width(3.1), num_steps=3), resume=resuming, **options)
-    changed = [file.name for file, content in before.items() if file.read_bytes() != content]
+    changed = [
+        file.name for file, content in before.items() if file.read_bytes() != content
+    ]
     assert set(changed) <= {".pyro_symmetric.lock"}
 
 
@@ -49,7 +66,9 @@ WIDTH = [10.0]
 def of_closure(width: float):
     def model():
         mean = pyro.sample("mean", dist.Normal(0.0, width))
-        pyro.sample("y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY)
+        pyro.sample(
+            "y", dist.Normal(mean, 1.0).expand([len(MANY)]).to_event(1), obs=MANY
+        )
 
     return model
 
@@ -65,27 +84,42 @@ def prior_of_globals():
 
 
 @pytest.mark.parametrize("kind", ["a closure", "a global"])
-def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(kind, tmp_path, monkeypatch):
-    first, other = (of_globals,) * 2 if kind == "a global" else (of_closure(10.0), of_closure(3.0))
+def test_a_prior_that_many_data_hide_is_told_before_anything_is_drawn(
+    kind, tmp_path, monkeypatch
+):
+    first, other = (
+        (of_globals,) * 2 if kind == "a global" else (of_closure(10.0), of_closure(3.0))
+    )
     sample(HMC(first, num_steps=3), store=tmp_path / "s", **QUICK)
     longer = {**QUICK, "num_samples": 50, "store": tmp_path / "s"}
     with monkeypatch.context() as patch:
         patch.setattr("tests.mcmc.test_identity.WIDTH", [3.0])
-        with pytest.raises(StoreError, match=r"the model's code, or a value that it reads.*pass resume=True"):
+        with pytest.raises(
+            StoreError,
+            match=r"the model's code, or a value that it reads.*pass resume=True",
+        ):
             sample(HMC(other, num_steps=3), **longer)
-        with pytest.warns(RuntimeWarning, match="the model's code, or a value that it reads"):
-            assert sample(HMC(other, num_steps=3), resume=True, **longer).num_samples == 50
+        with pytest.warns(
+            RuntimeWarning, match="the model's code, or a value that it reads"
+        ):
+            assert (
+                sample(HMC(other, num_steps=3), resume=True, **longer).num_samples == 50
+            )
 
 
 def test_networks_with_other_initial_weights_are_one_model_and_with_other_priors_another():
-    models = [BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)]
+    models = [
+        BayesianModel(nn.Linear(2, 1), prior, "gaussian") for prior in (1.0, 1.0, 2.0)
+    ]
     x, y = torch.zeros(3, 2), torch.zeros(3)
     calls = [run.Settings(HMC(model), (x, y), engine="eager") for model in models]
-    first, second, other = (resume.identify(call, call.density(), 0)["code"] for call in calls)
+    first, second, other = (
+        resume.identify(call, call.density(), 0)["code"] for call in calls
+    )
     assert first == second != other
 
 
-# digests ------------------------------------------------------------------------------------------------------------
+# digests ------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,7 +153,10 @@ DIFFERENT = {
     "shapes": (torch.zeros(2, 3), torch.zeros(3, 2)),
     "dtypes": (torch.zeros(2), torch.zeros(1, dtype=torch.float64)),
     "distributions": (dist.Normal(0.0, 1.0), dist.Normal(0.0, 2.0)),
-    "sparse": (torch.eye(2, device="cpu").to_sparse(), torch.ones(2, 2, device="cpu").to_sparse()),
+    "sparse": (
+        torch.eye(2, device="cpu").to_sparse(),
+        torch.ones(2, 2, device="cpu").to_sparse(),
+    ),
 }
 SAME = {
     "order of keys": ({"a": 1, "b": 2}, OrderedDict([("b", 2), ("a", 1)])),
@@ -129,7 +166,10 @@ SAME = {
     "dataclasses made anew": (Settings(1.0, ("a",)), Settings(1.0, ("a",))),
     "networks made anew": (tanh_or_relu(nn.Tanh), tanh_or_relu(nn.Tanh)),
     "what can't be pickled": ((i for i in range(2)), (i for i in range(3))),
-    "strides": (torch.arange(6).reshape(2, 3).t().contiguous(), torch.arange(6).reshape(2, 3).t()),
+    "strides": (
+        torch.arange(6).reshape(2, 3).t().contiguous(),
+        torch.arange(6).reshape(2, 3).t(),
+    ),
 }
 
 
@@ -195,11 +235,17 @@ print(digest([model, kwargs]))
 
 
 def test_another_process_finds_the_same_digest():
-    """Sets, lambdas and objects are made anew there, at other addresses and in another order."""
+    """Sets, lambdas and objects are made anew there, at other addresses and in another
+    order.
+    """
     runs = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-        runs.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        runs.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
     found = [run.communicate()[0] for run in runs]
     assert found[0] == found[1] != ""

@@ -1,4 +1,6 @@
-"""Engine "layers": energy and gradient of every chain equal a loop with autograd, by tiles and by batched products."""
+"""Engine "layers": energy and gradient of every chain equal a loop with autograd, by
+tiles and by batched products.
+"""
 
 import copy
 import math
@@ -14,7 +16,12 @@ from pyro_symmetric.mcmc import Density
 from pyro_symmetric.mcmc.density import layers
 from pyro_symmetric.mcmc.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc.run import starting_points
-from pyro_symmetric.models import BayesianModel, CategoricalLikelihood, GaussianLikelihood, GaussianPrior
+from pyro_symmetric.models import (
+    BayesianModel,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    GaussianPrior,
+)
 
 
 @pytest.fixture(params=[pytest.param("tiles", marks=pytest.mark.cpu), "products"])
@@ -25,13 +32,30 @@ def way(request, monkeypatch):
     return request.param
 
 
-def data(rows: int = 37, inputs: int = 5, outputs: int = 1, classes: int = 0, dtype=torch.float64):
+def data(
+    rows: int = 37,
+    inputs: int = 5,
+    outputs: int = 1,
+    classes: int = 0,
+    dtype=torch.float64,
+):
     x = torch.randn(rows, inputs, dtype=dtype)
-    y = torch.randint(classes, (rows,)) if classes else torch.randn(rows, outputs, dtype=dtype).squeeze(-1)
+    y = (
+        torch.randint(classes, (rows,))
+        if classes
+        else torch.randn(rows, outputs, dtype=dtype).squeeze(-1)
+    )
     return x, y
 
 
-def by_pyro(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Density, rows: Tensor | None = None):
+def by_pyro(
+    model: BayesianModel,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    density: Density,
+    rows: Tensor | None = None,
+):
     """Energy and gradient of Pyro's own log joint, chain by chain."""
     model.num_data = len(x)  # of which a mini-batch's rows are so many
     energies, gradients = [], []
@@ -39,7 +63,9 @@ def by_pyro(model: BayesianModel, x: Tensor, y: Tensor, z: Tensor, density: Dens
         part = slice(None) if rows is None else rows[chain]
         leaf = row.clone().requires_grad_()
         weights, log_det = density.layout.constrain_with_log_det(leaf)
-        trace = poutine.trace(poutine.condition(model, weights)).get_trace(x[part], y[part])
+        trace = poutine.trace(poutine.condition(model, weights)).get_trace(
+            x[part], y[part]
+        )
         energy = -trace.log_prob_sum() - log_det
         energies.append(energy.detach())
         gradients.append(torch.autograd.grad(energy, leaf)[0])
@@ -76,23 +102,42 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_equals_a_loop_over_chains(name, dtype, way):
     activation = ACTIVATIONS[name]
-    net = nn.Sequential(nn.Linear(5, 7), activation, nn.Linear(7, 11), activation, nn.Linear(11, 1)).to(dtype)
-    density, _, _ = check(BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype))
+    net = nn.Sequential(
+        nn.Linear(5, 7), activation, nn.Linear(7, 11), activation, nn.Linear(11, 1)
+    ).to(dtype)
+    density, _, _ = check(
+        BayesianModel(net, likelihood=GaussianLikelihood(0.5)), *data(dtype=dtype)
+    )
     assert density.fast.tiled == (way == "tiles")
     net[-1] = nn.Linear(11, 3, dtype=dtype)
     check(BayesianModel(net), *data(classes=3, dtype=dtype))
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 6e-7), (torch.float64, 2e-15)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 6e-7), (torch.float64, 2e-15)]
+)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_is(name, dtype, tolerance):
-    # One row, x = 1, weights (w, 1): the loss is f(w)² / 2, its gradients are f(w) f'(w) and f(w)².
-    net = nn.Sequential(nn.Linear(1, 1, bias=False), ACTIVATIONS[name], nn.Linear(1, 1, bias=False)).to(dtype)
-    w = torch.cat([torch.linspace(-120, 120, 20_001), torch.linspace(-1, 1, 20_001), torch.tensor([1e4, -1e4])])
+def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_is(
+    name, dtype, tolerance
+):
+    # One row, x = 1, weights (w, 1): the loss is f(w)² / 2, its gradients are f(w)
+    # f'(w) and f(w)².
+    net = nn.Sequential(
+        nn.Linear(1, 1, bias=False), ACTIVATIONS[name], nn.Linear(1, 1, bias=False)
+    ).to(dtype)
+    w = torch.cat(
+        [
+            torch.linspace(-120, 120, 20_001),
+            torch.linspace(-1, 1, 20_001),
+            torch.tensor([1e4, -1e4]),
+        ]
+    )
     w = torch.stack([w, torch.ones_like(w)], 1).to(dtype)
     one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    loss, gradient = Tiled(Problem(read_layers(net, one), one, zero, False))(w, torch.ones_like(w[:, 0]), None)
+    loss, gradient = Tiled(Problem(read_layers(net, one), one, zero, False))(
+        w, torch.ones_like(w[:, 0]), None
+    )
     exact = w[:, 0].double().requires_grad_()
     value = ACTIVATIONS[name](exact)
     (slope,) = torch.autograd.grad(value.sum(), exact)
@@ -100,13 +145,17 @@ def test_activations_and_their_slopes_are_right_to_rounding_wherever_the_input_i
     size = value.abs().clamp(min=1)
     assert ((loss - 0.5 * value.square()).abs() <= tolerance * size.square()).all()
     assert ((gradient[:, 0] - value * slope).abs() <= 2 * tolerance * size).all()
-    assert ((gradient[:, 1] - value.square()).abs() <= 2 * tolerance * size.square()).all()
+    assert (
+        (gradient[:, 1] - value.square()).abs() <= 2 * tolerance * size.square()
+    ).all()
 
 
 @pytest.mark.parametrize("rows", [1, 128, 531])
 @pytest.mark.parametrize("inputs", [1, 21])
 def test_any_number_of_rows_and_inputs(rows, inputs, way):
-    net = nn.Sequential(nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)).double()
+    net = nn.Sequential(
+        nn.Linear(inputs, 13), nn.Tanh(), nn.Linear(13, 2, bias=False)
+    ).double()
     model = BayesianModel(net, GaussianPrior(fan_in=True), GaussianLikelihood(0.3))
     check(model, *data(rows, inputs, outputs=2))
 
@@ -123,7 +172,8 @@ def shifted(name: str, parameter: Tensor) -> dist.TorchDistribution:
 
 
 def of_plain_numbers(name: str, parameter: Tensor) -> dist.TorchDistribution:
-    return dist.Normal(0.25, 1.0).expand(parameter.shape).to_event(parameter.dim())  # in single precision
+    # in single precision
+    return dist.Normal(0.25, 1.0).expand(parameter.shape).to_event(parameter.dim())
 
 
 PRIORS = {
@@ -138,31 +188,46 @@ PRIORS = {
 @pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("batch_size", [None, 9])
 def test_priors_noise_temperature_and_mini_batches(prior, batch_size, way):
-    options = {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
+    options = (
+        {} if batch_size is None else {"batch_size": batch_size, "subsampled": True}
+    )
     for likelihood, classes in (
         (GaussianLikelihood(prior_scale=0.7, temperature=0.5), 0),
         (GaussianLikelihood(0.2, temperature=3.0), 0),
         (CategoricalLikelihood(temperature=0.1), 4),
     ):
-        net = nn.Sequential(nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)).double()
+        net = nn.Sequential(
+            nn.Linear(5, 6), nn.SiLU(), nn.Linear(6, classes or 1)
+        ).double()
         model = BayesianModel(net, PRIORS[prior], likelihood)
-        check(model, *data(classes=classes), prior != "positive", **options)  # which the model itself serves
+        # which the model itself serves
+        check(model, *data(classes=classes), prior != "positive", **options)
 
 
 def test_data_and_priors_may_require_gradients(way):
     def prior(name: str, parameter: Tensor) -> dist.TorchDistribution:
-        return dist.Normal(0.0, torch.ones_like(parameter).requires_grad_()).to_event(parameter.dim())
+        return dist.Normal(0.0, torch.ones_like(parameter).requires_grad_()).to_event(
+            parameter.dim()
+        )
 
     x, y = data()
-    check(BayesianModel(nn.Linear(5, 1).double(), prior, "gaussian"), x.requires_grad_(), y.requires_grad_())
+    check(
+        BayesianModel(nn.Linear(5, 1).double(), prior, "gaussian"),
+        x.requires_grad_(),
+        y.requires_grad_(),
+    )
 
 
 class Written(nn.Module):
-    """A network written by hand, with inputs to flatten and outputs without a second axis."""
+    """A network written by hand, with inputs to flatten and outputs without a second
+    axis.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Dropout(0.5), nn.Identity())
+        self.body = nn.Sequential(
+            nn.Linear(6, 5, bias=False), nn.Dropout(0.5), nn.Identity()
+        )
         self.head = nn.Linear(5, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +236,9 @@ class Written(nn.Module):
 
 def test_modules_written_by_hand_are_read_from_their_graph(way):
     x, y = data(inputs=6)
-    check(BayesianModel(Written().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y)
+    check(
+        BayesianModel(Written().double(), likelihood="gaussian"), x.reshape(-1, 2, 3), y
+    )
 
 
 class Residual(nn.Module):
@@ -198,13 +265,19 @@ OTHERS = {
     "calls add": Residual,
     "calls mul": lambda: nn.Sequential(Doubled(5, 1)),
     "share parameters": tied,
-    "layer_norm": lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 1)),
+    "layer_norm": lambda: nn.Sequential(
+        nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", OTHERS)
 def test_other_networks_say_why_and_keep_their_own_density(reason):
-    density, _, _ = check(BayesianModel(OTHERS[reason]().double(), likelihood="gaussian"), *data(), by_hand=False)
+    density, _, _ = check(
+        BayesianModel(OTHERS[reason]().double(), likelihood="gaussian"),
+        *data(),
+        by_hand=False,
+    )
     assert reason in repr(density)
 
 
@@ -234,7 +307,8 @@ def test_a_chains_tiled_gradient_is_the_same_to_the_last_bit_whatever_runs_besid
         torch.set_num_threads(1)
         one = density.energy_and_gradient(z)
         alone = density.energy_and_gradient(z[5:6])
-        density.fast._loss._flops = 1e12  # enough work that threads are worth their start
+        # enough work that threads are worth their start
+        density.fast._loss._flops = 1e12
         torch.set_num_threads(3)
         three = density.energy_and_gradient(z)
     finally:
@@ -247,14 +321,20 @@ def test_a_chains_tiled_gradient_is_the_same_to_the_last_bit_whatever_runs_besid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [0, 3])
 def test_infinite_and_absurd_weights_spoil_their_own_chain_only(classes, way, dtype):
-    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(dtype)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, classes or 1)).to(
+        dtype
+    )
     x, y = data(classes=classes, dtype=dtype)
     likelihood = "categorical" if classes else "gaussian"
     density = Density(BayesianModel(net, likelihood=likelihood), args=(x, y))
     z = starting_points(density, 6)
     expected = density.energy_and_gradient(z)
     spoilt = z.clone()
-    spoilt[1, 3], spoilt[2, 0], spoilt[4] = math.nan, math.inf, 1e200 if dtype == torch.float64 else 1e30
+    spoilt[1, 3], spoilt[2, 0], spoilt[4] = (
+        math.nan,
+        math.inf,
+        1e200 if dtype == torch.float64 else 1e30,
+    )
     energy, gradient = density.energy_and_gradient(spoilt)
     for found, right in ((energy, expected[0]), (gradient, expected[1])):
         assert torch.allclose(found[[0, 3, 5]], right[[0, 3, 5]], rtol=1e-5)
@@ -270,8 +350,14 @@ def test_mini_batches_outside_of_the_data_are_refused():
     for bad in (-1, len(x)):
         with pytest.raises(IndexError, match=f"between 0 and {len(x) - 1}"):
             density.energy_and_gradient(z, {"rows": torch.full((2, 4), bad)})
-    other = density.energy_and_gradient(z, {"rows": torch.arange(5).expand(2, 5)})  # of another size
-    assert torch.allclose(other[1], by_pyro(density.target.model, x, y, z, density, torch.arange(5).expand(2, 5))[1])
+    # of another size
+    other = density.energy_and_gradient(z, {"rows": torch.arange(5).expand(2, 5)})
+    assert torch.allclose(
+        other[1],
+        by_pyro(density.target.model, x, y, z, density, torch.arange(5).expand(2, 5))[
+            1
+        ],
+    )
 
 
 def test_potentials_can_be_copied_and_sent(way):

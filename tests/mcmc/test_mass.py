@@ -1,4 +1,6 @@
-"""Mass matrices: their algebra against explicit matrices, their estimates against plain sums and known covariances."""
+"""Mass matrices: their algebra against explicit matrices, their estimates against plain
+sums and known covariances.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ def dense() -> Mass:
     return Mass.of(factor @ factor.T + torch.eye(D, dtype=torch.float64))
 
 
-# algebra ------------------------------------------------------------------------------------------------------------
+# algebra ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [diagonal, dense])
@@ -37,11 +39,13 @@ def test_operations_are_those_of_one_matrix(make):
     assert torch.allclose(mass.momentum(eye), whitener)  # row i is Wᵀ e_i
     assert torch.allclose(mass.variance.sqrt(), covariance.diagonal().sqrt())
     p = torch.randn(4, 3, D, dtype=torch.float64)
-    assert torch.allclose(mass.kinetic(p), 0.5 * torch.einsum("abi,ij,abj->ab", p, covariance, p))
+    assert torch.allclose(
+        mass.kinetic(p), 0.5 * torch.einsum("abi,ij,abj->ab", p, covariance, p)
+    )
     assert torch.allclose(mass.whiten(p), p @ whitener.T)
 
 
-# estimates ----------------------------------------------------------------------------------------------------------
+# estimates ----------------------------------------------------------------------------
 
 
 def estimated(draws: Tensor, kind: str) -> Mass:
@@ -76,35 +80,55 @@ def condition(mass: Mass, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize("degenerate", ["constant", "twice"])
-def test_a_coordinate_that_is_constant_or_another_once_more_leaves_a_matrix_that_whitens(degenerate):
+def test_a_coordinate_that_is_constant_or_another_once_more_leaves_a_matrix_that_whitens(
+    degenerate,
+):
     torch.manual_seed(5)
     draws = torch.randn(30, 4, D, dtype=torch.float64)
     draws[..., 0] = 3.0 if degenerate == "constant" else draws[..., 1]
     mass = estimated(draws, "dense")
     whitener = mass.whiten(torch.eye(D, dtype=torch.float64)).T
-    assert torch.allclose(whitener @ covariance_of(mass) @ whitener.T, torch.eye(D, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(
+        whitener @ covariance_of(mass) @ whitener.T,
+        torch.eye(D, dtype=torch.float64),
+        atol=1e-6,
+    )
 
 
 def test_of_fewer_draws_than_twice_the_coordinates_a_dense_matrix_is_diagonal():
     torch.manual_seed(2)
-    for count, known in ((3, False), (4, True)):  # degrees of freedom: 8 and 12, for 6 coordinates
+    # degrees of freedom: 8 and 12, for 6 coordinates
+    for count, known in ((3, False), (4, True)):
         draws = torch.randn(count, 4, D, dtype=torch.float64)
         covariance = covariance_of(estimated(draws, "dense"))
         assert torch.equal(covariance, covariance.diagonal().diag()) != known
         if not known:
-            assert torch.allclose(covariance.diagonal(), estimated(draws, "diagonal").variance)
+            assert torch.allclose(
+                covariance.diagonal(), estimated(draws, "diagonal").variance
+            )
 
 
 @pytest.mark.stochastic
 @pytest.mark.parametrize(
     ("correlations", "dim", "draws", "chains", "unit", "most"),
-    [((0.99, -0.95), 24, 25, 4, 1.0, 15), ((-0.99999,), D, 50, 16, 1.0, 2), ((-0.99999,), D, 50, 16, 1e-6, 2)],
+    [
+        ((0.99, -0.95), 24, 25, 4, 1.0, 15),
+        ((-0.99999,), D, 50, 16, 1.0, 2),
+        ((-0.99999,), D, 50, 16, 1e-6, 2),
+    ],
 )
-def test_strong_correlations_of_few_are_kept_whatever_their_units(correlations, dim, draws, chains, unit, most):
-    """The second as of an intercept and a slope on calendar years, whose deviations differ by thousands. Condition
-    numbers of the first on 40 seeds: by the sample covariance 5.8 to 9.8, by the diagonal 199 to 309."""
-    pairs = [torch.tensor([[1.0, r], [r, 1.0]], dtype=torch.float64) for r in correlations]
-    truth = torch.block_diag(*pairs, torch.eye(dim - 2 * len(pairs), dtype=torch.float64))
+def test_strong_correlations_of_few_are_kept_whatever_their_units(
+    correlations, dim, draws, chains, unit, most
+):
+    """The second as of an intercept and a slope on calendar years, whose deviations
+    differ by thousands. Condition numbers of the first on 40 seeds: by the sample
+    covariance 5.8 to 9.8, by the diagonal 199 to 309."""
+    pairs = [
+        torch.tensor([[1.0, r], [r, 1.0]], dtype=torch.float64) for r in correlations
+    ]
+    truth = torch.block_diag(
+        *pairs, torch.eye(dim - 2 * len(pairs), dtype=torch.float64)
+    )
     scale = torch.ones(dim, dtype=torch.float64)
     scale[1] = unit
     truth = truth * scale * scale[:, None]

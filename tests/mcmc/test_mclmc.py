@@ -1,4 +1,6 @@
-"""Microcanonical samplers against known laws: what they leave invariant, what they learn, and how biased they are."""
+"""Microcanonical samplers against known laws: what they leave invariant, what they
+learn, and how biased they are.
+"""
 
 import pyro
 import pyro.distributions as dist
@@ -29,7 +31,9 @@ def test_moments_of_a_gaussian():
 @pytest.mark.parametrize("asked", [5e-4, 5e-5])
 @pytest.mark.parametrize("dim", [5, 300])
 def test_warm_up_finds_the_step_of_the_energy_error_that_was_asked(dim, asked):
-    """The error of few dimensions has heavy tails: with 64 chains its mean has a deviation of 0.1 (20 seeds)."""
+    """The error of few dimensions has heavy tails: with 64 chains its mean has a
+    deviation of 0.1 (20 seeds).
+    """
     torch.manual_seed(0)
     density = GaussianPotential(torch.ones(dim, dtype=torch.float64))
     kernel = MCLMC(None, energy_error=asked)
@@ -42,7 +46,9 @@ def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked()
     for asked in (5e-2, 5e-4, 5e-6):
         torch.manual_seed(0)
         density = GaussianPotential(torch.ones(100, dtype=torch.float64))
-        draws, _, _ = drive(MCLMC(None, energy_error=asked), density, density.sample(32), 200, 120)
+        draws, _, _ = drive(
+            MCLMC(None, energy_error=asked), density, density.sample(32), 200, 120
+        )
         found[asked] = abs(draws.square().mean().item() - 1)
     assert 0.01 < found[5e-4] < 0.03
     assert found[5e-2] > 2 * found[5e-4]
@@ -52,11 +58,13 @@ def test_the_bias_of_variances_is_as_documented_and_shrinks_with_what_is_asked()
 def test_the_length_makes_draws_as_correlated_as_the_rule_says():
     torch.manual_seed(0)
     density = GaussianPotential(torch.ones(50, dtype=torch.float64))
-    kernel = MCLMC(None, energy_error=1e-5)  # small steps, whose rounding to whole ones doesn't matter
+    # small steps, whose rounding to whole ones doesn't matter
+    kernel = MCLMC(None, energy_error=1e-5)
     draws, _, state = drive(kernel, density, density.sample(32), 400, 200)
     correlation = (draws[:, 1:] * draws[:, :-1]).mean() / draws.square().mean()
     assert correlation.item() == pytest.approx(CORRELATION, abs=0.08)
-    # x'' = -x - x' / L: the correlation after L is e^(-1/2) (cos wL + sin wL / (2 w L)), w^2 = 1 - 1 / (4 L^2)
+    # x'' = -x - x' / L: the correlation after L is e^(-1/2) (cos wL + sin wL / (2 w
+    # L)), w^2 = 1 - 1 / (4 L^2)
     assert state.tuning.length[0].log_step.exp().item() == pytest.approx(1.33, rel=0.15)
 
 
@@ -64,7 +72,12 @@ def test_statistics_say_what_an_iteration_cost():
     torch.manual_seed(0)
     density = GaussianPotential(torch.ones(4, dtype=torch.float64))
     kernel = MCLMC(None, step_size=0.25)
-    state = kernel.init(density, density.sample(3), 0, torch.Generator(torch.empty(0).device).manual_seed(0))
+    state = kernel.init(
+        density,
+        density.sample(3),
+        0,
+        torch.Generator(torch.empty(0).device).manual_seed(0),
+    )
     density.batches.clear()
     state = kernel.step(density, state)
     assert state.statistics["n_steps"].tolist() == [len(density.batches)] * 3
@@ -80,11 +93,21 @@ def test_a_model_of_one_coordinate_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "status"), [(0.5, "pass"), (1.9, "pass"), (3.0, "warn"), (20.0, "fail"), (float("nan"), "unknown")]
+    ("ratio", "status"),
+    [
+        (0.5, "pass"),
+        (1.9, "pass"),
+        (3.0, "warn"),
+        (20.0, "fail"),
+        (float("nan"), "unknown"),
+    ],
 )
 def test_energy_errors_are_judged_by_what_was_asked(ratio, status):
     ratios = torch.full((3, 8), ratio)
     ratios[0, 0] = torch.nan  # an iteration that was taken back
     assert energy_error(ratios).status == status
-    told = [finding.name for finding in sampler_failures({"energy_error": ratios}, subsampled=False)]
+    told = [
+        finding.name
+        for finding in sampler_failures({"energy_error": ratios}, subsampled=False)
+    ]
     assert told == (["energy error"] if status == "fail" else [])

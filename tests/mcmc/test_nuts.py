@@ -1,4 +1,6 @@
-"""NUTS: against a naive reference with the same random numbers, and in its batches. Its law is in ``test_laws``."""
+"""NUTS: against a naive reference with the same random numbers, and in its batches. Its
+law is in ``test_laws``.
+"""
 
 import math
 
@@ -15,7 +17,9 @@ from .conftest import GaussianPotential, ToyPotential
 
 
 class AsTheyAre(Compiled):
-    """Programs that aren't compiled: batches of all chains, those that have finished masked."""
+    """Programs that aren't compiled: batches of all chains, those that have finished
+    masked.
+    """
 
     most_chains = 10**9
 
@@ -27,18 +31,22 @@ class AsTheyAre(Compiled):
         return function(self.density.energy_and_gradient, *inputs)
 
 
-# the reference ------------------------------------------------------------------------------------------------------
+# the reference ------------------------------------------------------------------------
 
 
 def turns(mass: Mass, momenta: list[Tensor]) -> bool:
-    """Stan's criterion for a tree of these momenta in order, without what is inside of its halves."""
+    """Stan's criterion for a tree of these momenta in order, without what is inside of
+    its halves.
+    """
 
     def turning(part: list[Tensor]) -> bool:
         velocity = mass.velocity(torch.stack(part).sum(0))
         return bool((part[0] @ velocity <= 0) | (part[-1] @ velocity <= 0))
 
     half = len(momenta) // 2
-    return turning(momenta) or turning(momenta[: half + 1]) or turning(momenta[half - 1 :])
+    return (
+        turning(momenta) or turning(momenta[: half + 1]) or turning(momenta[half - 1 :])
+    )
 
 
 def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
@@ -50,18 +58,28 @@ def any_subtree_turns(mass: Mass, momenta: list[Tensor]) -> bool:
 
 
 def reference(
-    density, z: Tensor, mass: Mass, step: Tensor, max_depth: int, generator: torch.Generator
+    density,
+    z: Tensor,
+    mass: Mass,
+    step: Tensor,
+    max_depth: int,
+    generator: torch.Generator,
 ) -> dict[str, object]:
-    """One transition of one chain, plainly: a list of states, whose subtrees are searched anew by recursion.
+    """One transition of one chain, plainly: a list of states, whose subtrees are
+    searched anew by recursion.
 
-    It takes random numbers as the kernel does: momentum, then for each doubling the direction, one for each leaf, and
-    whether to take the doubling's state.
+    It takes random numbers as the kernel does: momentum, then for each doubling the
+    direction, one for each leaf, and whether to take the doubling's state.
     """
 
     def chance() -> float:
         return torch.empty(1, dtype=torch.double).uniform_(generator=generator).item()
 
-    first = PhasePoint(z[None], mass.momentum(normal(z[None], generator)), *density.energy_and_gradient(z[None]))
+    first = PhasePoint(
+        z[None],
+        mass.momentum(normal(z[None], generator)),
+        *density.energy_and_gradient(z[None]),
+    )
     start = first.energy + mass.kinetic(first.momentum)
     states = [first]
     chosen, log_weight, depth, steps, accepted = (z, start.item()), 0.0, 0, 0, 0.0
@@ -74,13 +92,17 @@ def reference(
         for _ in range(2**depth):
             taken = chance()
             origin = new[-1] if new else (states[-1] if forward else states[0])
-            end = leapfrog(density.energy_and_gradient, origin, step if forward else -step, mass)
+            end = leapfrog(
+                density.energy_and_gradient, origin, step if forward else -step, mass
+            )
             total = end.energy + mass.kinetic(end.momentum)
             error = (total - start).item()
             steps, accepted = steps + 1, accepted + min(1.0, math.exp(-error))
             new.append(end)
             weights.append(-error)
-            share = math.exp(-error - torch.tensor(weights).double().logsumexp(0).item())
+            share = math.exp(
+                -error - torch.tensor(weights).double().logsumexp(0).item()
+            )
             if taken < share:
                 candidate = (end.z[0], total.item())
             diverging = error > 1000
@@ -96,7 +118,11 @@ def reference(
         branch = torch.tensor(weights).double().logsumexp(0).item()
         if chance() < math.exp(min(0.0, branch - log_weight)):
             chosen = candidate
-        log_weight = float(torch.logaddexp(torch.tensor(log_weight).double(), torch.tensor(branch).double()))
+        log_weight = float(
+            torch.logaddexp(
+                torch.tensor(log_weight).double(), torch.tensor(branch).double()
+            )
+        )
         states = states + new if forward else new[::-1] + states
         if turns(mass, [s.momentum[0] for s in states]):
             break
@@ -113,10 +139,16 @@ def reference(
 @pytest.mark.parametrize("step", [0.05, 0.4])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(banana, step, rotated, masked):
+def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(
+    banana, step, rotated, masked
+):
     covariance = torch.tensor([[1.0, 0.6], [0.6, 2.0]], dtype=torch.float64)
     mass = Mass.of(covariance)
-    density = GaussianPotential(torch.tensor([0.3, 4.0], dtype=torch.float64)) if rotated else banana
+    density = (
+        GaussianPotential(torch.tensor([0.3, 4.0], dtype=torch.float64))
+        if rotated
+        else banana
+    )
     if masked:
         density.fast = AsTheyAre(density)
     kernel = NUTS(None, step_size=step, max_treedepth=7)
@@ -128,21 +160,26 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(banana,
         generator.manual_seed(1000 + seed)
         found = kernel.step(density, state)
         generator.manual_seed(1000 + seed)
-        expected = reference(density, z[0], mass, torch.tensor(step, dtype=torch.float64), 7, generator)
+        expected = reference(
+            density, z[0], mass, torch.tensor(step, dtype=torch.float64), 7, generator
+        )
         assert torch.allclose(found.z[0], expected["z"], atol=1e-9)
         for name in ("energy", "tree_depth", "n_steps", "acceptance_rate", "diverging"):
-            assert found.statistics[name].item() == pytest.approx(expected[name], abs=1e-8), name
+            assert found.statistics[name].item() == pytest.approx(
+                expected[name], abs=1e-8
+            ), name
         depths.add(expected["tree_depth"])
     assert len(depths) >= 2  # short and long trajectories were compared
 
 
-# batches ------------------------------------------------------------------------------------------------------------
+# batches ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_chains_keep_their_places_while_others_finish(generator, masked):
-    # The first coordinate names the chain: nothing pulls at it and it has no momentum. The scales of the others differ
-    # from chain to chain, so that trajectories have many lengths.
+    # The first coordinate names the chain: nothing pulls at it and it has no momentum.
+    # The scales of the others differ from chain to chain, so that trajectories have
+    # many lengths.
     def energy(state: Tensor) -> Tensor:
         return 0.5 * (state[:, 1:] / (1 + state[:, :1])).square().sum(-1)
 
@@ -150,7 +187,13 @@ def test_chains_keep_their_places_while_others_finish(generator, masked):
     if masked:
         density.fast = AsTheyAre(density)
     names = torch.arange(20, dtype=torch.float64)
-    z = torch.cat([names[:, None], torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None])], -1)
+    z = torch.cat(
+        [
+            names[:, None],
+            torch.randn(20, 3, dtype=torch.float64) * (1 + names[:, None]),
+        ],
+        -1,
+    )
     kernel = NUTS(None, step_size=0.3)
     still = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     state = tuned(kernel.init(density, z, 0, generator), mass=Mass(still, still))
@@ -168,23 +211,33 @@ def test_chains_keep_their_places_while_others_finish(generator, masked):
         if masked:
             assert set(density.batches) == {20}
             continue
-        # Batches shrink as chains finish, and no chain is in them for more than one step too long.
+        # Batches shrink as chains finish, and no chain is in them for more than one
+        # step too long.
         batches = density.batches[:-1]
         assert batches == sorted(batches, reverse=True)
         assert steps.sum() <= sum(batches) <= steps.sum() + 20
 
 
-def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only(generator):
+def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only(
+    generator,
+):
     outside = torch.zeros(30)
 
     def energy(z):
         outside.add_(z.detach()[:, 0] > 1)
-        return torch.where(z[:, 0] > 1, torch.inf, 0.5 * z[:, 0] ** 2 + 0.01 * z[:, 1] ** 2)
+        return torch.where(
+            z[:, 0] > 1, torch.inf, 0.5 * z[:, 0] ** 2 + 0.01 * z[:, 1] ** 2
+        )
 
     density = ToyPotential(energy)
     density.fast = AsTheyAre(density)  # batches of all chains
     kernel = NUTS(None, step_size=0.2, max_treedepth=10**12)
-    state = kernel.init(density, -torch.rand(30, 2, dtype=torch.float64, generator=generator), 0, generator)
+    state = kernel.init(
+        density,
+        -torch.rand(30, 2, dtype=torch.float64, generator=generator),
+        0,
+        generator,
+    )
     outside.zero_()
     statistics = kernel.step(density, state).statistics
     assert 3 < statistics["diverging"].sum() < 30

@@ -36,14 +36,19 @@ def kernel(request):
 
 def test_draws_have_chains_then_draws_then_the_sites_shape(kernel):
     posterior = sample(kernel, **QUICK)
-    assert {site: value.shape for site, value in posterior.samples.items()} == {"a": (3, 6, 2), "b": (3, 6)}
+    assert {site: value.shape for site, value in posterior.samples.items()} == {
+        "a": (3, 6, 2),
+        "b": (3, 6),
+    }
     assert all(value.shape == (3, 6) for value in posterior.statistics.values())
     assert {"lp", "diverging", "step_size", "n_steps"} <= set(posterior.statistics)
     assert (posterior.samples["b"] > 0).all()
     assert posterior.to_arviz()["sample_stats"]["diverging"].dtype == bool
 
 
-def test_a_seed_reproduces_a_run_and_leaves_the_global_generator_alone_which_decides_without_one(kernel):
+def test_a_seed_reproduces_a_run_and_leaves_the_global_generator_alone_which_decides_without_one(
+    kernel,
+):
     before = torch.get_rng_state()
     first, second, other = (sample(kernel, seed=seed, **QUICK) for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), before)
@@ -58,7 +63,10 @@ def test_a_seed_reproduces_a_run_and_leaves_the_global_generator_alone_which_dec
 
 def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     torch.manual_seed(0)
-    net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
+    net = BayesianModel(
+        nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)),
+        likelihood="gaussian",
+    )
     data = torch.randn(12, 2), torch.randn(12)
     kernel = HMC(net, num_steps=3)
     whole = sample(kernel, *data, seed=2, dtype=torch.float64, **QUICK)
@@ -67,23 +75,45 @@ def test_a_network_runs_in_double_precision_and_chunks(tmp_path):
     for site, value in whole.samples.items():
         assert torch.allclose(value, chunked.samples[site], atol=1e-6)
     whole.save(tmp_path / "p")
-    assert torch.equal(type(whole).load(tmp_path / "p").samples["0.bias"], whole.samples["0.bias"])
+    assert torch.equal(
+        type(whole).load(tmp_path / "p").samples["0.bias"], whole.samples["0.bias"]
+    )
 
 
 def test_starts_of_another_number_of_chains_are_refused():
     with pytest.raises(ValueError, match=r"must be \(3,\), one for each chain"):
-        sample(HMC(model), initial={"a": torch.zeros(4, 2), "b": torch.ones(4)}, **QUICK)
+        sample(
+            HMC(model), initial={"a": torch.zeros(4, 2), "b": torch.ones(4)}, **QUICK
+        )
 
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:.* of the draws diverged")  # in so short a run
 @pytest.mark.parametrize(
-    ("kind", "engine"), [(HMC, "auto"), (AdaptiveHMC, "auto"), (SGHMC, "auto"), (NUTS, "auto"), (NUTS, "eager")]
+    ("kind", "engine"),
+    [
+        (HMC, "auto"),
+        (AdaptiveHMC, "auto"),
+        (SGHMC, "auto"),
+        (NUTS, "auto"),
+        (NUTS, "eager"),
+    ],
 )
 def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
     torch.manual_seed(0)
-    net = BayesianModel(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), likelihood="gaussian")
-    posterior = sample(kind(net), torch.randn(12, 2), torch.randn(12), device="cuda", engine=engine, seed=2, **QUICK)
+    net = BayesianModel(
+        nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)),
+        likelihood="gaussian",
+    )
+    posterior = sample(
+        kind(net),
+        torch.randn(12, 2),
+        torch.randn(12),
+        device="cuda",
+        engine=engine,
+        seed=2,
+        **QUICK,
+    )
     assert posterior.metadata["device"].startswith("cuda")
     assert posterior.samples["0.weight"].device.type == "cpu"
     assert torch.isfinite(posterior.samples["0.weight"]).all()
@@ -91,9 +121,21 @@ def test_chains_run_on_a_cuda_device_and_draws_come_back(kind, engine):
 
 def test_deterministic_sites_may_be_as_near_to_one_as_numbers_are():
     def model():
-        pyro.deterministic("near", pyro.sample("a", dist.Normal(0.0, 1.0)) * 0 + 1 - torch.finfo(torch.float32).eps)
+        pyro.deterministic(
+            "near",
+            pyro.sample("a", dist.Normal(0.0, 1.0)) * 0
+            + 1
+            - torch.finfo(torch.float32).eps,
+        )
 
-    posterior = sample(NUTS(model), num_samples=100, num_warmup=50, num_chains=2, seed=0, progress=False)
+    posterior = sample(
+        NUTS(model),
+        num_samples=100,
+        num_warmup=50,
+        num_chains=2,
+        seed=0,
+        progress=False,
+    )
     assert (posterior.samples["near"] < 1).all()
 
 
@@ -107,7 +149,14 @@ def test_the_progress_bar_counts_draws_however_thin_they_are(monkeypatch):
 
     monkeypatch.setattr("pyro_symmetric.mcmc.run.tqdm", Bar)
 
-    sample(NUTS(model), num_samples=10, num_warmup=6, thinning=5, num_chains=2, progress=True)
+    sample(
+        NUTS(model),
+        num_samples=10,
+        num_warmup=6,
+        thinning=5,
+        num_chains=2,
+        progress=True,
+    )
     assert (bars[0].total, bars[0].n) == (16, 16)
 
 
@@ -117,7 +166,7 @@ def noises(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(0.0, scale), obs=y)
 
 
-# how much of the library a run touches ------------------------------------------------------------------------------
+# how much of the library a run touches ------------------------------------------------
 
 MOST_FILES, MOST_FUNCTIONS = 15, 146
 
@@ -133,11 +182,20 @@ def test_a_run_in_memory_touches_few_files_and_functions():
     threading.setprofile(note)
     sys.setprofile(note)
     try:
-        sample(NUTS(noises), torch.randn(5), num_chains=2, num_warmup=30, num_samples=5, progress=False)
+        sample(
+            NUTS(noises),
+            torch.randn(5),
+            num_chains=2,
+            num_warmup=30,
+            num_samples=5,
+            progress=False,
+        )
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    functions = {name for name in seen if not name[1].rpartition(".")[2].startswith("<")}
+    functions = {
+        name for name in seen if not name[1].rpartition(".")[2].startswith("<")
+    }
     files = sorted({file.removeprefix(root) for file, _ in functions})
     assert len(files) <= MOST_FILES, files
     assert len(functions) <= MOST_FUNCTIONS, sorted(functions)

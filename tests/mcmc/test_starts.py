@@ -32,7 +32,8 @@ def test_a_posteriors_last_draws_are_where_its_chains_go_on():
     posterior = Posterior({"a": a, "b": b}, kind="chains")
     assert torch.allclose(start(posterior)["a"], a[:, -1])
     assert torch.allclose(start(posterior, 2)["b"], b[:2, -1])
-    more = start(posterior, 8)["b"].round().int().tolist()  # then the draws before, the oldest of one chain left out
+    # then the draws before, the oldest of one chain left out
+    more = start(posterior, 8)["b"].round().int().tolist()
     assert sorted(more) == [2, 3, 4, 6, 7, 8, 11, 12]
     with pytest.raises(ValueError, match="3 x 4 draws, too few to start 13 chains"):
         start(posterior, 13)
@@ -40,7 +41,11 @@ def test_a_posteriors_last_draws_are_where_its_chains_go_on():
 
 @pytest.mark.parametrize("kind", [AutoGaussian, AutoDiagonalNormal, AutoNormal])
 def test_a_guides_draws_start_the_chains(kind):
-    guide = kind(model, init_scale=1e-3) if kind is not AutoGaussian else AutoDiagonalNormal(model, init_scale=1e-3)
+    guide = (
+        kind(model, init_scale=1e-3)
+        if kind is not AutoGaussian
+        else AutoDiagonalNormal(model, init_scale=1e-3)
+    )
     guide()
     if kind is AutoGaussian:
         guide = AutoGaussian(guide, guide.get_posterior())
@@ -48,7 +53,8 @@ def test_a_guides_draws_start_the_chains(kind):
     found = start(guide, 6)
     assert found["a"].shape == (6, 2)
     for site, value in found.items():
-        assert torch.allclose(value, centre[site].expand_as(value), atol=0.02)  # ten deviations
+        # ten deviations
+        assert torch.allclose(value, centre[site].expand_as(value), atol=0.02)
         assert len(value.unique(dim=0)) == 6
 
 
@@ -73,7 +79,8 @@ def test_a_start_in_the_box_that_is_far_worse_than_others_is_drawn_anew_and_give
         pyro.factor("wall", -1e10 * (a - 1).clamp(min=0))
 
     density = Density(walled)
-    assert (starting_points(density, 50) < 1.001).all()  # of which a quarter would start beyond
+    # of which a quarter would start beyond
+    assert (starting_points(density, 50) < 1.001).all()
     assert starting_points(density, 1, {"a": torch.tensor(1.5)}) == 1.5
 
 
@@ -92,11 +99,15 @@ def test_starts_outside_of_a_simplex_are_refused_rather_than_moved(given):
 
     start = {"shares": torch.tensor([[0.5, 0.3, 0.2], [2.0, 1.0, 1.0]])}
     initial = start if given == "weights" else lambda count: start
-    with pytest.raises(ValueError, match="outside of its support, or not finite, is 'shares'"):
+    with pytest.raises(
+        ValueError, match="outside of its support, or not finite, is 'shares'"
+    ):
         starting_points(Density(model), 2, initial)
     start["shares"] /= start["shares"].sum(-1, keepdim=True)
     z = starting_points(Density(model), 2, initial)
-    assert torch.allclose(Density(model).layout.constrain(z)["shares"], start["shares"], atol=1e-6)
+    assert torch.allclose(
+        Density(model).layout.constrain(z)["shares"], start["shares"], atol=1e-6
+    )
 
 
 def with_an_unused_site() -> None:
@@ -107,15 +118,25 @@ def with_an_unused_site() -> None:
 def with_a_mask() -> None:
     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     with pyro.plate("rows", 4):
-        pyro.sample("y", dist.Normal(mean, 1.0), obs=torch.ones(4), obs_mask=torch.tensor([True, True, False, True]))
+        pyro.sample(
+            "y",
+            dist.Normal(mean, 1.0),
+            obs=torch.ones(4),
+            obs_mask=torch.tensor([True, True, False, True]),
+        )
 
 
 @pytest.mark.parametrize("initial", [None, "prior", "weights"])
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(with_an_unused_site, "3 of 3 entries of 'free'"), (with_a_mask, "3 of 4 entries of 'y_unobserved'")],
+    [
+        (with_an_unused_site, "3 of 3 entries of 'free'"),
+        (with_a_mask, "3 of 4 entries of 'y_unobserved'"),
+    ],
 )
-def test_entries_on_which_the_density_does_not_depend_are_named_once_before_sampling(model, words, initial):
+def test_entries_on_which_the_density_does_not_depend_are_named_once_before_sampling(
+    model, words, initial
+):
     density = Density(model)
     if initial == "prior" and model is with_an_unused_site:
         return  # of which nothing can be drawn

@@ -1,4 +1,6 @@
-"""Runs in several threads of one process: each gives the draws that it gives alone, and none waits for ever."""
+"""Runs in several threads of one process: each gives the draws that it gives alone, and
+none waits for ever.
+"""
 
 import functools
 import threading
@@ -19,9 +21,13 @@ from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.store import Recorder
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)
-NET = BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian")
+NET = BayesianModel(
+    nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), likelihood="gaussian"
+)
 OPTIONS = {"num_chains": 2, "num_warmup": 10, "num_samples": 10, "progress": False}
-pytestmark = pytest.mark.filterwarnings("ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(of the draws diverged|chains hardly move):RuntimeWarning"
+)
 
 
 def components(y):
@@ -43,7 +49,9 @@ RUNS = [
     functools.partial(run, HMC(NET, num_steps=3), (X, Y), seed=1),
     functools.partial(run, NUTS(components), (Y,), seed=2),
     functools.partial(run, SGHMC(NET, batch_size=3), (X, Y), seed=3),
-    functools.partial(run, HMC(components, num_steps=3), (Y,), seed=4, chains_per_task=1),
+    functools.partial(
+        run, HMC(components, num_steps=3), (Y,), seed=4, chains_per_task=1
+    ),
 ]
 
 
@@ -77,7 +85,9 @@ def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
         lambda: log_joint(components, Y)({"locs": torch.zeros(3, 2)}),
         lambda: find_symmetry(NET.net, X[:2]),
         lambda: predict(posterior, NET, X, kind="mean", progress=False),
-        lambda: NET.log_joint({site: value[0] for site, value in posterior.samples.items()}, X, Y),
+        lambda: NET.log_joint(
+            {site: value[0] for site, value in posterior.samples.items()}, X, Y
+        ),
         lambda: mmd_test(posterior, posterior, num_permutations=19),
         lambda: diagnose(posterior),
     ]
@@ -92,7 +102,10 @@ def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
             assert all(asker() is not None for asker in askers)
 
     with ThreadPoolExecutor(gate.parties) as threads:
-        asking = [threads.submit(start, functools.partial(ask, others[k::2])) for k in range(2)]
+        asking = [
+            threads.submit(start, functools.partial(ask, others[k::2]))
+            for k in range(2)
+        ]
         try:
             futures = [threads.submit(start, one) for one in RUNS]
             found = [future.result(timeout=300) for future in futures]
@@ -101,7 +114,9 @@ def test_seeded_runs_of_several_threads_give_the_draws_that_they_give_alone():
         for future in asking:
             future.result(timeout=120)
     assert all(same(*pair) for pair in zip(found, alone, strict=True))
-    assert all(torch.equal(value, before[name]) for name, value in NET.net.named_parameters())
+    assert all(
+        torch.equal(value, before[name]) for name, value in NET.net.named_parameters()
+    )
 
 
 def test_ensembles_of_several_threads_are_those_of_one_thread_after_another():
@@ -113,7 +128,8 @@ def test_ensembles_of_several_threads_are_those_of_one_thread_after_another():
     with ThreadPoolExecutor(3) as threads:
         futures = [threads.submit(train) for _ in range(3)]
         found = [future.result(timeout=300).samples for future in futures]
-    assert all(any(same(one, other) for one in found) for other in alone)  # whichever drew its seed first
+    # whichever drew its seed first
+    assert all(any(same(one, other) for one in found) for other in alone)
 
 
 def test_a_run_that_a_store_refuses_has_touched_no_generator(tmp_path):
@@ -129,11 +145,19 @@ def test_a_run_may_ask_for_another_by_threads_from_its_starting_points_function(
 
     def initial(count, executor):
         with executor or ThreadPoolExecutor(1):
-            inner = run(HMC(NET, num_steps=3), (X, Y), seed=9, chains_per_task=1, executor=executor)
+            inner = run(
+                HMC(NET, num_steps=3),
+                (X, Y),
+                seed=9,
+                chains_per_task=1,
+                executor=executor,
+            )
         asked.append(inner)
         return {site: prior.sample((count,)) for site, prior in NET.priors().items()}
 
     asked = []
     for executor in (None, ThreadPoolExecutor(2)):
-        assert same(RUNS[0](initial=functools.partial(initial, executor=executor)), alone)
+        assert same(
+            RUNS[0](initial=functools.partial(initial, executor=executor)), alone
+        )
     assert same(*asked)

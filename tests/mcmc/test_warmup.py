@@ -1,4 +1,6 @@
-"""Results of the warm-up of Hamiltonian kernels, against plain sums over draws and acceptances that are given."""
+"""Results of the warm-up of Hamiltonian kernels, against plain sums over draws and
+acceptances that are given.
+"""
 
 import math
 from dataclasses import replace
@@ -22,16 +24,33 @@ C, D = 40, 3
 
 @pytest.fixture
 def density():
-    return GaussianPotential(torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False)
+    return GaussianPotential(
+        torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False
+    )
 
 
-def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarray, num_warmup: int) -> list[State]:
-    """The states that warm-up makes of draws ``(S, C, D)`` and acceptances ``(S, C)`` that no step has made."""
+def fed(
+    kernel,
+    density,
+    state: State,
+    draws: np.ndarray,
+    acceptances: np.ndarray,
+    num_warmup: int,
+) -> list[State]:
+    """The states that warm-up makes of draws ``(S, C, D)`` and acceptances ``(S, C)``
+    that no step has made.
+    """
     states = []
     for iteration, (z, acceptance) in enumerate(zip(draws, acceptances, strict=True)):
         z, acceptance = torch.tensor(z), torch.tensor(acceptance)
         energy, gradient = density.energy_and_gradient(z)
-        state = replace(state, z=z, energy=energy, gradient=gradient, statistics={"acceptance_rate": acceptance})
+        state = replace(
+            state,
+            z=z,
+            energy=energy,
+            gradient=gradient,
+            statistics={"acceptance_rate": acceptance},
+        )
         state = kernel.adapt(density, state, iteration, num_warmup)
         states.append(state)
     return states
@@ -39,12 +58,15 @@ def fed(kernel, density, state: State, draws: np.ndarray, acceptances: np.ndarra
 
 def numbers(count: int) -> tuple[np.ndarray, np.ndarray]:
     generator = np.random.default_rng(0)
-    modes = 100 * generator.normal(size=(C, 1))  # the distance between chains says nothing
+    # the distance between chains says nothing
+    modes = 100 * generator.normal(size=(C, 1))
     draws = modes + generator.normal(size=(count, C, D)) * [0.5, 1.0, 2.0]
     return draws, generator.uniform(0.5, 1, size=(count, C))
 
 
-def test_each_window_gives_the_variances_within_chains_of_its_own_draws(density, generator):
+def test_each_window_gives_the_variances_within_chains_of_its_own_draws(
+    density, generator
+):
     count = 200
     begin, ends = window_ends(count)
     assert len(ends) == 2  # so that the second doesn't know the first
@@ -65,7 +87,9 @@ def test_each_window_gives_the_variances_within_chains_of_its_own_draws(density,
     assert states[-1].tuning.mass is states[ends[-1] - 1].tuning.mass
 
 
-def test_the_step_follows_the_mean_acceptance_and_ends_at_its_average(density, generator):
+def test_the_step_follows_the_mean_acceptance_and_ends_at_its_average(
+    density, generator
+):
     draws, acceptances = numbers(15)  # too few for a window
     kernel = HMC(None, step_size=0.1, target_accept=0.7)
     state = kernel.init(density, torch.tensor(draws[0]), 15, generator)
@@ -79,12 +103,14 @@ def test_the_step_follows_the_mean_acceptance_and_ends_at_its_average(density, g
         log_step += gain * number**-0.6 * (acceptances[number - 1].mean() - 0.7)
         sums += number * log_step  # weights in proportion to the iteration's number
         expected = 2 * sums / (number * (number + 1)) if number == 15 else log_step
-        assert after.tuning.step_size.tolist() == pytest.approx([math.exp(expected)] * C)
+        assert after.tuning.step_size.tolist() == pytest.approx(
+            [math.exp(expected)] * C
+        )
     assert states[-1].tuning.step_size.dtype == torch.float64
     assert not states[-1].tuning.blind
 
 
-# the search for the step size ---------------------------------------------------------------------------------------
+# the search for the step size ---------------------------------------------------------
 
 
 def acceptance_curve(log_step):
@@ -93,7 +119,9 @@ def acceptance_curve(log_step):
 
 
 def slope(target: float) -> float:
-    """The slope of acceptance in the log of the step around a target, by central differences."""
+    """The slope of acceptance in the log of the step around a target, by central
+    differences.
+    """
     at = 0.5 * math.log(-2 * norm.ppf(target / 2))
     assert acceptance_curve(at) == pytest.approx(target)
     return (acceptance_curve(at - 1e-5) - acceptance_curve(at + 1e-5)) / 2e-5
@@ -101,15 +129,18 @@ def slope(target: float) -> float:
 
 @pytest.mark.parametrize("target", [0.2, 0.65, 0.8, 0.9])
 def test_the_gain_is_newtons_for_the_acceptance_curve(target):
-    assert StepSizeAdaptation.start(torch.ones(()), target).gain == pytest.approx(1 / slope(target), rel=1e-6)
+    assert StepSizeAdaptation.start(torch.ones(()), target).gain == pytest.approx(
+        1 / slope(target), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("chains", "most"), [(1, 0.02), (4, 0.01), (32, 0.004)])
 @pytest.mark.parametrize("target", [0.65, 0.8, 0.9])
 def test_fifty_iterations_reach_the_target_without_bias(target, chains, most):
-    # Energy errors N(s²/2, s²) with s the square of the step, whose acceptance is the curve's. Averages of 2,000
-    # searches, with a standard error of at most 0.0011: a bias of `most` less five of them passes with a chance of
-    # 1 - 3e-7 at least. (Stan's dual averaging is off by 0.10, 0.06 and 0.01 for the target 0.65.)
+    # Energy errors N(s²/2, s²) with s the square of the step, whose acceptance is the
+    # curve's. Averages of 2,000 searches, with a standard error of at most 0.0011: a
+    # bias of `most` less five of them passes with a chance of 1 - 3e-7 at least.
+    # (Stan's dual averaging is off by 0.10, 0.06 and 0.01 for the target 0.65.)
     draw, runs = np.random.default_rng(0), 2000
     start = 0.5 * math.log(-2 * norm.ppf(target / 2)) + draw.uniform(-1.2, 0.7, runs)
     search = StepSizeAdaptation.start(torch.tensor(start).exp(), target)
@@ -117,25 +148,38 @@ def test_fifty_iterations_reach_the_target_without_bias(target, chains, most):
         size = search.log_step.mul(2).clamp(max=8).exp().numpy()[:, None]
         error = size**2 / 2 + size * draw.standard_normal((runs, chains))
         search = search.update(torch.tensor(np.exp(-error.clip(0)).mean(1)))
-    assert acceptance_curve(search.log_average.numpy()).mean() == pytest.approx(target, abs=most)
+    assert acceptance_curve(search.log_average.numpy()).mean() == pytest.approx(
+        target, abs=most
+    )
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_a_search_that_follows_finds_a_far_root_and_keeps_up_with_it(factor):
-    search, root = StepSizeAdaptation.start(torch.tensor(1.0), 0.8, follow=True), math.log(factor)
+    search, root = (
+        StepSizeAdaptation.start(torch.tensor(1.0), 0.8, follow=True),
+        math.log(factor),
+    )
     for iteration in range(100):
         if iteration == 50:
             root += 2.0  # chains arrive where steps may be longer
-        search = search.update(torch.tensor(acceptance_curve(search.log_step.item() - root)))
+        search = search.update(
+            torch.tensor(acceptance_curve(search.log_step.item() - root))
+        )
         if iteration in (49, 99):
-            assert acceptance_curve(search.log_average.item() - root) == pytest.approx(0.8, abs=0.02)
+            assert acceptance_curve(search.log_average.item() - root) == pytest.approx(
+                0.8, abs=0.02
+            )
 
 
-# chains that are stuck, and modes -----------------------------------------------------------------------------------
+# chains that are stuck, and modes -----------------------------------------------------
 
 
-def test_until_the_mass_matrix_is_known_each_chain_has_a_step_of_its_own(density, generator):
-    """From when it is found anew, after 64 iterations, each follows its own acceptance, by gains that stop falling."""
+def test_until_the_mass_matrix_is_known_each_chain_has_a_step_of_its_own(
+    density, generator
+):
+    """From when it is found anew, after 64 iterations, each follows its own acceptance,
+    by gains that stop falling.
+    """
     draws, acceptances = numbers(200)
     acceptances[:, :3] = 0.1  # which are stuck
     begin, ends = window_ends(200)
@@ -151,8 +195,12 @@ def test_until_the_mass_matrix_is_known_each_chain_has_a_step_of_its_own(density
         assert torch.equal(after.tuning.step_size, after.tuning.step_size[:1].expand(C))
 
 
-def test_a_step_that_was_for_a_far_place_is_found_anew_as_the_chain_arrives(density, generator):
-    """By the search alone it would grow by a fifth with each iteration, and take a hundred to get here."""
+def test_a_step_that_was_for_a_far_place_is_found_anew_as_the_chain_arrives(
+    density, generator
+):
+    """By the search alone it would grow by a fifth with each iteration, and take a
+    hundred to get here.
+    """
     kernel, z = HMC(None, step_size=1e-10), density.sample(5)
     state = kernel.init(density, z, 100, generator)
     for iteration in range(20):
@@ -160,7 +208,7 @@ def test_a_step_that_was_for_a_far_place_is_found_anew_as_the_chain_arrives(dens
     assert (state.tuning.step_size > 0.05).all()
 
 
-# windows ------------------------------------------------------------------------------------------------------------
+# windows ------------------------------------------------------------------------------
 
 
 def test_windows_are_stans():
@@ -174,7 +222,9 @@ def test_windows_lie_within_warmup_and_leave_time_to_adapt_the_step(num_warmup):
     assert list(ends) == sorted(set(ends))
     if ends:
         assert 0 < begin < ends[0]
-        assert ends[-1] == num_warmup - (50 if num_warmup >= 150 else int(0.1 * num_warmup))
+        assert ends[-1] == num_warmup - (
+            50 if num_warmup >= 150 else int(0.1 * num_warmup)
+        )
 
 
 def test_what_isnt_to_be_adapted_stays(density, generator):
@@ -184,5 +234,7 @@ def test_what_isnt_to_be_adapted_stays(density, generator):
         state = kernel.init(density, torch.tensor(draws[0]), 60, generator)
         last = fed(kernel, density, state, draws, acceptances, 60)[-1].tuning
         assert bool((last.step_size == 0.1).all()) == ("adapt_step_size" in options)
-        assert torch.equal(last.mass.variance, torch.ones(D, dtype=torch.float64)) == ("adapt_mass" in options)
+        assert torch.equal(last.mass.variance, torch.ones(D, dtype=torch.float64)) == (
+            "adapt_mass" in options
+        )
         assert state.tuning.blind == ("adapt_mass" not in options)

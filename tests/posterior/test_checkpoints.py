@@ -40,7 +40,9 @@ def test_running_statistics_are_kept_so_that_symmetries_can_be_removed(tmp_path)
     symmetry = ps.find_symmetry(net, x)
     canonical = posterior.map(ps.canonicalize, symmetry).get_samples()
     for i, state in enumerate(states):
-        moved = torch.func.functional_call(net, {k: v[i] for k, v in canonical.items()}, (x,))
+        moved = torch.func.functional_call(
+            net, {k: v[i] for k, v in canonical.items()}, (x,)
+        )
         expected = torch.func.functional_call(net, dict(state), (x,))
         torch.testing.assert_close(moved, expected, atol=1e-5, rtol=1e-4)
 
@@ -51,7 +53,9 @@ def test_files_given_one_by_one_keep_their_order_and_names_can_be_changed(tmp_pa
     rename = lambda name: None if name.startswith("1.") else f"module.{name}"  # noqa: E731
     posterior = read_checkpoints(files, rename=rename, progress=False)
     assert torch.equal(posterior.samples["module.3.bias"][0, 1], states[0]["3.bias"])
-    with pytest.raises(ValueError, match=r"net-2\.pt: rename gives 'same' to two tensors"):
+    with pytest.raises(
+        ValueError, match=r"net-2\.pt: rename gives 'same' to two tensors"
+    ):
         read_checkpoints(files, rename=lambda name: "same", progress=False)
 
 
@@ -59,8 +63,13 @@ def test_state_dicts_inside_training_checkpoints_are_found(tmp_path):
     state = network().state_dict()
     torch.save({"epoch": 3, "state_dict": state}, tmp_path / "a.pth")
     torch.save({"epoch": 4, "ema": state}, tmp_path / "b.pth")
-    assert "0.weight" in read_checkpoints(tmp_path, pattern="a*", progress=False).samples
-    assert "0.weight" in read_checkpoints(tmp_path, pattern="b*", key="ema", progress=False).samples
+    assert (
+        "0.weight" in read_checkpoints(tmp_path, pattern="a*", progress=False).samples
+    )
+    assert (
+        "0.weight"
+        in read_checkpoints(tmp_path, pattern="b*", key="ema", progress=False).samples
+    )
     with pytest.raises(ValueError, match=r"b\.pth holds no state dict"):
         read_checkpoints(tmp_path, pattern="b*", progress=False)
 
@@ -74,7 +83,9 @@ class Harmful:
 
 
 def test_code_in_a_file_is_never_run(tmp_path):
-    torch.save({"w": torch.zeros(2), "x": Harmful(tmp_path / "harm")}, tmp_path / "bad.pt")
+    torch.save(
+        {"w": torch.zeros(2), "x": Harmful(tmp_path / "harm")}, tmp_path / "bad.pt"
+    )
     with pytest.raises(ValueError, match=r"bad\.pt .*more than tensors"):
         read_checkpoints(tmp_path, progress=False)
     assert not (tmp_path / "harm").exists()
@@ -92,6 +103,8 @@ def test_a_file_cut_short_is_named(tmp_path, suffix):
 def test_a_network_that_is_not_finite_is_warned_of_and_named(tmp_path):
     for k in range(3):
         torch.save({"w": torch.ones(2) / (k != 1)}, tmp_path / f"net-{k}.pt")
-    with pytest.warns(RuntimeWarning, match=r"1 checkpoints hold a NaN or an infinity: .*net-1\.pt"):
+    with pytest.warns(
+        RuntimeWarning, match=r"1 checkpoints hold a NaN or an infinity: .*net-1\.pt"
+    ):
         posterior = read_checkpoints(tmp_path, progress=False)
     assert posterior.metadata["not_finite"] == ["net-1.pt"]

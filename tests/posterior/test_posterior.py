@@ -32,7 +32,10 @@ def posterior() -> Posterior:
 def assert_same(found: Posterior, expected: Posterior) -> None:
     assert list(found.samples) == list(expected.samples)
     assert list(found.statistics) == list(expected.statistics)
-    for entries, wanted in ((found.samples, expected.samples), (found.statistics, expected.statistics)):
+    for entries, wanted in (
+        (found.samples, expected.samples),
+        (found.statistics, expected.statistics),
+    ):
         for name, value in wanted.items():
             assert entries[name].dtype == value.dtype
             assert torch.equal(entries[name], value)
@@ -48,7 +51,12 @@ def test_get_samples_selects_as_pyro_does(posterior, num_samples, group_by_chain
     torch.manual_seed(1)
     found = posterior.get_samples(num_samples, group_by_chain)
     assert all(torch.equal(found[site], expected[site]) for site in expected)
-    batch = {(None, False): (150,), (None, True): (3, 50), (70, False): (70,), (70, True): (3, 70)}
+    batch = {
+        (None, False): (150,),
+        (None, True): (3, 50),
+        (70, False): (70,),
+        (70, True): (3, 70),
+    }
     assert found["b"].shape == (*batch[num_samples, group_by_chain], 2, 4)
 
 
@@ -59,13 +67,14 @@ def test_from_samples_cuts_consecutive_draws_into_chains():
     assert torch.equal(posterior.get_samples()["w"], w)
 
 
-# diagnostics --------------------------------------------------------------------------------------------------------
+# diagnostics --------------------------------------------------------------------------
 
 
 @pytest.mark.stochastic
 def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size():
-    # AR(1) with coefficient r has ESS/N = (1-r)/(1+r). Over 4 x 4000 draws the estimate's relative error is about 3 %
-    # per weight; the median of 8 weights lies within 15 % but for a chance below 1e-6.
+    # AR(1) with coefficient r has ESS/N = (1-r)/(1+r). Over 4 x 4000 draws the
+    # estimate's relative error is about 3 % per weight; the median of 8 weights lies
+    # within 15 % but for a chance below 1e-6.
     r, chains, draws = 0.6, 4, 4000
     noise = torch.randn(chains, draws, 8, dtype=torch.float64)
     x = torch.zeros_like(noise)
@@ -78,27 +87,39 @@ def test_diagnostics_of_an_autoregression_match_its_known_effective_sample_size(
     assert found["r_hat"].max() < 1.02
 
 
-# ArviZ --------------------------------------------------------------------------------------------------------------
+# ArviZ --------------------------------------------------------------------------------
 
 
 def test_to_arviz_keeps_values_and_names(posterior):
     tree = posterior.to_arviz(dims={"b": ["out", "in"]})
     assert tree["posterior"]["b"].dims == ("chain", "draw", "out", "in")
     assert np.array_equal(tree["posterior"]["a"].values, posterior.samples["a"].numpy())
-    assert np.array_equal(tree["sample_stats"]["diverging"].values, posterior.statistics["diverging"].numpy())
+    assert np.array_equal(
+        tree["sample_stats"]["diverging"].values,
+        posterior.statistics["diverging"].numpy(),
+    )
     assert json.loads(tree.attrs["metadata"]) == posterior.metadata
 
 
 def test_log_likelihood_and_predictions_reach_arviz_by_row():
     model = BayesianModel(nn.Linear(2, 3))
     x, y = torch.randn(7, 2), torch.randint(3, (7,))
-    posterior = Posterior({name: prior.sample((2, 5)) for name, prior in model.priors().items()}, kind="chains")
-    tree = posterior.to_arviz(log_likelihood=(model, x, y), posterior_predictive=(model, x))
-    attached = posterior.attach(model, x, y).to_arviz(log_likelihood=True, posterior_predictive=True)
+    posterior = Posterior(
+        {name: prior.sample((2, 5)) for name, prior in model.priors().items()},
+        kind="chains",
+    )
+    tree = posterior.to_arviz(
+        log_likelihood=(model, x, y), posterior_predictive=(model, x)
+    )
+    attached = posterior.attach(model, x, y).to_arviz(
+        log_likelihood=True, posterior_predictive=True
+    )
     for found in (tree, attached):
         assert found["log_likelihood"]["y"].dims == ("chain", "draw", "row")
         expected = model.log_likelihood(posterior.samples, x, y).numpy()
-        np.testing.assert_allclose(found["log_likelihood"]["y"].values, expected, atol=1e-5)
+        np.testing.assert_allclose(
+            found["log_likelihood"]["y"].values, expected, atol=1e-5
+        )
         assert found["posterior_predictive"]["y"].shape == (2, 5, 7)
         assert np.array_equal(found["observed_data"]["y"].values, y.numpy())
     assert posterior.attach(model, x, y).thin(2).source[:2] == (model, (x, y))
@@ -108,7 +129,9 @@ def test_log_likelihood_and_predictions_reach_arviz_by_row():
 
 @pytest.mark.stochastic
 def test_arvizs_loo_of_exact_draws_is_the_exact_one():
-    """Mean ~ N(0, 3²), y ~ N(mean, 1): each row given the others is normal, with known mean and variance."""
+    """Mean ~ N(0, 3²), y ~ N(mean, 1): each row given the others is normal, with known
+    mean and variance.
+    """
 
     def model(y):
         mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
@@ -120,27 +143,38 @@ def test_arvizs_loo_of_exact_draws_is_the_exact_one():
     draws = y.sum() / precision + torch.randn(4, 2000) / precision**0.5
     tree = Posterior({"mean": draws}, kind="chains").to_arviz(log_likelihood=(model, y))
     others = precision - 1
-    exact = dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
-    assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)  # its standard error is 0.018
+    exact = (
+        dist.Normal((y.sum() - y) / others, (1 + 1 / others) ** 0.5).log_prob(y).sum()
+    )
+    # its standard error is 0.018
+    assert arviz_stats.loo(tree).elpd == pytest.approx(float(exact), abs=0.1)
     assert float(arviz_stats.ess(tree)["mean"]) > 5000
 
 
-# where it comes from, and parts of it -------------------------------------------------------------------------------
+# where it comes from, and parts of it -------------------------------------------------
 
 
-def test_chains_and_draws_are_selected_together_and_thinning_keeps_the_last_draw_as_a_view(posterior):
+def test_chains_and_draws_are_selected_together_and_thinning_keeps_the_last_draw_as_a_view(
+    posterior,
+):
     part = posterior.select(chains=[2, 0], draws=slice(40, None))
     assert torch.equal(part.samples["b"], posterior.samples["b"][[2, 0], 40:])
-    assert torch.equal(part.statistics["diverging"], posterior.statistics["diverging"][[2, 0], 40:])
+    assert torch.equal(
+        part.statistics["diverging"], posterior.statistics["diverging"][[2, 0], 40:]
+    )
     assert posterior.select(chains=1, draws=-1).samples["a"].shape == (1, 1)
     thin = posterior.thin(4)
     assert torch.equal(thin.samples["b"], posterior.samples["b"][:, 1::4])
-    assert torch.equal(thin.statistics["diverging"], posterior.statistics["diverging"][:, 1::4])
-    assert posterior.thin(7).samples["b"].data_ptr() == posterior.samples["b"].data_ptr()
+    assert torch.equal(
+        thin.statistics["diverging"], posterior.statistics["diverging"][:, 1::4]
+    )
+    assert (
+        posterior.thin(7).samples["b"].data_ptr() == posterior.samples["b"].data_ptr()
+    )
     assert thin.metadata == posterior.metadata
 
 
-# the store ----------------------------------------------------------------------------------------------------------
+# the store ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -153,7 +187,10 @@ def saved(posterior, tmp_path):
 
 def test_save_and_load_round_trip(posterior, saved):
     turned = torch.randn(50, 3, 4).transpose(0, 1)
-    other = replace(posterior, samples={**posterior.samples, "turned": turned, "its part": turned[..., :2]})
+    other = replace(
+        posterior,
+        samples={**posterior.samples, "turned": turned, "its part": turned[..., :2]},
+    )
     loaded = Posterior.load(saved)
     other.save(saved)
     assert_same(loaded, posterior)  # which the new ones leave alone
@@ -163,7 +200,8 @@ def test_save_and_load_round_trip(posterior, saved):
 def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, saved):
     large = Posterior({"w": torch.zeros(4, 1000, 100)}, kind="chains")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # stands for a disk with no room left
+    # stands for a disk with no room left
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises(OSError, match="couldn't be written"):
             large.save(saved)
@@ -172,7 +210,9 @@ def test_a_full_disk_gives_one_error_and_leaves_the_old_file(posterior, saved):
     assert_same(Posterior.load(saved), posterior)
 
 
-def test_ctrl_c_between_two_moves_leaves_the_old_posterior(posterior, saved, monkeypatch):
+def test_ctrl_c_between_two_moves_leaves_the_old_posterior(
+    posterior, saved, monkeypatch
+):
     rename = Path.rename
 
     def interrupted(self, target):
@@ -187,8 +227,13 @@ def test_ctrl_c_between_two_moves_leaves_the_old_posterior(posterior, saved, mon
 
 
 def test_map_applies_a_function_to_all_draws_and_keeps_the_rest(posterior):
-    doubled = posterior.attach(print, 3).map(lambda weights, by: {site: by * v for site, v in weights.items()}, by=2)
-    assert all(torch.equal(doubled.samples[site], 2 * value) for site, value in posterior.samples.items())
+    doubled = posterior.attach(print, 3).map(
+        lambda weights, by: {site: by * v for site, v in weights.items()}, by=2
+    )
+    assert all(
+        torch.equal(doubled.samples[site], 2 * value)
+        for site, value in posterior.samples.items()
+    )
     assert doubled.statistics == posterior.statistics
     assert doubled.metadata == posterior.metadata
     assert doubled.kind == posterior.kind
@@ -208,20 +253,38 @@ def test_chains_in_two_copies_of_a_mode_agree_in_canonical_form():
 
 def test_summary_and_diagnostics_say_what_those_of_pyros_mcmc_say(capsys):
     generator = torch.Generator(torch.empty(0).device).manual_seed(0)
-    draws = {"a": torch.randn(2, 50, generator=generator), "b": torch.randn(2, 50, 1, 2, generator=generator)}
+    draws = {
+        "a": torch.randn(2, 50, generator=generator),
+        "b": torch.randn(2, 50, 1, 2, generator=generator),
+    }
     rates = torch.rand(2, 50, generator=generator)
     posterior = Posterior(
-        {**draws, "large": torch.randn(2, 50, 40, generator=generator)}, {"acceptance_rate": rates}, kind="chains"
+        {**draws, "large": torch.randn(2, 50, 40, generator=generator)},
+        {"acceptance_rate": rates},
+        kind="chains",
     )
     found = posterior.diagnostics()
-    assert found["acceptance rate"] == pytest.approx({f"chain {c}": float(rates[c].mean()) for c in (0, 1)})
+    assert found["acceptance rate"] == pytest.approx(
+        {f"chain {c}": float(rates[c].mean()) for c in (0, 1)}
+    )
     assert found["b"]["n_eff"].shape == found["b"]["r_hat"].shape == (1, 2)
     assert found["divergences"] == {"chain 0": [], "chain 1": []}
     posterior.summary(prob=0.5)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["mean", "std", "median", "25.0%", "75.0%", "n_eff", "r_hat"]
+    assert lines[0].split() == [
+        "mean",
+        "std",
+        "median",
+        "25.0%",
+        "75.0%",
+        "n_eff",
+        "r_hat",
+    ]
     for line, name, values in zip(
-        lines[1:4], ("a", "b[0,0]", "b[0,1]"), (draws["a"], *draws["b"].flatten(2).unbind(-1)), strict=True
+        lines[1:4],
+        ("a", "b[0,0]", "b[0,1]"),
+        (draws["a"], *draws["b"].flatten(2).unbind(-1)),
+        strict=True,
     ):
         shown = line.split()
         low, middle, high = np.quantile(values.numpy(), [0.25, 0.5, 0.75])
@@ -244,29 +307,46 @@ def test_independent_draws_are_counted_as_such_and_have_no_r_hat(capsys):
 
 def test_concat_lays_chains_side_by_side_with_summed_seconds_and_what_differs_by_part():
     def part(chains: int, value: float, spent: object) -> Posterior:
-        metadata = {"kernel": "k", "seconds": spent, "seed": int(value), "interrupted": value > 4}
+        metadata = {
+            "kernel": "k",
+            "seconds": spent,
+            "seed": int(value),
+            "interrupted": value > 4,
+        }
         draws = torch.full((chains, 3, 2), value)
-        return Posterior({"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, kind="chains")
+        return Posterior(
+            {"w": draws}, {"lp": torch.zeros(chains, 3)}, metadata, kind="chains"
+        )
 
-    for spent, both in (({"warmup": 1.0, "sampling": 2.0}, {"warmup": 2.0, "sampling": 4.0}), (1.5, 3.0)):
+    for spent, both in (
+        ({"warmup": 1.0, "sampling": 2.0}, {"warmup": 2.0, "sampling": 4.0}),
+        (1.5, 3.0),
+    ):
         whole = Posterior.concat([part(1, 2.0, spent), part(3, 6.0, spent)])
         assert whole.samples["w"][:, 0, 0].tolist() == [2.0, 6.0, 6.0, 6.0]
         assert whole.kind == "chains"
-        assert [whole.metadata[name] for name in ("kernel", "seconds", "interrupted")] == ["k", both, True]
-        assert [(part["chains"], part["seed"]) for part in whole.metadata["parts"]] == [(1, 2), (3, 6)]
+        assert [
+            whole.metadata[name] for name in ("kernel", "seconds", "interrupted")
+        ] == ["k", both, True]
+        assert [(part["chains"], part["seed"]) for part in whole.metadata["parts"]] == [
+            (1, 2),
+            (3, 6),
+        ]
         json.dumps(whole.metadata)
 
 
 def test_concat_refuses_parts_that_do_not_belong_together(posterior):
     independent = replace(posterior, kind="independent")
     bare = Posterior(posterior.samples, kind="chains")
-    fewer = Posterior({"b": posterior.samples["b"]}, posterior.statistics, kind="chains")
+    fewer = Posterior(
+        {"b": posterior.samples["b"]}, posterior.statistics, kind="chains"
+    )
     for other in (independent, bare, fewer, posterior.select(draws=slice(5))):
         with pytest.raises(ValueError, match="they must agree"):
             Posterior.concat([posterior, other])
 
 
-# draws that are unusual -----------------------------------------------------------------------------------------------
+# draws that are unusual ---------------------------------------------------------------
 
 
 def test_complex_draws_are_refused_by_name():
@@ -277,7 +357,10 @@ def test_complex_draws_are_refused_by_name():
 @pytest.mark.parametrize("shape", [(2, 10, 0), (2, 0, 3), (0, 5, 3)])
 def test_a_posterior_without_entries_or_draws_goes_through_everything(tmp_path, shape):
     chains, draws, entries = shape
-    statistics = {"acceptance_rate": torch.zeros(shape[:2]), "diverging": torch.zeros(shape[:2]).bool()}
+    statistics = {
+        "acceptance_rate": torch.zeros(shape[:2]),
+        "diverging": torch.zeros(shape[:2]).bool(),
+    }
     posterior = Posterior({"w": torch.zeros(shape)}, statistics, kind="chains")
     posterior.summary()
     assert posterior.diagnostics()["w"]["n_eff"].isnan().all()

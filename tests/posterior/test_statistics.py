@@ -1,4 +1,6 @@
-"""R-hat, effective sample sizes and missing energy of many quantities, against ArviZ's one at a time."""
+"""R-hat, effective sample sizes and missing energy of many quantities, against ArviZ's
+one at a time.
+"""
 
 import warnings
 
@@ -25,7 +27,11 @@ def arviz(draws: torch.Tensor) -> list[np.ndarray]:
         warnings.simplefilter("ignore", RuntimeWarning)
         tail = array_stats.ess(series, method="tail", prob=(0.05, 0.95))
         halves = draws.shape[0] == 1  # of which ArviZ says nothing
-        r_hat = chain_statistics(draws).r_hat.numpy() if halves else array_stats.rhat(series)
+        r_hat = (
+            chain_statistics(draws).r_hat.numpy()
+            if halves
+            else array_stats.rhat(series)
+        )
         return [r_hat, array_stats.ess(series, method="bulk"), tail]
 
 
@@ -46,15 +52,35 @@ def draws_of(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["independent", "random walk", "with ties", "rejected moves", "antithetic", "disagreeing chains"]
+    "kind",
+    [
+        "independent",
+        "random walk",
+        "with ties",
+        "rejected moves",
+        "antithetic",
+        "disagreeing chains",
+    ],
 )
 @pytest.mark.parametrize(
-    "shape", [(4, 100, 5), (1, 61, 4), (3, 4, 6), (2, 5, 6), (2, 6, 6), (2, 7, 6), (2, 9, 6), (16, 41, 3)]
+    "shape",
+    [
+        (4, 100, 5),
+        (1, 61, 4),
+        (3, 4, 6),
+        (2, 5, 6),
+        (2, 6, 6),
+        (2, 7, 6),
+        (2, 9, 6),
+        (16, 41, 3),
+    ],
 )
 def test_they_are_arvizs_numbers(shape, kind):
     draws = draws_of(kind, shape)
     found = chain_statistics(draws)
-    for values, expected in zip((found.r_hat, found.ess_bulk, found.ess_tail), arviz(draws), strict=True):
+    for values, expected in zip(
+        (found.r_hat, found.ess_bulk, found.ess_tail), arviz(draws), strict=True
+    ):
         known = ~np.isnan(values.numpy())
         np.testing.assert_allclose(values.numpy()[known], expected[known], rtol=1e-10)
         usable = (draws.amax((0, 1)) > draws.amin((0, 1))).numpy()
@@ -64,7 +90,12 @@ def test_they_are_arvizs_numbers(shape, kind):
 def test_many_chains_in_single_precision_are_arvizs_numbers_too():
     draws = torch.randn(600, 20, 2).cumsum(1)
     found = chain_statistics(draws)
-    sides = zip((found.r_hat, found.ess_bulk, found.ess_tail), arviz(draws), (1e-10, 1e-5, 1e-10), strict=True)
+    sides = zip(
+        (found.r_hat, found.ess_bulk, found.ess_tail),
+        arviz(draws),
+        (1e-10, 1e-5, 1e-10),
+        strict=True,
+    )
     for values, expected, rtol in sides:
         np.testing.assert_allclose(values.numpy(), expected, rtol=rtol)
 
@@ -85,7 +116,8 @@ def test_a_shift_of_one_chain_raises_r_hat_of_its_entry_only():
     draws[2, :, 1, 0] += 3
     r_hat = chain_statistics(draws).r_hat
     assert r_hat[1, 0] > 1.2
-    assert r_hat.flatten().sort().values[-2] < 1.05  # of 5 independent entries: false alarm below 1e-6
+    # of 5 independent entries: false alarm below 1e-6
+    assert r_hat.flatten().sort().values[-2] < 1.05
 
 
 def test_too_little_to_tell_is_nan():
@@ -107,7 +139,9 @@ def test_constant_and_infinite_quantities_are_nan_and_leave_the_others_alone():
 
 def test_r_hat_is_infinite_if_no_half_moves_and_halves_differ():
     still = torch.tensor([0.1, 0.7, 0.3])[:, None].expand(3, 40)
-    halves = torch.tensor([0.1, 0.7])[:, None].expand(2, 20).reshape(1, 40).expand(3, 40)
+    halves = (
+        torch.tensor([0.1, 0.7])[:, None].expand(2, 20).reshape(1, 40).expand(3, 40)
+    )
     moving = torch.randn(3, 40)
     found = chain_statistics(torch.stack([still, halves, moving], -1)).r_hat
     assert torch.isinf(found).tolist() == [True, True, False]
@@ -120,12 +154,15 @@ def test_r_hat_is_infinite_if_no_half_moves_and_halves_differ():
 
 def test_missing_energy_is_arvizs():
     energy = torch.randn(4, 50, dtype=torch.float64).cumsum(1)
-    np.testing.assert_allclose(missing_energy(energy).numpy(), array_stats._bfmi(energy.numpy()), rtol=1e-12)
+    np.testing.assert_allclose(
+        missing_energy(energy).numpy(), array_stats._bfmi(energy.numpy()), rtol=1e-12
+    )
 
 
 @pytest.mark.stochastic
 def test_missing_energy_of_an_autoregression_is_twice_one_minus_its_correlation():
-    # E (e_t - e_{t-1})^2 / var e = 2 (1 - r); over 20,000 draws the relative error is about 2 %.
+    # E (e_t - e_{t-1})^2 / var e = 2 (1 - r); over 20,000 draws the relative error is
+    # about 2 %.
     r, energy = 0.8, torch.randn(1, 20_000, dtype=torch.float64)
     for t in range(1, 20_000):
         energy[:, t] = r * energy[:, t - 1] + (1 - r**2) ** 0.5 * energy[:, t]
@@ -137,7 +174,10 @@ def test_evenly_spaced_places_are_the_last_of_equal_parts(count, most):
     places = evenly_spaced(count, most)
     assert len(places) == min(count, most)
     assert set(places[-1:].tolist()) <= {count - 1}
-    assert set(places.diff(prepend=torch.tensor([-1])).tolist()) <= {count // most, count // most + 1}
+    assert set(places.diff(prepend=torch.tensor([-1])).tolist()) <= {
+        count // most,
+        count // most + 1,
+    }
 
 
 def test_broken_and_standing_draws_are_counted_by_chain():
@@ -151,6 +191,12 @@ def test_broken_and_standing_draws_are_counted_by_chain():
 
 def test_an_infinite_temperature_fails_and_one_that_chance_allows_does_not():
     values = 1 + torch.randn(4, 1000)
-    assert temperature("temperature", values, subsampled=False, arrived=True).status == "pass"
+    assert (
+        temperature("temperature", values, subsampled=False, arrived=True).status
+        == "pass"
+    )
     values[0, 0] = torch.inf
-    assert temperature("temperature", values, subsampled=False, arrived=True).status == "fail"
+    assert (
+        temperature("temperature", values, subsampled=False, arrived=True).status
+        == "fail"
+    )

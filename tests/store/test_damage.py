@@ -1,4 +1,6 @@
-"""Whatever happens to a file by itself is told, with the file's name; never are other draws given for it."""
+"""Whatever happens to a file by itself is told, with the file's name; never are other
+draws given for it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ def values_of(posterior: Posterior) -> Values:
 
 def run(path: Path, seed: int, num_samples: int = 6, **options) -> Posterior:
     """A short run in a store, in two commits at least."""
-    options |= {"num_warmup": 4, "num_chains": 4, "seed": seed, "progress": False, "engine": "eager", "store": path}
+    options |= {
+        "num_warmup": 4,
+        "num_chains": 4,
+        "seed": seed,
+        "progress": False,
+        "engine": "eager",
+        "store": path,
+    }
     data = torch.linspace(-1, 1, 5)
     sample(HMC(model, num_steps=2), data, num_samples=num_samples // 2, **options)
     return sample(HMC(model, num_steps=2), data, num_samples=num_samples, **options)
@@ -49,14 +58,21 @@ run_tasks = functools.partial(run, chains_per_task=2)
 
 
 def joined(path: Path) -> Values:
-    return values_of(Posterior.concat([Posterior.load(task) for task in sorted(path.iterdir())]))
+    return values_of(
+        Posterior.concat([Posterior.load(task) for task in sorted(path.iterdir())])
+    )
 
 
 def save(path: Path, seed: int) -> None:
     generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
-    draws = {"w": torch.randn(2, 50, 3, generator=generator), "b": torch.randn(2, 50, generator=generator).double()}
+    draws = {
+        "w": torch.randn(2, 50, 3, generator=generator),
+        "b": torch.randn(2, 50, generator=generator).double(),
+    }
     path.mkdir()
-    Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, kind="chains").save(path / "draws")
+    Posterior(draws, {"lp": draws["b"]}, {"seed": seed}, kind="chains").save(
+        path / "draws"
+    )
 
 
 def save_a_guide(path: Path, seed: int) -> None:
@@ -69,21 +85,29 @@ def save_a_guide(path: Path, seed: int) -> None:
 
 
 def parameters(path: Path) -> Values:
-    return {name: value.detach() for name, value in load_guide(path / "guide").named_parameters()}
+    return {
+        name: value.detach()
+        for name, value in load_guide(path / "guide").named_parameters()
+    }
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A maker and a reader of a folder of files; ``files``: those of which each is damaged in turn."""
+    """A maker and a reader of a folder of files; ``files``: those of which each is
+    damaged in turn.
+    """
 
     make: Callable[[Path, int], object]
     read: Callable[[Path], Values]
     files: str
-    again: Callable[[Path, int], Posterior] | None = None  # the call that goes on with it
+    # the call that goes on with it
+    again: Callable[[Path, int], Posterior] | None = None
 
 
 KINDS = {
-    "a saved posterior": Kind(save, lambda path: values_of(Posterior.load(path / "draws")), "draws/**/*"),
+    "a saved posterior": Kind(
+        save, lambda path: values_of(Posterior.load(path / "draws")), "draws/**/*"
+    ),
     "a run": Kind(run, lambda path: values_of(Posterior.load(path)), "**/*", run),
     "a run in tasks": Kind(run_tasks, joined, "**/*", run_tasks),
     "a guide": Kind(save_a_guide, parameters, "guide"),
@@ -104,7 +128,8 @@ def root(tmp_path_factory) -> Path:
 
 def same(found: Values, expected: Values) -> bool:
     return found.keys() == expected.keys() and all(
-        torch.allclose(found[name].double(), value.double(), 0, 0, equal_nan=True) for name, value in expected.items()
+        torch.allclose(found[name].double(), value.double(), 0, 0, equal_nan=True)
+        for name, value in expected.items()
     )
 
 
@@ -127,7 +152,11 @@ def says_the_same(found: bytes, before: bytes) -> bool:
 
 def flipped(whole: bytes, chance: random.Random, other: Path) -> bytes:
     place = chance.randrange(len(whole))
-    return whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :]
+    return (
+        whole[:place]
+        + bytes([whole[place] ^ 1 << chance.randrange(8)])
+        + whole[place + 1 :]
+    )
 
 
 def cut(whole: bytes, chance: random.Random, other: Path) -> bytes:
@@ -157,7 +186,11 @@ def test_no_damage_gives_other_draws(name, damage, root, tmp_path):
     expected = kind.read(whole)
     chance = random.Random(f"{name} {damage.__name__}")
     told = 0
-    files = [file for file in sorted(whole.glob(kind.files)) if file.is_file() and file.name not in (LOCK, "zarr.json")]
+    files = [
+        file
+        for file in sorted(whole.glob(kind.files))
+        if file.is_file() and file.name not in (LOCK, "zarr.json")
+    ]
     if damage is replaced and name == "a guide":
         pytest.skip("a whole file by itself is what it says, wherever it lies")
     other = made(name, 2, root)
@@ -169,7 +202,8 @@ def test_no_damage_gives_other_draws(name, damage, root, tmp_path):
         before = broken.read_bytes()
         broken.write_bytes(damage(before, chance, other / file.relative_to(whole)))
         harmless = says_the_same(broken.read_bytes(), before)
-        named = path.name if damage is replaced else broken.name  # of two files that disagree, either may be named
+        # of two files that disagree, either may be named
+        named = path.name if damage is replaced else broken.name
         attempts = [functools.partial(kind.read, path)]
         if kind.again is not None and trial % 10 == 0:
             attempts.append(lambda kind=kind, path=path: values_of(kind.again(path, 1)))
@@ -189,6 +223,9 @@ def test_checks_may_be_left_out(root, tmp_path):
     file = tmp_path / "s/draws/posterior/w/c/0/0/0"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(StoreError, match=r"posterior/w/c/0/0/0 differs from its checksum. Restore it from a copy"):
+    with pytest.raises(
+        StoreError,
+        match=r"posterior/w/c/0/0/0 differs from its checksum. Restore it from a copy",
+    ):
         Posterior.load(tmp_path / "s/draws")
     assert Posterior.load(tmp_path / "s/draws", verify=False).num_samples == 50

@@ -1,4 +1,6 @@
-"""The draw store: what is committed is there, to the byte; what isn't counts for nothing; everybody else reads it."""
+"""The draw store: what is committed is there, to the byte; what isn't counts for
+nothing; everybody else reads it.
+"""
 
 import contextlib
 import errno
@@ -25,11 +27,27 @@ from pyro_symmetric.posterior.posterior import Posterior
 ROOM = 7
 
 
-def draw(k: int, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The k-th draw of 3 chains, of sites in all dtypes and strides that samplers make."""
-    w = torch.randn(3, 2, 4, generator=torch.Generator(torch.empty(0).device).manual_seed(k)).to(device)
-    samples = {"w": w, "a/b.c": w[:, 0, 0].double(), "turned": w.mT, "none": w[:, :0, 0], "half": w[:, :, 1].half()}
-    statistics = {"diverging": w[:, 0, 0] > 0, "n_steps": torch.tensor([k, 2 * k, 3 * k]), "one": w[0, 0, 0].expand(3)}
+def draw(
+    k: int, device: str = "cpu"
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The k-th draw of 3 chains, of sites in all dtypes and strides that samplers
+    make.
+    """
+    w = torch.randn(
+        3, 2, 4, generator=torch.Generator(torch.empty(0).device).manual_seed(k)
+    ).to(device)
+    samples = {
+        "w": w,
+        "a/b.c": w[:, 0, 0].double(),
+        "turned": w.mT,
+        "none": w[:, :0, 0],
+        "half": w[:, :, 1].half(),
+    }
+    statistics = {
+        "diverging": w[:, 0, 0] > 0,
+        "n_steps": torch.tensor([k, 2 * k, 3 * k]),
+        "one": w[0, 0, 0].expand(3),
+    }
     return samples, statistics
 
 
@@ -48,7 +66,9 @@ def fill(recorder: store.Recorder, begin: int, end: int) -> None:
         recorder.append(k, *draw(k))
 
 
-def commit(recorder: store.Recorder, draws: int, state: bytes = b"", **metadata: object) -> None:
+def commit(
+    recorder: store.Recorder, draws: int, state: bytes = b"", **metadata: object
+) -> None:
     recorder.commit(draws, lambda: metadata, lambda: state)
 
 
@@ -57,7 +77,9 @@ def fill_and_commit(recorder: store.Recorder, begin: int, end: int) -> None:
     commit(recorder, end)
 
 
-@pytest.fixture(params=[2**22, 300, 0], ids=["kept back", "few kept back", "none kept back"])
+@pytest.fixture(
+    params=[2**22, 300, 0], ids=["kept back", "few kept back", "none kept back"]
+)
 def path(tmp_path, request, monkeypatch):
     """A store of 5 draws in two commits, and 2 draws more that no commit counts."""
     monkeypatch.setattr(store, "BLOCK", request.param)
@@ -72,7 +94,9 @@ def path(tmp_path, request, monkeypatch):
 
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {
-        str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != store.LOCK
+        str(f.relative_to(folder)): f.read_bytes()
+        for f in folder.rglob("*")
+        if f.is_file() and f.name != store.LOCK
     }
 
 
@@ -83,7 +107,9 @@ def test_what_was_committed_is_read_back_in_chains_by_draws_and_nothing_else(pat
     assert (Posterior.load(path).num_chains, Posterior.load(path).num_samples) == (3, 5)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 @pytest.mark.parametrize("block", [0, 300, 2**20])
 def test_memory_gives_back_what_a_folder_does(device, block, monkeypatch):
     monkeypatch.setattr(store, "BLOCK", block)
@@ -92,7 +118,9 @@ def test_memory_gives_back_what_a_folder_does(device, block, monkeypatch):
         recorder.append(k, *draw(k, device))
     assert recorder.next_commit > time.perf_counter() + 1e9
     check(recorder.draws(5, {}), 5)
-    assert recorder.diverged == sum(int(draw(k)[1]["diverging"].sum()) for k in range(5))
+    assert recorder.diverged == sum(
+        int(draw(k)[1]["diverging"].sum()) for k in range(5)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of zarr and xarray
@@ -100,7 +128,9 @@ def test_xarray_opens_the_folder_as_it_is(path):
     zarr, xarray = pytest.importorskip("zarr"), pytest.importorskip("xarray")
     tree = xarray.open_datatree(path, engine="zarr")
     found = store.read_store(path)
-    assert dict(tree["posterior"].sizes) | {"chain": 3, "draw": 5} == dict(tree["posterior"].sizes)
+    assert dict(tree["posterior"].sizes) | {"chain": 3, "draw": 5} == dict(
+        tree["posterior"].sizes
+    )
     for group, values in zip(("posterior", "sample_stats"), found[:2], strict=True):
         for name, value in values.items():
             shown = name.replace("/", "%2F")
@@ -147,7 +177,9 @@ def test_an_interruption_in_the_middle_of_writing_leaves_no_draw_out(path, monke
     check(store.read_store(path), 7)
 
 
-def test_opening_a_store_changes_nothing_and_a_commit_without_new_draws_keeps_the_old_ones(path):
+def test_opening_a_store_changes_nothing_and_a_commit_without_new_draws_keeps_the_old_ones(
+    path,
+):
     before = snapshot(path)
     with store.Recorder(path, 100):
         pass
@@ -174,7 +206,9 @@ def test_what_no_store_can_hold_and_other_sites_than_before_are_told(path, tmp_p
             commit(recorder, 1)
     for name in ("", ".", ".."):  # which Zarr has for other folders
         with pytest.raises(ValueError, match="a store can't keep"):
-            Posterior({name: torch.ones(1, 2)}, kind="chains").save(tmp_path / "posterior")
+            Posterior({name: torch.ones(1, 2)}, kind="chains").save(
+                tmp_path / "posterior"
+            )
     assert not (tmp_path / "posterior").exists()
     with store.Recorder(path, ROOM) as recorder:
         recorder.append(5, {"w": torch.zeros(3)}, {})
@@ -183,10 +217,12 @@ def test_what_no_store_can_hold_and_other_sites_than_before_are_told(path, tmp_p
     check(store.read_store(path), 5)
 
 
-# places that can't be written ---------------------------------------------------------------------------------------
+# places that can't be written ---------------------------------------------------------
 
 
-def test_tensors_and_a_header_come_back_and_what_stood_there_survives_a_failed_write(tmp_path):
+def test_tensors_and_a_header_come_back_and_what_stood_there_survives_a_failed_write(
+    tmp_path,
+):
     file, shared = tmp_path / "x", torch.arange(6.0)
     tensors = {"a": shared[:3], "b": shared[3:], "c": torch.ones(2, 2).t()}
     store.write_whole(file, b"old")
@@ -205,7 +241,9 @@ def test_tensors_and_a_header_come_back_and_what_stood_there_survives_a_failed_w
 
 
 def test_a_newer_version_is_refused(path):
-    store.save_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION + 1, {}, {"anything": 1})
+    store.save_tensors(
+        path / store.CHECKPOINT, store.KIND, store.VERSION + 1, {}, {"anything": 1}
+    )
     before = snapshot(path)
     for use in (store.read_store, lambda p: store.Recorder(p, ROOM)):
         with pytest.raises(ValueError, match="newer pyro_symmetric"):
@@ -217,12 +255,18 @@ def test_files_and_folders_of_other_things_are_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(FileExistsError):
         store.Recorder(tmp_path / "thesis.tex", 1)
-    with pytest.raises(FileExistsError, match=r"is no draw store but holds thesis\.tex"):
+    with pytest.raises(
+        FileExistsError, match=r"is no draw store but holds thesis\.tex"
+    ):
         store.Recorder(tmp_path, 1)
     for taken in (tmp_path, tmp_path / "thesis.tex"):
-        with pytest.raises(FileExistsError, match="something else than a saved posterior"):
+        with pytest.raises(
+            FileExistsError, match="something else than a saved posterior"
+        ):
             Posterior({"w": torch.ones(1, 2)}, kind="chains").save(taken)
-    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {"thesis.tex": "mine"}
+    assert {entry.name: entry.read_text() for entry in tmp_path.iterdir()} == {
+        "thesis.tex": "mine"
+    }
 
 
 def in_child(action: Callable[[], object]) -> int:
@@ -238,7 +282,8 @@ def in_child(action: Callable[[], object]) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the child runs no thread of PyTorch's
+# the child runs no thread of PyTorch's
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_one_process_at_a_time_writes_and_the_lock_goes_with_a_killed_one(path):
     ours, theirs = os.pipe()
 
@@ -258,7 +303,8 @@ def test_one_process_at_a_time_writes_and_the_lock_goes_with_a_killed_one(path):
         os.close(ours)
         os.close(theirs)
     recorder = store.Recorder(path, 1)
-    child = in_child(lambda: None)  # a worker that was forked meanwhile doesn't keep the lock
+    # a worker that was forked meanwhile doesn't keep the lock
+    child = in_child(lambda: None)
     try:
         recorder.__exit__()
         store.Recorder(path, 1).__exit__()
@@ -281,7 +327,10 @@ def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, ca
     with store.Recorder(path, 20) as recorder:
         with monkeypatch.context() as patch:
             patch.setattr(os, call, full)
-            with pytest.raises(OSError, match=r"No space left on device. 5 draws of each chain are safe") as error:
+            with pytest.raises(
+                OSError,
+                match=r"No space left on device. 5 draws of each chain are safe",
+            ) as error:
                 fill_and_commit(recorder, 5, 20)
         assert error.value.errno == errno.ENOSPC
         assert recorder.failed
@@ -293,7 +342,7 @@ def test_a_full_disk_is_told_and_nothing_committed_is_lost(path, monkeypatch, ca
     check(store.read_store(path), 20)
 
 
-# files that somebody made to lead astray: nothing outside of a store's folder is read or written for them ------------
+# files that somebody made to lead astray: nothing outside of a store's folder is read o
 
 links = pytest.mark.skipif(os.name != "posix", reason="symbolic links of POSIX")
 
@@ -302,7 +351,9 @@ def add(path: Path, begin: int = 4, end: int = 5) -> None:
     with store.Recorder(path, end) as recorder:
         recorder.fingerprint = {"seed": 0.0}
         for k in range(begin, end):
-            recorder.append(k, {"w": torch.full((2, 3), float(k))}, {"lp": torch.ones(2)})
+            recorder.append(
+                k, {"w": torch.full((2, 3), float(k))}, {"lp": torch.ones(2)}
+            )
             commit(recorder, k + 1)
 
 
@@ -314,14 +365,21 @@ def small(tmp_path) -> Path:
 
 def rewrite(path: Path, **changes: object) -> None:
     """The checkpoint with another header, and a checksum that is right."""
-    tensors, header = store.load_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION)
+    tensors, header = store.load_tensors(
+        path / store.CHECKPOINT, store.KIND, store.VERSION
+    )
     first = header["arrays"][0]
     first |= {name: changes.pop(name) for name in list(changes) if name in first}
-    store.save_tensors(path / store.CHECKPOINT, store.KIND, store.VERSION, tensors, header | changes)
+    store.save_tensors(
+        path / store.CHECKPOINT, store.KIND, store.VERSION, tensors, header | changes
+    )
 
 
 @links
-@pytest.mark.parametrize("linked", ["posterior", "posterior/w", "posterior/w/c/0/0/0", "checkpoint.safetensors"])
+@pytest.mark.parametrize(
+    "linked",
+    ["posterior", "posterior/w", "posterior/w/c/0/0/0", "checkpoint.safetensors"],
+)
 def test_a_link_that_leads_out_is_refused(linked, small, tmp_path):
     shutil.move(small / linked, tmp_path / "moved")
     (small / linked).symlink_to(tmp_path / "moved")
@@ -331,8 +389,12 @@ def test_a_link_that_leads_out_is_refused(linked, small, tmp_path):
 
 
 @links
-@pytest.mark.parametrize("name", ["zarr.json", "posterior/.zarr.json.tmp", "posterior/v/c/0/0/0"])
-def test_a_link_in_place_of_a_file_to_come_is_not_written_through(name, small, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["zarr.json", "posterior/.zarr.json.tmp", "posterior/v/c/0/0/0"]
+)
+def test_a_link_in_place_of_a_file_to_come_is_not_written_through(
+    name, small, tmp_path
+):
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret" * 100)
     (small / name).parent.mkdir(parents=True, exist_ok=True)
@@ -369,8 +431,16 @@ def sampled(path: Path) -> Posterior:
     def model() -> None:
         pyro.sample("w", dist.Normal(0.0, 1.0))
 
-    options = {"num_samples": 6, "num_warmup": 2, "num_chains": 2, "seed": 0, "progress": False}
-    kernel = HMC(model, step_size=0.5, num_steps=2, adapt_step_size=False, adapt_mass=False)
+    options = {
+        "num_samples": 6,
+        "num_warmup": 2,
+        "num_chains": 2,
+        "seed": 0,
+        "progress": False,
+    }
+    kernel = HMC(
+        model, step_size=0.5, num_steps=2, adapt_step_size=False, adapt_mass=False
+    )
     return sample(kernel, store=path, **options)
 
 
@@ -378,7 +448,10 @@ def test_a_run_that_claims_another_iteration_or_has_no_fingerprint_is_refused(tm
     sampled(tmp_path / "run")
     whole = store.Checkpoint.read(tmp_path / "run")
     fields, energies = unpack(whole.state, HMC(None))
-    others = [replace(whole, state=pack({**fields, "iteration": other}, energies)) for other in (-5, 3, 10**6)]
+    others = [
+        replace(whole, state=pack({**fields, "iteration": other}, energies))
+        for other in (-5, 3, 10**6)
+    ]
     for changed in (*others, replace(whole, fingerprint={})):
         changed.write(tmp_path / "run")
         with pytest.raises(store.StoreError, match=r"iteration|call"):

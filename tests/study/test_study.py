@@ -1,4 +1,6 @@
-"""The study end to end on tiny budgets: what it writes, what it reuses, what it refuses."""
+"""The study end to end on tiny budgets: what it writes, what it reuses, what it
+refuses.
+"""
 
 import functools
 import json
@@ -16,8 +18,21 @@ import torch
 import pyro_symmetric as ps
 from pyro_symmetric import cli
 from pyro_symmetric.compare.frames import canonical_frame
-from pyro_symmetric.study import METHODS, Fit, StudySettings, register, report, run_study
-from pyro_symmetric.study.measure import OWN_HALF, between, concerns, draws_of, reference_of
+from pyro_symmetric.study import (
+    METHODS,
+    Fit,
+    StudySettings,
+    register,
+    report,
+    run_study,
+)
+from pyro_symmetric.study.measure import (
+    OWN_HALF,
+    between,
+    concerns,
+    draws_of,
+    reference_of,
+)
 from pyro_symmetric.study.problem import build_problem, settle_statistics
 from pyro_symmetric.study.report import MISSING, table_of
 
@@ -34,15 +49,24 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def quick_studies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small budgets, and figures that are drawn but not rendered, which takes half of a study's time; those of
-    ``finished`` are."""
+    """Small budgets, and figures that are drawn but not rendered, which takes half of a
+    study's time; those of ``finished`` are."""
     for name, budget in TINY.items():
         monkeypatch.setitem(METHODS, name, replace(METHODS[name], quick=budget))
     monkeypatch.setattr(report, "_as_image", lambda figure: "")
 
 
 def settings(**changes: Any) -> StudySettings:
-    return StudySettings(**{"data": "wine", "hidden": (4,), "quick": True, "draws": 24, "device": "cpu", **changes})
+    return StudySettings(
+        **{
+            "data": "wine",
+            "hidden": (4,),
+            "quick": True,
+            "draws": 24,
+            "device": "cpu",
+            **changes,
+        }
+    )
 
 
 def run(out: Path, **changes: Any) -> tuple[Any, list[str]]:
@@ -74,7 +98,8 @@ LABELS = [
 
 def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
     results = json.loads(
-        (finished.out / "results.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} in JSON")
+        (finished.out / "results.json").read_text(),
+        parse_constant=lambda c: pytest.fail(f"{c} in JSON"),
     )
     assert list(results["methods"]) == LABELS
     assert results["settings"] == finished.problem.settings.to_dict()
@@ -82,7 +107,9 @@ def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
     for label, row in results["methods"].items():
         assert 0 <= row["prediction"]["accuracy"] <= 1
         assert row["prediction"]["detection"]
-        assert row["distance"]["to"] == ("its own other half" if label == "hmc" else "hmc")
+        assert row["distance"]["to"] == (
+            "its own other half" if label == "hmc" else "hmc"
+        )
         assert list(row["distance"]) == ["to", "prediction", "raw", "removed"]
         assert ("evidence" in row) == (label not in ("ensemble", "sghmc", "hmc"))
         assert (row["chains"] is not None) == (label in ("sghmc", "hmc"))
@@ -91,28 +118,53 @@ def test_results_hold_every_method_and_valid_json(finished: Any) -> None:
 
 
 def test_distances_begin_with_those_of_the_predictions(finished: Any) -> None:
-    """Against the formula, at all draws' mean probabilities; the reference's own halves are the ruler."""
+    """Against the formula, at all draws' mean probabilities; the reference's own halves
+    are the ruler.
+    """
     problem, rows = finished.problem, finished.results["methods"]
 
     def mean_probabilities(weights: Any) -> torch.Tensor:
-        return problem.model.outputs(weights, problem.dataset.test_x).softmax(-1).mean(0)
+        return (
+            problem.model.outputs(weights, problem.dataset.test_x).softmax(-1).mean(0)
+        )
 
-    law = {label: mean_probabilities(draws.raw) for label, draws in finished.draws.items()}
+    law = {
+        label: mean_probabilities(draws.raw) for label, draws in finished.draws.items()
+    }
     for label in LABELS[:-1]:
         found = rows[label]["distance"]["prediction"]
         expected = 0.5 * (law[label] - law["hmc"]).abs().sum(-1).mean()
-        assert found["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
-        assert found["nll_gap"] == pytest.approx(rows[label]["prediction"]["nll"] - rows["hmc"]["prediction"]["nll"])
-    chains = {site: value.to(problem.x) for site, value in finished.fits["hmc"].posterior.samples.items()}
-    first, second = (mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()}) for k in ([0, 1], [2, 3]))
+        assert found["total_variation"]["mean"] == pytest.approx(
+            float(expected), rel=1e-4
+        )
+        assert found["nll_gap"] == pytest.approx(
+            rows[label]["prediction"]["nll"] - rows["hmc"]["prediction"]["nll"]
+        )
+    chains = {
+        site: value.to(problem.x)
+        for site, value in finished.fits["hmc"].posterior.samples.items()
+    }
+    first, second = (
+        mean_probabilities({s: v[k].flatten(0, 1) for s, v in chains.items()})
+        for k in ([0, 1], [2, 3])
+    )
     expected = 0.5 * (first - second).abs().sum(-1).mean()
-    assert rows["hmc"]["distance"]["prediction"]["total_variation"]["mean"] == pytest.approx(float(expected), rel=1e-4)
-    assert [column[0] for column in table_of("distances", rows)["columns"]][:2] == ["TV predictions", "NLL gap"]
+    assert rows["hmc"]["distance"]["prediction"]["total_variation"][
+        "mean"
+    ] == pytest.approx(float(expected), rel=1e-4)
+    assert [column[0] for column in table_of("distances", rows)["columns"]][:2] == [
+        "TV predictions",
+        "NLL gap",
+    ]
 
 
 def test_the_report_stands_alone(finished: Any) -> None:
     html = finished.report.read_text()
-    assert len(re.findall(r'src="data:image/png;base64,', html)) == len(re.findall("<img", html)) == 6
+    assert (
+        len(re.findall(r'src="data:image/png;base64,', html))
+        == len(re.findall("<img", html))
+        == 6
+    )
     assert not re.findall(r'(src|href)="(?!data:)', html)
     for label in LABELS:
         assert f"<td>{label}</td>" in html
@@ -126,29 +178,46 @@ def test_the_report_stands_alone(finished: Any) -> None:
 
 def test_canonical_draws_compute_the_same_function(finished: Any) -> None:
     problem, draws = finished.problem, finished.draws["hmc"]
-    outputs = [problem.model.outputs(weights, problem.dataset.test_x) for weights in (draws.raw, draws.canonical)]
-    torch.testing.assert_close(*(logits.softmax(-1) for logits in outputs), rtol=1e-3, atol=1e-4)
+    outputs = [
+        problem.model.outputs(weights, problem.dataset.test_x)
+        for weights in (draws.raw, draws.canonical)
+    ]
+    torch.testing.assert_close(
+        *(logits.softmax(-1) for logits in outputs), rtol=1e-3, atol=1e-4
+    )
     assert not torch.allclose(draws.raw["1.weight"], draws.canonical["1.weight"])
 
 
-def test_a_second_run_reuses_what_is_finished_and_gives_the_same_results(tmp_path: Path) -> None:
+def test_a_second_run_reuses_what_is_finished_and_gives_the_same_results(
+    tmp_path: Path,
+) -> None:
     first, _ = run(tmp_path, methods=("mean-field", "hmc"))
     second, said = run(tmp_path, methods=("mean-field", "hmc"))
     assert sum(line.startswith("Reusing") for line in said) == 2
     assert second.results["methods"] == first.results["methods"]
 
 
-def test_methods_may_be_added_later_and_don_t_disturb_each_other(tmp_path: Path) -> None:
+def test_methods_may_be_added_later_and_don_t_disturb_each_other(
+    tmp_path: Path,
+) -> None:
     alone, _ = run(tmp_path / "alone", methods=("hmc",))
     after, _ = run(tmp_path / "after", methods=("ensemble", "hmc"))
     more, said = run(tmp_path / "alone", methods=("ensemble", "hmc"))
-    assert [line for line in said if line.startswith("Reusing")] == [line for line in said if "Reusing hmc" in line]
+    assert [line for line in said if line.startswith("Reusing")] == [
+        line for line in said if "Reusing hmc" in line
+    ]
     for other in (after, more):
-        assert torch.equal(alone.draws["hmc"].raw["0.weight"], other.draws["hmc"].raw["0.weight"])
+        assert torch.equal(
+            alone.draws["hmc"].raw["0.weight"], other.draws["hmc"].raw["0.weight"]
+        )
 
 
-def test_samples_that_hold_other_draws_than_were_written_are_made_anew(tmp_path: Path) -> None:
-    """A flipped bit; another method's samples; those of another study, by settings that only decide the draws."""
+def test_samples_that_hold_other_draws_than_were_written_are_made_anew(
+    tmp_path: Path,
+) -> None:
+    """A flipped bit; another method's samples; those of another study, by settings that
+    only decide the draws.
+    """
     first, _ = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
     run(tmp_path / "b", methods=("mean-field", "symmetrized"), seed=5)
     expected = first.draws["mean-field"].raw["0.weight"].clone()
@@ -164,8 +233,15 @@ def test_samples_that_hold_other_draws_than_were_written_are_made_anew(tmp_path:
         shutil.rmtree(stored)
         shutil.copytree(tmp_path / name, stored)
 
-    others = [functools.partial(replace, name) for name in ("a/samples/symmetrized", "b/samples/mean-field")]
-    for damage, told in ((flip, "damaged"), (others[0], "of another"), (others[1], "of another")):
+    others = [
+        functools.partial(replace, name)
+        for name in ("a/samples/symmetrized", "b/samples/mean-field")
+    ]
+    for damage, told in (
+        (flip, "damaged"),
+        (others[0], "of another"),
+        (others[1], "of another"),
+    ):
         damage()
         again, said = run(tmp_path / "a", methods=("mean-field", "symmetrized"))
         assert any(f"{stored} is" in line and told in line for line in said)
@@ -173,25 +249,38 @@ def test_samples_that_hold_other_draws_than_were_written_are_made_anew(tmp_path:
         assert torch.equal(again.draws["mean-field"].raw["0.weight"], expected)
 
 
-THEIRS = {"report.html": "mine", "results.json": "[1]", "samples/hmc": "mine", "unfinished/thesis": "mine"}
+THEIRS = {
+    "report.html": "mine",
+    "results.json": "[1]",
+    "samples/hmc": "mine",
+    "unfinished/thesis": "mine",
+}
 
 
 @pytest.mark.parametrize("name", [*THEIRS, "settings.json"])
-def test_a_folder_that_holds_no_study_is_refused_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_study_is_refused_and_left_as_it_is(
+    name: str, tmp_path: Path
+) -> None:
     theirs = tmp_path / name
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_text(THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
     with pytest.raises(
-        FileExistsError, match=rf"is not the folder of a study but holds {Path(name).parts[0]}, .* Nothing was changed"
+        FileExistsError,
+        match=rf"is not the folder of a study but holds {Path(name).parts[0]}, .* "
+        r"Nothing was changed",
     ):
         run_study(settings(methods=("mean-field",)), tmp_path, progress=False)
-    assert [(file, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()] == [
-        (theirs, THEIRS.get(name, '{"settings": {"theme": "dark"}}'))
-    ]
+    assert [
+        (file, file.read_text()) for file in tmp_path.rglob("*") if file.is_file()
+    ] == [(theirs, THEIRS.get(name, '{"settings": {"theme": "dark"}}'))]
 
 
-def test_a_study_leaves_the_callers_parameters_and_generators_alone(tmp_path: Path) -> None:
-    kept = pyro.param("kept", torch.ones(2), constraint=pyro.distributions.constraints.positive)
+def test_a_study_leaves_the_callers_parameters_and_generators_alone(
+    tmp_path: Path,
+) -> None:
+    kept = pyro.param(
+        "kept", torch.ones(2), constraint=pyro.distributions.constraints.positive
+    )
     kept.unconstrained().grad = torch.ones(2)
     state = torch.get_rng_state()
     first, _ = run(tmp_path / "a", methods=("mean-field", "ensemble"))
@@ -201,30 +290,50 @@ def test_a_study_leaves_the_callers_parameters_and_generators_alone(tmp_path: Pa
     pyro.set_rng_seed(99)
     again, _ = run(tmp_path / "b", methods=("mean-field", "ensemble"))
     for label in first.draws:  # the seed alone decides
-        assert all(torch.equal(again.draws[label].raw[site], value) for site, value in first.draws[label].raw.items())
+        assert all(
+            torch.equal(again.draws[label].raw[site], value)
+            for site, value in first.draws[label].raw.items()
+        )
     with pytest.raises(ValueError, match=r"prior_scale: .*another --out"):
         run(tmp_path / "a", methods=("mean-field",), prior_scale=("2",))
 
 
 def test_a_prior_scale_may_be_a_number_or_a_text() -> None:
-    for given, found in ((0.5, ("0.5",)), ("2,1.*=0.5", ("2", "1.*=0.5")), ((1.0,), ("1",)), (3, ("3",))):
+    for given, found in (
+        (0.5, ("0.5",)),
+        ("2,1.*=0.5", ("2", "1.*=0.5")),
+        ((1.0,), ("1",)),
+        (3, ("3",)),
+    ):
         assert StudySettings(prior_scale=given).prior_scale == found  # type: ignore[arg-type]
 
 
-def test_another_network_or_table_of_the_same_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_network_or_table_of_the_same_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = tmp_path / "table.csv"
     rows = [f"{i},{i * i % 7},{'ab'[i % 2]}" for i in range(40)]
     table.write_text("\n".join(["u,v,label", *rows]))
-    changes: dict[str, Any] = {"data": f"csv:{table}", "target": "label", "methods": ("mean-field",)}
+    changes: dict[str, Any] = {
+        "data": f"csv:{table}",
+        "target": "label",
+        "methods": ("mean-field",),
+    }
     run(tmp_path / "out", **changes)
     table.write_text("\n".join(["u,v,label", *rows[:30]]))
     with pytest.raises(ValueError, match=r"another study \(data: "):
         run(tmp_path / "out", **changes)
 
 
-def test_another_budget_makes_a_method_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_budget_makes_a_method_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(tmp_path, methods=("ensemble",))
-    monkeypatch.setitem(METHODS, "ensemble", replace(METHODS["ensemble"], quick={"modes": 9, "steps": 5}))
+    monkeypatch.setitem(
+        METHODS,
+        "ensemble",
+        replace(METHODS["ensemble"], quick={"modes": 9, "steps": 5}),
+    )
     study, said = run(tmp_path, methods=("ensemble", "ensemble:modes=7"))
     assert any("method or budget" in line for line in said)
     assert [draws.count for draws in study.draws.values()] == [9, 7]
@@ -234,12 +343,27 @@ def test_a_reference_that_has_not_converged_is_named_at_the_top(finished: Any) -
     assert "has not converged" in finished.results["concerns"][0]
     good = {"hmc": {"chains": {"r_hat_predictions": 1.01, "divergences": 0}}}
     assert concerns(good, "hmc") == []
-    assert len(concerns({"hmc": {"chains": {"r_hat_predictions": float("nan"), "divergences": 3}}}, "hmc")) == 2
+    assert (
+        len(
+            concerns(
+                {
+                    "hmc": {
+                        "chains": {"r_hat_predictions": float("nan"), "divergences": 3}
+                    }
+                },
+                "hmc",
+            )
+        )
+        == 2
+    )
 
 
 def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None:
     problem = build_problem(settings())
-    weights = {site: torch.randn(4, 30, *shape) for site, shape in problem.model.site_shapes.items()}
+    weights = {
+        site: torch.randn(4, 30, *shape)
+        for site, shape in problem.model.site_shapes.items()
+    }
     weights["0.bias"][:2] += 50
     posterior = ps.Posterior(weights, kind="chains")
     reference = reference_of("hmc", posterior, draws_of(posterior, problem), problem)
@@ -248,23 +372,33 @@ def test_the_reference_is_split_by_chains_and_gives_its_kernels_to_all() -> None
     assert bool((first.raw["0.bias"] > 25).all())
     assert bool((second.raw["0.bias"] < 25).all())
     itself = between(first, second, problem.symmetry, reference.own)
-    assert itself["raw"]["mmd"].value == pytest.approx(reference.own["raw"]["mmd"].value)
+    assert itself["raw"]["mmd"].value == pytest.approx(
+        reference.own["raw"]["mmd"].value
+    )
 
 
-def test_an_interrupt_keeps_the_methods_that_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_the_methods_that_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setitem(METHODS, "ensemble", replace(METHODS["ensemble"], fit=interrupted))
+        patch.setitem(
+            METHODS, "ensemble", replace(METHODS["ensemble"], fit=interrupted)
+        )
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, methods=("mean-field", "ensemble"))
     _, said = run(tmp_path, methods=("mean-field", "ensemble"))
-    assert [line.split()[1] for line in said if line.startswith(("Reusing", "Fitting"))] == ["mean-field", "ensemble"]
+    assert [
+        line.split()[1] for line in said if line.startswith(("Reusing", "Fitting"))
+    ] == ["mean-field", "ensemble"]
 
 
 @pytest.mark.filterwarnings("ignore:interrupted:RuntimeWarning")
-def test_a_method_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_was_stopped_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, calls = "hmc", 20  # 10 + 10 iterations
     whole, _ = run(tmp_path / "whole", methods=(method,), reference=method)
     original, made, delay = ps.HMC.step, [], [0.05]
@@ -286,7 +420,11 @@ def test_a_method_that_was_stopped_goes_on_where_it_was(tmp_path: Path, monkeypa
     time.sleep(0.5)
     again, _ = run(stopped, methods=(method,), reference=method)
     # what it took before the stop counts, the pause after it doesn't
-    assert 0.05 * (calls - 2) < again.fits[method].found["seconds"] < time.perf_counter() - began - 0.5
+    assert (
+        0.05 * (calls - 2)
+        < again.fits[method].found["seconds"]
+        < time.perf_counter() - began - 0.5
+    )
     assert len(made) == calls + 1  # nothing but the call that was stopped is made twice
     assert not any((stopped / "unfinished").iterdir())
     for site, value in whole.fits[method].posterior.samples.items():
@@ -313,7 +451,8 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
         run(tmp_path, methods=(method,), reference=method)
     with pytest.raises(ValueError, match="the method's own"):
         run(tmp_path, methods=(method,), reference=method)
-    (left,) = (tmp_path / "unfinished").iterdir()  # a mistake in the method costs nothing that was computed
+    # a mistake in the method costs nothing that was computed
+    (left,) = (tmp_path / "unfinished").iterdir()
     for file in left.rglob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:100])
     again, said = run(tmp_path, methods=(method,), reference=method)
@@ -321,25 +460,39 @@ def test_what_a_stopped_method_left_is_made_anew_only_if_it_is_damaged(
     assert again.fits[method].posterior.num_samples > 0
 
 
-def test_a_method_that_the_problem_is_too_large_for_is_left_out_and_told(tmp_path: Path) -> None:
-    # Wine: 13 inputs, 4 units, 3 outputs. A unit has 13 + 1 + 3 weights, so the blocks 4 * 17^2 entries.
+def test_a_method_that_the_problem_is_too_large_for_is_left_out_and_told(
+    tmp_path: Path,
+) -> None:
+    # Wine: 13 inputs, 4 units, 3 outputs. A unit has 13 + 1 + 3 weights, so the blocks
+    # 4 * 17^2 entries.
     small, large = (f"symmetrized-blocks:largest={entries}" for entries in (1155, 1156))
-    study, said = run(tmp_path, methods=("mean-field", small, large), reference="mean-field")
+    study, said = run(
+        tmp_path, methods=("mean-field", small, large), reference="mean-field"
+    )
     assert list(study.fits) == list(study.results["methods"]) == ["mean-field", large]
-    (told,) = (line for line in study.results["concerns"] if line.startswith(f"{small} is left out"))
+    (told,) = (
+        line
+        for line in study.results["concerns"]
+        if line.startswith(f"{small} is left out")
+    )
     assert "1,156" in told
     assert told in said
     with pytest.raises(ValueError, match="too large for every method"):
         run(tmp_path, methods=(small,), reference=small)
 
 
-def test_adding_a_method_is_one_small_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_a_method_is_one_small_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     try:
 
         @register("prior", {"draws": 24})
         def prior(problem: Any, budget: Any, progress: bool) -> Any:
             """Draws from the prior."""
-            draws = {site: prior.sample((budget.draws,)) for site, prior in problem.model.priors().items()}
+            draws = {
+                site: prior.sample((budget.draws,))
+                for site, prior in problem.model.priors().items()
+            }
             yield Fit(ps.Posterior.from_samples(draws, kind="independent"), {})
 
         study, _ = run(tmp_path, methods=("prior", "hmc"))
@@ -350,27 +503,38 @@ def test_adding_a_method_is_one_small_function(tmp_path: Path, monkeypatch: pyte
         METHODS.pop("prior", None)
 
 
-@pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")  # of a budget as tiny as this
+# of a budget as tiny as this
+@pytest.mark.filterwarnings("ignore:.*of the draws diverged:RuntimeWarning")
 def test_regression_with_learnt_noise_runs_through_all_methods(tmp_path: Path) -> None:
     study, _ = run(tmp_path, data="diabetes", max_train=60, activation="tanh")
     rows = study.results["methods"]
     assert list(rows) == LABELS
     assert all(
-        row["prediction"]["rmse"] > 0 and 0 <= row["prediction"]["coverage"]["0.9"] <= 1 for row in rows.values()
+        row["prediction"]["rmse"] > 0 and 0 <= row["prediction"]["coverage"]["0.9"] <= 1
+        for row in rows.values()
     )
     assert bool((study.draws["hmc"].raw["noise_scale"] > 0).all())
     for row in rows.values():
         assert 0 < row["distance"]["prediction"]["total_variation"]["mean"] <= 1
-    gap = rows["hmc"]["prediction"]["log_predictive_density"] - rows["ensemble"]["prediction"]["log_predictive_density"]
+    gap = (
+        rows["hmc"]["prediction"]["log_predictive_density"]
+        - rows["ensemble"]["prediction"]["log_predictive_density"]
+    )
     assert rows["ensemble"]["distance"]["prediction"]["nll_gap"] == pytest.approx(gap)
     assert "RMSE" in study.report.read_text()
     problem = study.problem  # in the data's own units, as the literature gives it
     outputs = problem.model.outputs(study.draws["ensemble"].raw, problem.dataset.test_x)
-    error = (outputs.reshape(len(outputs), -1).mean(0) - problem.dataset.test_y) * problem.dataset.y_scale
-    assert rows["ensemble"]["prediction"]["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-4)
+    error = (
+        outputs.reshape(len(outputs), -1).mean(0) - problem.dataset.test_y
+    ) * problem.dataset.y_scale
+    assert rows["ensemble"]["prediction"]["rmse"] == pytest.approx(
+        float(error.square().mean().sqrt()), rel=1e-4
+    )
 
 
-def test_a_single_network_has_predictions_but_no_distance_and_can_be_no_reference(tmp_path: Path) -> None:
+def test_a_single_network_has_predictions_but_no_distance_and_can_be_no_reference(
+    tmp_path: Path,
+) -> None:
     one, two = "ensemble:modes=1", "ensemble:modes=2"
     study, _ = run(tmp_path, methods=(one, "ensemble", two), reference="ensemble")
     rows = study.results["methods"]
@@ -378,40 +542,50 @@ def test_a_single_network_has_predictions_but_no_distance_and_can_be_no_referenc
     assert rows[one]["distance"] is rows[one]["invariance"] is None
     assert rows[two]["distance"]["to"] == "ensemble"
     samples = {name: study.fits[name].posterior.samples["0.weight"][0] for name in rows}
-    assert not torch.equal(samples["ensemble"][0], samples[two][0])  # networks of their own
+    # networks of their own
+    assert not torch.equal(samples["ensemble"][0], samples[two][0])
     with pytest.raises(ValueError, match="--reference ensemble:modes=1 gives 1 draws"):
         run(tmp_path, methods=(one, two), reference="ensemble")
 
 
-def test_without_the_reference_distances_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+def test_without_the_reference_distances_are_left_out_and_that_is_said(
+    tmp_path: Path,
+) -> None:
     study, said = run(tmp_path, methods=("mean-field",))
     assert study.results["methods"]["mean-field"]["distance"] is None
     assert any(line.startswith("No distances") for line in said)
 
 
-# pieces -------------------------------------------------------------------------------------------------------------
+# pieces -------------------------------------------------------------------------------
 
 
 def test_batch_normalisation_holds_the_statistics_of_the_training_rows() -> None:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).eval()
-    x = 50 + 30 * torch.randn(513, 3)  # 256 rows at a time would leave one, of which there is no variance
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    ).eval()
+    # 256 rows at a time would leave one, of which there is no variance
+    x = 50 + 30 * torch.randn(513, 3)
     settle_statistics(net, x)
     assert net[1].momentum == 0.1
     assert not net.training
     hidden = net[0](x).detach()
     torch.testing.assert_close(net[1].running_mean, hidden.mean(0), rtol=0.05, atol=1.0)
-    torch.testing.assert_close(net[1].running_var, hidden.var(0), rtol=0.1, atol=0.0)  # the mean of three parts'
+    # the mean of three parts'
+    torch.testing.assert_close(net[1].running_var, hidden.var(0), rtol=0.1, atol=0.0)
     known = {name: value.clone() for name, value in net.named_buffers()}
     settle_statistics(net, x - 100)  # a network that was trained keeps its own
     assert all(torch.equal(value, known[name]) for name, value in net.named_buffers())
 
 
-def test_a_users_network_is_built_by_its_callable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_network_is_built_by_its_callable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_nets.py").write_text(
         "from torch import nn\n"
         "def small(input_shape, num_outputs):\n"
-        "    return nn.Sequential(nn.Linear(input_shape[0], 3), nn.ReLU(), nn.Linear(3, num_outputs))\n"
+        "    return nn.Sequential(nn.Linear(input_shape[0], 3), nn.ReLU(), "
+        "nn.Linear(3, num_outputs))\n"
         "def wrong(input_shape, num_outputs):\n"
         "    return nn.Linear(input_shape[0], num_outputs + 1)\n"
     )
@@ -431,7 +605,8 @@ def test_canonical_draws_of_a_network_with_batch_normalisation_predict_the_same(
         "from torch import nn\n"
         "def normalised(input_shape, num_outputs):\n"
         "    first = [nn.Linear(input_shape[0], 6), nn.BatchNorm1d(6), nn.ReLU()]\n"
-        "    return nn.Sequential(*first, nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, num_outputs))\n"
+        "    return nn.Sequential(*first, nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, "
+        "num_outputs))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -443,19 +618,21 @@ def test_canonical_draws_of_a_network_with_batch_normalisation_predict_the_same(
     assert not torch.equal(moved["3.weight"], draws["3.weight"])
     for k in range(4):
         before, after = (
-            torch.func.functional_call(net, {s: v[k] for s, v in weights.items()}, (problem.x[:9],)).softmax(-1)
+            torch.func.functional_call(
+                net, {s: v[k] for s, v in weights.items()}, (problem.x[:9],)
+            ).softmax(-1)
             for weights in (draws, moved)
         )
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
 
 
-# the command line ---------------------------------------------------------------------------------------------------
+# the command line ---------------------------------------------------------------------
 
 
-def test_the_command_runs_the_study_and_names_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (
-        f"compare --data wine --hidden 4 --quick --draws 24 --methods mean-field,hmc --no-progress --out {tmp_path}"
-    )
+def test_the_command_runs_the_study_and_names_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"compare --data wine --hidden 4 --quick --draws 24 --methods mean-field,hmc --no-progress --out {tmp_path}"
     assert cli.main(arguments.split()) == 0
     printed = capsys.readouterr().out
     assert printed.rstrip().endswith(f"Report: {tmp_path / 'report.html'}")
@@ -474,7 +651,11 @@ def test_the_command_runs_the_study_and_names_the_report(tmp_path: Path, capsys:
     ],
 )
 def test_bad_input_ends_in_one_sentence_and_a_non_zero_exit(
-    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "refused.py").write_text(
         "import torch\n"
@@ -487,7 +668,9 @@ def test_bad_input_ends_in_one_sentence_and_a_non_zero_exit(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    code = cli.main(f"compare --data wine --quick --no-progress --out {tmp_path / 'out'} {arguments}".split())
+    code = cli.main(
+        f"compare --data wine --quick --no-progress --out {tmp_path / 'out'} {arguments}".split()
+    )
     captured = capsys.readouterr()
     assert code == 2
     assert message in captured.err
@@ -501,7 +684,9 @@ def test_a_full_disk_ends_in_one_sentence(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(ps.Posterior, "save", full)
-    code = cli.main(f"compare --data wine --hidden 4 --quick --methods ensemble --no-progress --out {tmp_path}".split())
+    code = cli.main(
+        f"compare --data wine --hidden 4 --quick --methods ensemble --no-progress --out {tmp_path}".split()
+    )
     assert code == 2
     assert "No space left on device" in capsys.readouterr().err
 
@@ -509,11 +694,21 @@ def test_a_full_disk_ends_in_one_sentence(
 def test_the_best_of_a_column_is_marked_and_the_reference_does_not_compete() -> None:
     rows = {
         name: {"distance": {"to": to, "removed": {"mmd": {"median": value}}}}
-        for name, to, value in (("a", "hmc", 0.2), ("b", "hmc", 0.1), ("hmc", OWN_HALF, 0.0))
+        for name, to, value in (
+            ("a", "hmc", 0.2),
+            ("b", "hmc", 0.1),
+            ("hmc", OWN_HALF, 0.0),
+        )
     }
     table = table_of("distances", rows)
     titles = [column[0] for column in table["columns"]]
-    cells = {name: dict(zip(titles, row, strict=True)) for name, row in table["rows"].items()}
+    cells = {
+        name: dict(zip(titles, row, strict=True)) for name, row in table["rows"].items()
+    }
     found = {name: row["MMD² removed"] for name, row in cells.items()}
-    assert found == {"a": ("0.2000", False), "b": ("0.1000", True), "hmc": ("0.0000", False)}
+    assert found == {
+        "a": ("0.2000", False),
+        "b": ("0.1000", True),
+        "hmc": ("0.0000", False),
+    }
     assert cells["a"]["W₁ raw"] == (MISSING, False)

@@ -1,14 +1,18 @@
-r"""Fig. 8 and Table 2 of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), small: a residual network beside its HMC.
+r"""Fig. 8 and Table 2 of Laurent, Aldea & Franchi 2024 (arXiv 2310.08287), small: a
+residual network beside its HMC.
 
-    python -m benchmarks.experiments.laurent_2024.residual_reference --out runs/residual_reference
+    python -m benchmarks.experiments.laurent_2024.residual_reference --out
+    runs/residual_reference
 
-The paper takes the HMC draws of a ResNet-20 with filter-response normalisation (Izmailov et al. 2021) for its
-reference. Here a residual network of three blocks with the same normalisation and activation (1,302 weights) sees 150
-digits of 8 x 8 pixels, few enough that chains can agree on what it computes. Above the table stands the worst R-hat
-over the predictions of 32 test rows. The table has the squared MMD to the reference (median over kernels) as weights
-are and with symmetries removed, the mean total variation of predictions, and scores on test rows. The reference's own
-row compares one half of its chains with the other. It is one study of ``pyro-symmetric compare``: a broken run resumes,
-and ``report.html`` has the plots.
+The paper takes the HMC draws of a ResNet-20 with filter-response normalisation
+(Izmailov et al. 2021) for its reference. Here a residual network of three blocks with
+the same normalisation and activation (1,302 weights) sees 150 digits of 8 x 8 pixels,
+few enough that chains can agree on what it computes. Above the table stands the worst
+R-hat over the predictions of 32 test rows. The table has the squared MMD to the
+reference (median over kernels) as weights are and with symmetries removed, the mean
+total variation of predictions, and scores on test rows. The reference's own row
+compares one half of its chains with the other. It is one study of ``pyro-symmetric
+compare``: a broken run resumes, and ``report.html`` has the plots.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 
 def net(input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-    """A stem and a block of two channels, then one of four and one of eight, each at half the resolution."""
+    """A stem and a block of two channels, then one of four and one of eight, each at
+    half the resolution.
+    """
     return nn.Sequential(
         nn.Conv2d(input_shape[0], 2, 3, 1, 1, bias=False),
         FilterResponse(2),
@@ -71,11 +77,16 @@ def main(argv: list[str] | None = None) -> None:
     found = run_study(settings, folder, progress=options.progress).results["methods"]
     chains = found[settings.reference]["chains"]
     title = (
-        f"{ROWS} training digits; the reference: {chains['num_chains']} chains of {chains['num_draws']} draws, "
-        f"worst R-hat of predictions {chains['r_hat_predictions']:.3f} ({chains['ess_predictions']:.0f} effective "
+        f"{ROWS} training digits; the reference: {chains['num_chains']} chains of "
+        f"{chains['num_draws']} draws, "
+        f"worst R-hat of predictions {chains['r_hat_predictions']:.3f} "
+        f"({chains['ess_predictions']:.0f} effective "
         f"draws), of weights {chains['r_hat_weights']:.3f}"
     )
-    rows = [[short(label), *(f"{entry(row, path):.4f}" for path in COLUMNS.values())] for label, row in found.items()]
+    rows = [
+        [short(label), *(f"{entry(row, path):.4f}" for path in COLUMNS.values())]
+        for label, row in found.items()
+    ]
     print_table(title, ["method", *COLUMNS], rows)
 
 

@@ -1,18 +1,22 @@
-"""Ten thousand perceptrons with two hidden units on two Gaussian blobs: the copies of a mode, and one mode after the
-symmetries are gone (figure 1 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+"""Ten thousand perceptrons with two hidden units on two Gaussian blobs: the copies of a
+mode, and one mode after the symmetries are gone (figure 1 of Laurent, Aldea & Franchi
+2024, arXiv 2310.08287).
 
     python -m benchmarks.experiments.laurent_2024.two_blobs --out figures
 
-The recipe is that of appendix A.1: 200 points of each class around (-2, -2) and (2, 2), drawn until a line separates
-them; ten epochs of stochastic gradient descent in batches of ten at a rate of two. A network has learnt them if its
-loss is under 0.1 at the end. Then the joint law of the two output weights of these is looked at three times: as
-trained, without scalings (units of norm three), and without scalings and permutations (sorted by the output weights).
-Exchanging the two hidden units mirrors that plane at its diagonal, so that a mode off the diagonal comes twice.
+The recipe is that of appendix A.1: 200 points of each class around (-2, -2) and (2, 2),
+drawn until a line separates them; ten epochs of stochastic gradient descent in batches
+of ten at a rate of two. A network has learnt them if its loss is under 0.1 at the end.
+Then the joint law of the two output weights of these is looked at three times: as
+trained, without scalings (units of norm three), and without scalings and permutations
+(sorted by the output weights). Exchanging the two hidden units mirrors that plane at
+its diagonal, so that a mode off the diagonal comes twice.
 
-Printed are how many networks learn, the share of them above the diagonal, the squared MMD between two halves of the
-networks as they are and with the units of one half exchanged, and what the test of the corollary says. The paper's
-appendix D.8 reports that mean shift (Comaniciu & Meer 2002) finds no sound number of modes; the last column is what it
-finds here, of modes with a twentieth of a thousand networks.
+Printed are how many networks learn, the share of them above the diagonal, the squared
+MMD between two halves of the networks as they are and with the units of one half
+exchanged, and what the test of the corollary says. The paper's appendix D.8 reports
+that mean shift (Comaniciu & Meer 2002) finds no sound number of modes; the last column
+is what it finds here, of modes with a twentieth of a thousand networks.
 """
 
 from __future__ import annotations
@@ -26,7 +30,15 @@ import torch
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, spread
+from benchmarks.harness import (
+    Results,
+    new_figure,
+    parse,
+    parser,
+    print_table,
+    save_figure,
+    spread,
+)
 from pyro_symmetric.compare import invariance_tests, mmd
 from pyro_symmetric.ensembles import ensemble
 
@@ -35,7 +47,9 @@ HALF = 500  # networks on each side of an MMD
 
 
 def blobs(rows: int) -> tuple[Tensor, Tensor]:
-    """Two normals of ``rows`` points each, which the sum of both coordinates separates."""
+    """Two normals of ``rows`` points each, which the sum of both coordinates
+    separates.
+    """
     y = torch.arange(2 * rows) % 2
     while True:
         x = torch.randn(2 * rows, 2) + (4 * y[:, None] - 2)
@@ -44,23 +58,36 @@ def blobs(rows: int) -> tuple[Tensor, Tensor]:
             return x, y
 
 
-def stages(weights: dict[str, Tensor], symmetry: ps.Symmetry) -> dict[str, dict[str, Tensor]]:
+def stages(
+    weights: dict[str, Tensor], symmetry: ps.Symmetry
+) -> dict[str, dict[str, Tensor]]:
     """Weights as trained, and after each removal."""
     normed = ps.canonicalize(weights, symmetry, permutations=None)
-    scaling = {name: torch.full((2,), float(np.log(NORM))) for name in symmetry.scalings.factors}
+    scaling = {
+        name: torch.full((2,), float(np.log(NORM)))
+        for name in symmetry.scalings.factors
+    }
     normed = symmetry.scalings.element(log_scales=scaling)(normed)
     order = normed["2.weight"][:, 0].argsort(-1)
     factors = symmetry.permutations.factors
     ordered = symmetry.permutations.element({name: order for name in factors})(normed)
-    return {"as trained": weights, "without scalings": normed, "without scalings and permutations": ordered}
+    return {
+        "as trained": weights,
+        "without scalings": normed,
+        "without scalings and permutations": ordered,
+    }
 
 
 def modes(points: Tensor) -> int:
-    """The number of modes that mean shift finds in up to a thousand points, with scikit-learn's bandwidth."""
+    """The number of modes that mean shift finds in up to a thousand points, with
+    scikit-learn's bandwidth.
+    """
     from sklearn.cluster import MeanShift, estimate_bandwidth
 
     data = points[:1000].double().numpy()
-    labels = MeanShift(bandwidth=estimate_bandwidth(data), bin_seeding=True).fit_predict(data)
+    labels = MeanShift(
+        bandwidth=estimate_bandwidth(data), bin_seeding=True
+    ).fit_predict(data)
     return int((np.bincount(labels) >= len(data) / 20).sum())
 
 
@@ -82,11 +109,16 @@ def run(seed: int, options: Any) -> dict[str, Any]:
     learnt = posterior.statistics["loss"][0] < LEARNT
     weights = {site: value[learnt] for site, value in posterior.get_samples().items()}
     symmetry = ps.find_symmetry(net, x[:2])
-    exchanged = symmetry.permutations.element({name: [1, 0] for name in symmetry.permutations.factors})
+    exchanged = symmetry.permutations.element(
+        {name: [1, 0] for name in symmetry.permutations.factors}
+    )
     found = {}
     for name, stage in (removed := stages(weights, symmetry)).items():
         outputs = stage["2.weight"][:, 0]
-        first, second = ({site: value[k : k + HALF] for site, value in stage.items()} for k in (0, HALF))
+        first, second = (
+            {site: value[k : k + HALF] for site, value in stage.items()}
+            for k in (0, HALF)
+        )
         independent = ps.Posterior.from_samples(stage, kind="independent")
         found[name] = {
             "above": float((outputs[:, 1] > outputs[:, 0]).double().mean()),
@@ -97,10 +129,16 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         }
     figure(removed, options.out, seed)
     seconds = posterior.metadata["seconds"]
-    return {"learnt": float(learnt.double().sum() / options.networks), "seconds": seconds, "stages": found}
+    return {
+        "learnt": float(learnt.double().sum() / options.networks),
+        "seconds": seconds,
+        "stages": found,
+    }
 
 
-def figure(removed: dict[str, dict[str, Tensor]], folder: Path | None, seed: int) -> None:
+def figure(
+    removed: dict[str, dict[str, Tensor]], folder: Path | None, seed: int
+) -> None:
     if folder is None:
         return
     picture, axes = new_figure(1, len(removed), size=(4 * len(removed), 4))
@@ -108,9 +146,16 @@ def figure(removed: dict[str, dict[str, Tensor]], folder: Path | None, seed: int
         first, second = stage["2.weight"][:, 0].T.numpy()
         low, high = np.quantile(np.concatenate([first, second]), [0.001, 0.999])
         low, high = low - 0.15 * (high - low), high + 0.15 * (high - low)
-        axis.hist2d(first, second, bins=120, range=[[low, high]] * 2, cmap="Blues", norm="log")
+        axis.hist2d(
+            first, second, bins=120, range=[[low, high]] * 2, cmap="Blues", norm="log"
+        )
         axis.plot([low, high], [low, high], color="0.6", linewidth=0.8)
-        axis.set(title=name, xlabel="output weight of the first unit", ylabel="of the second", aspect="equal")
+        axis.set(
+            title=name,
+            xlabel="output weight of the first unit",
+            ylabel="of the second",
+            aspect="equal",
+        )
     save_figure(picture, folder, f"two_blobs_{seed}.png")
 
 
@@ -126,15 +171,34 @@ def main(argv: list[str] | None = None) -> None:
     results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     rows = results.rows
     print(
-        f"\nof {options.networks:,} networks {spread((100 * row['learnt'] for row in rows), 2)} % have learnt, in "
+        f"\nof {options.networks:,} networks "
+        f"{spread((100 * row['learnt'] for row in rows), 2)} % have learnt, in "
         f"{spread((row['seconds'] for row in rows), 1)} s"
     )
     lines = []
     for name in rows[0]["stages"]:
         own = [row["stages"][name] for row in rows]
-        lines.append([name, *(spread((o[key] for o in own), 5) for key in ("above", "itself", "exchanged"))])
-        lines[-1] += [f"{sum(o['rejected'] for o in own)} of {len(own)}", " ".join(str(o["modes"]) for o in own)]
-    head = ("output weights", "above the diagonal", "squared MMD", "exchanged", "not invariant", "modes by mean shift")
+        lines.append(
+            [
+                name,
+                *(
+                    spread((o[key] for o in own), 5)
+                    for key in ("above", "itself", "exchanged")
+                ),
+            ]
+        )
+        lines[-1] += [
+            f"{sum(o['rejected'] for o in own)} of {len(own)}",
+            " ".join(str(o["modes"]) for o in own),
+        ]
+    head = (
+        "output weights",
+        "above the diagonal",
+        "squared MMD",
+        "exchanged",
+        "not invariant",
+        "modes by mean shift",
+    )
     print_table("mean ± sd over seeds", head, lines)
 
 

@@ -1,15 +1,17 @@
-"""The weights of ten thousand networks in two dimensions, before and after symmetries are removed (figures 13 and 14 of
-Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
+"""The weights of ten thousand networks in two dimensions, before and after symmetries
+are removed (figures 13 and 14 of Laurent, Aldea & Franchi 2024, arXiv 2310.08287).
 
     python -m benchmarks.experiments.laurent_2024.two_circles --out figures
 
-The recipe is that of appendix D.7: perceptrons of two inputs, three hidden ReLU units and one output, 13 parameters, on
-two circles; 300 epochs of stochastic gradient descent in batches of 8 at a rate of 0.03 with an L2 penalty of 0.003.
-Their weights are drawn by principal components and by t-SNE, as trained, without scalings, and without scalings and
-permutations. Printed are the total variance of the weights, the shares of the first two components (the paper: 18 and
-15 %), and the mean distance to the nearest other network as a share of the mean distance: copies of a mode are far
-apart and alike. Scales are taken away by going to the least mass: units at norm one, of which some are nearly dead,
-would have biases and outgoing weights so large that they decide all of it.
+The recipe is that of appendix D.7: perceptrons of two inputs, three hidden ReLU units
+and one output, 13 parameters, on two circles; 300 epochs of stochastic gradient descent
+in batches of 8 at a rate of 0.03 with an L2 penalty of 0.003. Their weights are drawn
+by principal components and by t-SNE, as trained, without scalings, and without scalings
+and permutations. Printed are the total variance of the weights, the shares of the first
+two components (the paper: 18 and 15 %), and the mean distance to the nearest other
+network as a share of the mean distance: copies of a mode are far apart and alike.
+Scales are taken away by going to the least mass: units at norm one, of which some are
+nearly dead, would have biases and outgoing weights so large that they decide all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import torch
 from torch import Tensor, nn
 
 import pyro_symmetric as ps
-from benchmarks.harness import Results, new_figure, parse, parser, print_table, save_figure, without_symmetries
+from benchmarks.harness import (
+    Results,
+    new_figure,
+    parse,
+    parser,
+    print_table,
+    save_figure,
+    without_symmetries,
+)
 from pyro_symmetric.ensembles import ensemble
 
 SHOWN = 1_000  # networks of the pictures, and of distances
@@ -35,9 +45,13 @@ def circles(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def stages(options: Any) -> tuple[dict[str, Tensor], float]:
-    """Flattened weights of the networks after each removal, and the networks' accuracy."""
+    """Flattened weights of the networks after each removal, and the networks'
+    accuracy.
+    """
     x, y = circles(200)
-    net = nn.Sequential(nn.Linear(2, options.width), nn.ReLU(), nn.Linear(options.width, 1))
+    net = nn.Sequential(
+        nn.Linear(2, options.width), nn.ReLU(), nn.Linear(options.width, 1)
+    )
     symmetry = ps.find_symmetry(net, x[:2])
     posterior = ensemble(
         net,
@@ -53,7 +67,10 @@ def stages(options: Any) -> tuple[dict[str, Tensor], float]:
     weights = posterior.get_samples()
     outputs = ps.predict(weights, net, x, progress=False).squeeze(-1)
     removed = without_symmetries(weights, symmetry, scalings="minimal_mass")
-    flat = {name: torch.cat([value.flatten(1) for value in stage.values()], 1) for name, stage in removed.items()}
+    flat = {
+        name: torch.cat([value.flatten(1) for value in stage.values()], 1)
+        for name, stage in removed.items()
+    }
     return flat, float(((outputs > 0) == y.bool()).double().mean())
 
 
@@ -66,7 +83,9 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         _, values, directions = torch.linalg.svd(centred, full_matrices=False)
         variances = values.square() / (len(points) - 1)
         distances = torch.cdist(centred[:SHOWN], centred[:SHOWN])
-        nearest = (distances + torch.diag(torch.full((len(distances),), torch.inf))).amin(1)
+        nearest = (
+            distances + torch.diag(torch.full((len(distances),), torch.inf))
+        ).amin(1)
         numbers[name] = {
             "variance": float(variances.sum()),
             "two": (variances[:2] / variances.sum()).tolist(),
@@ -74,22 +93,39 @@ def run(seed: int, options: Any) -> dict[str, Any]:
         }
         planes[name] = centred[:SHOWN] @ directions[:2].T
     if options.out is not None:
-        figure(planes, {name: tsne(points[:SHOWN]) for name, points in flat.items()}, options, seed)
+        figure(
+            planes,
+            {name: tsne(points[:SHOWN]) for name, points in flat.items()},
+            options,
+            seed,
+        )
     return {"accuracy": accuracy, "stages": numbers}
 
 
 def tsne(points: Tensor) -> Tensor:
     from sklearn.manifold import TSNE
 
-    return torch.from_numpy(TSNE(init="pca", random_state=0).fit_transform(points.numpy()))
+    return torch.from_numpy(
+        TSNE(init="pca", random_state=0).fit_transform(points.numpy())
+    )
 
 
-def figure(planes: dict[str, Tensor], maps: dict[str, Tensor], options: Any, seed: int) -> None:
+def figure(
+    planes: dict[str, Tensor], maps: dict[str, Tensor], options: Any, seed: int
+) -> None:
     picture, axes = new_figure(2, len(planes), size=(3.2 * len(planes), 6))
-    for row, (label, panels) in zip(axes, (("principal components", planes), ("t-SNE", maps)), strict=True):
+    for row, (label, panels) in zip(
+        axes, (("principal components", planes), ("t-SNE", maps)), strict=True
+    ):
         for axis, (name, points) in zip(row, panels.items(), strict=True):
-            axis.scatter(*points.T.numpy(), s=4, linewidths=0, alpha=0.6, color="#4269d0")
-            axis.set(title=name if label == "principal components" else "", xticks=[], yticks=[])
+            axis.scatter(
+                *points.T.numpy(), s=4, linewidths=0, alpha=0.6, color="#4269d0"
+            )
+            axis.set(
+                title=name if label == "principal components" else "",
+                xticks=[],
+                yticks=[],
+            )
         row[0].set_ylabel(label)
     save_figure(picture, options.out, f"two_circles_{seed}.png")
 
@@ -106,9 +142,16 @@ def main(argv: list[str] | None = None) -> None:
     results.fill(functools.partial(run, options=options), seed=range(options.seeds))
     for row in results.rows:
         print_table(
-            f"seed {row['seed']}: weights of {options.networks:,} networks of {options.width} hidden units, "
+            f"seed {row['seed']}: weights of {options.networks:,} networks of "
+            f"{options.width} hidden units, "
             f"mean accuracy {row['accuracy']:.3f}",
-            ("weights", "variance", "first component", "second", "nearest / mean distance"),
+            (
+                "weights",
+                "variance",
+                "first component",
+                "second",
+                "nearest / mean distance",
+            ),
             [
                 (
                     name,

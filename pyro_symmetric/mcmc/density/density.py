@@ -1,9 +1,11 @@
-r"""Potential energy of any Pyro model, for many chains at once; discrete sites are summed out.
+r"""Potential energy of any Pyro model, for many chains at once; discrete sites are
+summed out.
 
 .. math:: U(z) = -\log p(w(z), \text{data}) - \log\left|\det \frac{\partial w}{\partial z}\right|
 
-for the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. The engine and the number of chains in a
-chunk are chosen when the density is made, by rules instead of timings, so that rounding is reproducible.
+for the unconstrained vectors of a :class:`~pyro_symmetric.weights.Layout`. The engine
+and the number of chains in a chunk are chosen when the density is made, by rules
+instead of timings, so that rounding is reproducible.
 """
 
 from __future__ import annotations
@@ -39,12 +41,17 @@ ENGINES = ("auto", "eager", "layers", "compiled")
 """The engines that compute energies and gradients. ``"eager"``: the model mapped over chains. ``"layers"``: a loop over
 the layers of feed-forward networks. ``"compiled"``: programs of PyTorch's compiler, for any model and kernel. They take
 some seconds to compile, more for long models, and are cached."""
-STEPS = 4  # leapfrog steps of a trajectory in one dimension, typical of regressions; in D they grow as D^(1/4)
+# leapfrog steps of a trajectory in one dimension, typical of regressions; in D they
+# grow as D^(1/4)
+STEPS = 4
 CACHE_BYTES = 2**22  # limit of an intermediate result of a chunk of chains, on a CPU
 
 
-def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
-    """Return the log-joint density of any Pyro model as a function of batches of weights.
+def log_joint(
+    model: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[[Weights], Tensor]:
+    """Return the log-joint density of any Pyro model as a function of batches of
+    weights.
 
     >>> def model(y):
     ...     mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
@@ -53,10 +60,10 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
     >>> density({"mean": torch.tensor([0.0, 1.0])})  # -log(2 pi), and 1 less
     tensor([-1.8379, -2.8379])
 
-    :param model: a Pyro model, whose discrete sites are summed out, or a ``BayesianModel``; ``args`` and ``kwargs`` are
-        its arguments.
-    :return: function of constrained weights ``batch_shape + site_shape``, with values ``batch_shape`` on the device of
-        the weights, computed on that of the model.
+    :param model: a Pyro model, whose discrete sites are summed out, or a
+        ``BayesianModel``; ``args`` and ``kwargs`` are its arguments.
+    :return: function of constrained weights ``batch_shape + site_shape``, with values
+        ``batch_shape`` on the device of the weights, computed on that of the model.
     """
     density = Density(model, args, kwargs, engine="eager")
     shapes = density.layout.site_shapes
@@ -65,8 +72,15 @@ def log_joint(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[
         arguments.weights("weights", weights)
         require_sites(weights, shapes)
         batch = batch_shape(weights, shapes)  # raises for a site of the wrong shape
-        flat = {site: weights[site].to(density.device).reshape(-1, *shape) for site, shape in shapes.items()}
-        return density.target.log_joint(flat, None).reshape(batch).to(weights[next(iter(shapes))].device)
+        flat = {
+            site: weights[site].to(density.device).reshape(-1, *shape)
+            for site, shape in shapes.items()
+        }
+        return (
+            density.target.log_joint(flat, None)
+            .reshape(batch)
+            .to(weights[next(iter(shapes))].device)
+        )
 
     return log_density
 
@@ -76,25 +90,36 @@ class Density:
 
     >>> model = BayesianModel(nn.Linear(3, 2))
     >>> density = Density(model, (torch.randn(10, 3), torch.randint(2, (10,))))
-    >>> energy, gradient = density.energy_and_gradient(density.draw_prior(16, torch.Generator()))
+    >>> energy, gradient = density.energy_and_gradient(
+    ...     density.draw_prior(16, torch.Generator())
+    ... )
     >>> energy.shape, gradient.shape
     (torch.Size([16]), torch.Size([16, 8]))
 
-    :param model: a Pyro model with continuous latent sites. Discrete latent sites are summed out.
-    :param args: positional arguments of the model, including data; ``kwargs`` are its keyword arguments.
-    :param device: device of the computation, by default that of the model's sites. Modules are copied, never moved.
-    :param dtype: dtype of the chains, by default that of the model's sites. Floating-point arguments are converted.
-    :param chain_chunk: number of chains to evaluate at once. ``None``: on a CPU, as many as keep intermediate results
-        in the cache; all on other devices and in a loop over chains.
-    :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for feed-forward networks; for other models
-        ``"compiled"`` if ``iterations`` of ``num_steps`` gradients are enough to repay it. ``"eager"`` replaces an
-        engine that fails, with a warning if that was asked for by name or if a compiler is missing.
-    :param batch_size: rows in a mini-batch of a ``BayesianModel``, for stochastic-gradient samplers; ``None``: all.
-        The mini-batches of other models come from their plates with ``subsample_size``.
+    :param model: a Pyro model with continuous latent sites. Discrete latent sites are
+        summed out.
+    :param args: positional arguments of the model, including data; ``kwargs`` are its
+        keyword arguments.
+    :param device: device of the computation, by default that of the model's sites.
+        Modules are copied, never moved.
+    :param dtype: dtype of the chains, by default that of the model's sites.
+        Floating-point arguments are converted.
+    :param chain_chunk: number of chains to evaluate at once. ``None``: on a CPU, as
+        many as keep intermediate results in the cache; all on other devices and in a
+        loop over chains.
+    :param engine: one of :data:`ENGINES`. ``"auto"``: ``"layers"`` for feed-forward
+        networks; for other models ``"compiled"`` if ``iterations`` of ``num_steps``
+        gradients are enough to repay it. ``"eager"`` replaces an engine that fails,
+        with a warning if that was asked for by name or if a compiler is missing.
+    :param batch_size: rows in a mini-batch of a ``BayesianModel``, for
+        stochastic-gradient samplers; ``None``: all. The mini-batches of other models
+        come from their plates with ``subsample_size``.
     :param subsampled: whether the model may subsample its data.
     :ivar dim: number of unconstrained coordinates ``D``.
-    :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch); empty if all data are used.
-    :raises ValueError: naming a site, plate or module that can't be sampled, with advice.
+    :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch);
+        empty if all data are used.
+    :raises ValueError: naming a site, plate or module that can't be sampled, with
+        advice.
     """
 
     def __init__(
@@ -113,17 +138,27 @@ class Density:
         num_steps: int | None = None,
     ):
         require_model(model)
-        arguments.instance("args", args, (tuple, list), "a tuple of the model's arguments, as in (x, y)")
-        self.chain_chunk = arguments.whole("chain_chunk", chain_chunk, 1, none="all chains at once")
+        arguments.instance(
+            "args",
+            args,
+            (tuple, list),
+            "a tuple of the model's arguments, as in (x, y)",
+        )
+        self.chain_chunk = arguments.whole(
+            "chain_chunk", chain_chunk, 1, none="all chains at once"
+        )
         arguments.one_of("dtype", dtype, (None, *CHAIN_DTYPES))
         arguments.one_of("engine", engine, ENGINES)
         if batch_size is not None and not isinstance(model, BayesianModel):
             raise ValueError(
-                "batch_size is for a BayesianModel; in another model pass subsample_size to the data's plate, as in "
+                "batch_size is for a BayesianModel; in another model pass "
+                "subsample_size to the data's plate, as in "
                 "`with pyro.plate('data', len(x), subsample_size=32) as rows`"
             )
         _refuse_training_batch_norm(model)
-        model, args, kwargs = placed(model, tuple(args), dict(kwargs or {}), device, dtype)
+        model, args, kwargs = placed(
+            model, tuple(args), dict(kwargs or {}), device, dtype
+        )
         with forked(0, device):  # running the model draws from its prior
             self.target: NetworkTarget | TracedTarget
             if isinstance(model, BayesianModel):
@@ -132,23 +167,34 @@ class Density:
                 self.target = TracedTarget(model, args, kwargs, device, dtype)
             self.row_counts = self.target.row_counts
             if self.row_counts and not subsampled:
-                sizes = ", ".join(f"{name!r}: {size} of {all_} rows" for name, (all_, size) in self.row_counts.items())
+                sizes = ", ".join(
+                    f"{name!r}: {size} of {all_} rows"
+                    for name, (all_, size) in self.row_counts.items()
+                )
                 raise ValueError(
-                    f"the model subsamples its data ({sizes}), but all rows are needed here. Pass the whole data (and "
-                    "no subsample_size), or sample with a stochastic-gradient kernel (SGHMC)"
+                    f"the model subsamples its data ({sizes}), but all rows are needed "
+                    "here. Pass the whole data (and "
+                    "no subsample_size), or sample with a stochastic-gradient kernel "
+                    "(SGHMC)"
                 )
             self.layout = Layout.of(self.target.sites)
             self.dim = self.layout.dim
             if self.dim == 0:
                 raise ValueError(
-                    f"the model's sites {list(self.target.sites)} are empty, so there is nothing to sample"
+                    f"the model's sites {list(self.target.sites)} are empty, so there "
+                    "is nothing to sample"
                 )
             weights = self.target.prior_weights(2)
             floats = [value for value in weights.values() if value.is_floating_point()]
-            self.device = torch.device(device) if device is not None else floats[0].device
+            self.device = (
+                torch.device(device) if device is not None else floats[0].device
+            )
             self.dtype = dtype or promoted(floats) or torch.get_default_dtype()
             if self.dtype not in CHAIN_DTYPES:
-                raise ValueError(f"the model's sites are {self.dtype}, too imprecise; pass dtype=torch.float32")
+                raise ValueError(
+                    f"the model's sites are {self.dtype}, too imprecise; pass "
+                    "dtype=torch.float32"
+                )
             self._eager = Eager(self.target, self.layout)
             self.fast: Any = None
             self.engine_reason = ""
@@ -166,21 +212,28 @@ class Density:
         return "eager" if self.fast is None else self.fast.name
 
     def __repr__(self) -> str:
-        engine = f"{self.engine!r} ({self.engine_reason})" if self.engine_reason else repr(self.engine)
+        engine = (
+            f"{self.engine!r} ({self.engine_reason})"
+            if self.engine_reason
+            else repr(self.engine)
+        )
         return f"Density({self.target}, dim={self.dim}, device={self.device}, dtype={self.dtype}, engine={engine})"
 
-    # energy ---------------------------------------------------------------------------------------------------------
+    # energy ---------------------------------------------------------------------------
 
     def energy(self, z: Tensor, rows: Rows | None = None) -> Tensor:
-        """Return energies ``(C,)`` at positions ``(C, D)``; see :meth:`energy_and_gradient`."""
+        """Return energies ``(C,)`` at positions ``(C, D)``; see
+        :meth:`energy_and_gradient`.
+        """
         return self.energy_and_gradient(z, rows)[0]
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``.
 
         :param z: unconstrained positions of the chains, ``(C, D)``.
-        :param rows: mini-batches of each chain, a LongTensor ``(C, B)`` for each name in ``row_counts``. The energy is
-            then the unbiased estimate that counts each row ``N / B`` times.
+        :param rows: mini-batches of each chain, a LongTensor ``(C, B)`` for each name
+            in ``row_counts``. The energy is then the unbiased estimate that counts each
+            row ``N / B`` times.
         """
         return in_chunks(self._evaluate, z, rows, self.chain_chunk)
 
@@ -198,17 +251,26 @@ class Density:
                 self.give_up(error)
         return self._eager.energy_and_gradient(z, rows)
 
-    # engines --------------------------------------------------------------------------------------------------------
+    # engines --------------------------------------------------------------------------
 
     def give_up(self, reason: Exception) -> None:
         """Fall back to the eager engine, with a warning."""
         failed, self.fast, self.engine_reason = self.engine, None, str(reason)
-        warnings.warn(f"using engine 'eager' instead of {failed!r}: {reason}", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"using engine 'eager' instead of {failed!r}: {reason}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
     def _choose_engine(self, engine: str, z: Tensor, evaluations: float) -> None:
-        """Choose the engine and ``chain_chunk``. Engines are compared with the model at draws ``z`` of the prior."""
+        """Choose the engine and ``chain_chunk``. Engines are compared with the model at
+        draws ``z`` of the prior.
+        """
         counts = self.row_counts.items()
-        rows = {name: torch.arange(size, device=self.device).expand(len(z), size) for name, (_, size) in counts} or None
+        rows = {
+            name: torch.arange(size, device=self.device).expand(len(z), size)
+            for name, (_, size) in counts
+        } or None
         expected, named = self._try_model(z, rows), engine != "auto"
         if not named:
             pays = evaluations >= MIN_EVALUATIONS
@@ -221,25 +283,48 @@ class Density:
 
                 layers = Layers(self.target)
                 finite = all(bool(torch.isfinite(part).all()) for part in expected)
-                if not (finite and same_evaluation(layers.energy_and_gradient(z, rows), expected)):
-                    raise Unavailable("its results differ from the model's, or those aren't finite")
+                if not (
+                    finite
+                    and same_evaluation(layers.energy_and_gradient(z, rows), expected)
+                ):
+                    raise Unavailable(
+                        "its results differ from the model's, or those aren't finite"
+                    )
                 self.fast = layers
-            if engine == "compiled" and not self.engine_reason and not has_compiler(self.device):
+            if (
+                engine == "compiled"
+                and not self.engine_reason
+                and not has_compiler(self.device)
+            ):
                 raise Unavailable("no C++ compiler was found (g++, clang++ or $CXX)")
         except Unavailable as error:
             self.engine_reason = str(error)
             if named or engine == "compiled":
-                warnings.warn(f"using engine 'eager' instead of {engine!r}: {error}", RuntimeWarning, stacklevel=3)
-        if self.chain_chunk is None and self.device.type == "cpu" and not getattr(self.fast, "tiled", False):
-            sizes = [v.numel() for v in tree_leaves((self.target.args, self.target.kwargs)) if isinstance(v, Tensor)]
-            # Intermediate results of a chain are taken to be as large as the data or the chain itself.
+                warnings.warn(
+                    f"using engine 'eager' instead of {engine!r}: {error}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        if (
+            self.chain_chunk is None
+            and self.device.type == "cpu"
+            and not getattr(self.fast, "tiled", False)
+        ):
+            sizes = [
+                v.numel()
+                for v in tree_leaves((self.target.args, self.target.kwargs))
+                if isinstance(v, Tensor)
+            ]
+            # Intermediate results of a chain are taken to be as large as the data or
+            # the chain itself.
             numbers = max([self.dim, *sizes]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
         if engine == "compiled" and not self.engine_reason:
             self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
 
     def _try_model(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        """Evaluate the model, and decide whether its chains are mapped or evaluated one by one.
+        """Evaluate the model, and decide whether its chains are mapped or evaluated one
+        by one.
 
         :raises ValueError: if the model can't be evaluated, or two evaluations differ.
         """
@@ -251,7 +336,9 @@ class Density:
             alone = evaluate(z, rows)
         except RuntimeError as error:
             message = (str(error).strip() or repr(error)).splitlines()[0]
-            raise ValueError(f"the model's density, or its gradient, can't be evaluated: {message}") from error
+            raise ValueError(
+                f"the model's density, or its gradient, can't be evaluated: {message}"
+            ) from error
         target.one_by_one, failure = "", None
         try:
             mapped = evaluate(z, rows)
@@ -262,13 +349,15 @@ class Density:
         target.one_by_one = "the results differ"
         if not same_evaluation(evaluate(z, rows), alone):
             raise ValueError(
-                "the model's density isn't a function of its sites: two evaluations at one point differ. Usual causes: "
-                "dropout in train mode (call .eval()), or random numbers drawn outside of pyro.sample"
+                "the model's density isn't a function of its sites: two evaluations at "
+                "one point differ. Usual causes: "
+                "dropout in train mode (call .eval()), or random numbers drawn outside "
+                "of pyro.sample"
             )
         target.give_up_map(failure or target.one_by_one)
         return alone
 
-    # positions ------------------------------------------------------------------------------------------------------
+    # positions ------------------------------------------------------------------------
 
     def draws(self, z: Tensor) -> Weights:
         """Return weights and deterministic sites at positions ``(C, D)``."""
@@ -276,21 +365,32 @@ class Density:
         return weights | self.target.compute(weights)
 
     def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Transform weights of any device and dtype to unconstrained vectors ``batch_shape + (D,)``."""
-        return self.layout.unconstrain({site: v.detach().to(self.device, self.dtype) for site, v in weights.items()})
+        """Transform weights of any device and dtype to unconstrained vectors
+        ``batch_shape + (D,)``.
+        """
+        return self.layout.unconstrain(
+            {
+                site: v.detach().to(self.device, self.dtype)
+                for site, v in weights.items()
+            }
+        )
 
     def draw_prior(self, num: int, generator: torch.Generator) -> Tensor:
-        """Draw positions ``(num, D)`` from the prior. PyTorch's global generators are seeded from ``generator``
-        meanwhile, and then restored."""
+        """Draw positions ``(num, D)`` from the prior. PyTorch's global generators are
+        seeded from ``generator`` meanwhile, and then restored."""
         with forked(generator, self.device):
             return self.unconstrain(self.target.prior_weights(num))
 
 
 def _refuse_training_batch_norm(model: Any) -> None:
-    """Raise ``ValueError`` for batch normalisation in train mode, which makes the density of a row depend on others."""
+    """Raise ``ValueError`` for batch normalisation in train mode, which makes the
+    density of a row depend on others.
+    """
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
-                f"the module {name or type(module).__name__!r} is batch normalisation in train mode: the density of a "
-                "row would depend on the other rows. Call .eval() on the model to use running statistics"
+                f"the module {name or type(module).__name__!r} is batch normalisation "
+                "in train mode: the density of a "
+                "row would depend on the other rows. Call .eval() on the model to use "
+                "running statistics"
             )

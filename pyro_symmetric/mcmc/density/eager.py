@@ -1,4 +1,5 @@
-"""Engine ``"eager"``: the model mapped over chains, and autograd. It is the reference for the other engines.
+"""Engine ``"eager"``: the model mapped over chains, and autograd. It is the reference
+for the other engines.
 
 A network with its data is a :class:`NetworkTarget`, any other Pyro model a
 :class:`~pyro_symmetric.traced.TracedTarget`.
@@ -15,7 +16,13 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric.arguments import described, described_call
-from pyro_symmetric.models import UNMAPPABLE, BayesianModel, CategoricalLikelihood, GaussianLikelihood, over_weights
+from pyro_symmetric.models import (
+    UNMAPPABLE,
+    BayesianModel,
+    CategoricalLikelihood,
+    GaussianLikelihood,
+    over_weights,
+)
 from pyro_symmetric.traced import TracedTarget, explaining
 from pyro_symmetric.weights import Layout, Weights
 
@@ -37,8 +44,8 @@ class Eager:
         self.target, self.layout = target, layout
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
-        """Return energies ``(C,)`` and gradients ``(C, D)``. Chains with a singular matrix have infinite energy; they
-        are found by bisection."""
+        """Return energies ``(C,)`` and gradients ``(C, D)``. Chains with a singular
+        matrix have infinite energy; they are found by bisection."""
         try:
             return self.raw(z, rows)
         except torch.linalg.LinAlgError:
@@ -47,88 +54,126 @@ class Eager:
             return in_chunks(self.energy_and_gradient, z, rows, -(-len(z) // 2))
 
     def raw(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
-        """Evaluate all chains at once. One backward pass gives all gradients, since chains are independent.
+        """Evaluate all chains at once. One backward pass gives all gradients, since
+        chains are independent.
 
         :raises torch.linalg.LinAlgError: if a matrix of a chain is singular.
         """
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             weights, log_det = self.layout.constrain_with_log_det(leaf)
-            energy = -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)  # a model may use double precision
+            # a model may use double precision
+            energy = -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)
             return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
 
 
-# evaluations ----------------------------------------------------------------------------------------------------------
+# evaluations --------------------------------------------------------------------------
 
 
-def in_chunks(evaluate: Evaluate, z: Tensor, rows: Rows | None, size: int | None) -> Evaluation:
+def in_chunks(
+    evaluate: Evaluate, z: Tensor, rows: Rows | None, size: int | None
+) -> Evaluation:
     """Evaluate at most ``size`` chains at once; ``None``: all."""
     if size is None or len(z) <= size:
         return evaluate(z, rows)
     cuts = [slice(start, start + size) for start in range(0, len(z), size)]
-    parts = [evaluate(z[cut], rows and {name: index[cut] for name, index in rows.items()}) for cut in cuts]
+    parts = [
+        evaluate(z[cut], rows and {name: index[cut] for name, index in rows.items()})
+        for cut in cuts
+    ]
     energy, gradient = (torch.cat(values) for values in zip(*parts, strict=True))
     return energy, gradient
 
 
 def same_evaluation(actual: Evaluation, expected: Evaluation) -> bool:
-    """Return whether two evaluations agree up to rounding wherever the expected energy is finite.
+    """Return whether two evaluations agree up to rounding wherever the expected energy
+    is finite.
 
-    The tolerance of gradients is larger: they are discontinuous, as at the kink of a ReLU. Two NaN gradients agree.
+    The tolerance of gradients is larger: they are discontinuous, as at the kink of a
+    ReLU. Two NaN gradients agree.
     """
     (energy, gradient), (expected_energy, expected_gradient) = actual, expected
-    coarse, fine = (1e-2, 3e-4) if expected_energy.dtype == torch.float32 else (1e-6, 1e-8)
+    coarse, fine = (
+        (1e-2, 3e-4) if expected_energy.dtype == torch.float32 else (1e-6, 1e-8)
+    )
     same = (energy - expected_energy).abs() <= fine * (1 + expected_energy.abs())
-    close = (gradient - expected_gradient).norm(dim=-1) <= coarse * (1 + expected_gradient.norm(dim=-1))
+    close = (gradient - expected_gradient).norm(dim=-1) <= coarse * (
+        1 + expected_gradient.norm(dim=-1)
+    )
     close |= (gradient.isnan() & expected_gradient.isnan()).any(dim=-1)
     return bool((same & close | ~torch.isfinite(expected_energy)).all())
 
 
-# networks -------------------------------------------------------------------------------------------------------------
+# networks -----------------------------------------------------------------------------
 
 
 class NetworkTarget:
     """A :class:`BayesianModel` with its data. Threads may evaluate it in parallel.
 
     :ivar sites: latent site -> its prior, in the order of the layout.
-    :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch); empty without.
+    :ivar row_counts: of mini-batches, name -> (rows in the data, rows in a mini-batch);
+        empty without.
     :ivar computed: shapes of the deterministic sites.
     :ivar one_by_one: reason for evaluating chains one by one; empty if they are mapped.
     """
 
     computed: Mapping[str, torch.Size] = {}
 
-    def __init__(self, model: BayesianModel, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None):
+    def __init__(
+        self,
+        model: BayesianModel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_size: int | None,
+    ):
         data = {**dict(zip(("x", "y"), args, strict=False)), **kwargs}
         if set(data) != {"x", "y"} or data["y"] is None or len(args) > 2:
             raise ValueError(
-                "sampling a BayesianModel takes x and y, tensors with all rows, as in sample(kernel, x, y); found "
-                f"{described_call(args, kwargs)}; mini-batches are drawn by kernels with a batch_size"
+                "sampling a BayesianModel takes x and y, tensors with all rows, as in "
+                "sample(kernel, x, y); found "
+                f"{described_call(args, kwargs)}; mini-batches are drawn by kernels "
+                "with a batch_size"
             )
-        model, x, y = model.twin(), data["x"], data["y"]  # evaluation writes weights into the network
+        # evaluation writes weights into the network
+        model, x, y = model.twin(), data["x"], data["y"]
         require_data(model, x, y)
         if batch_size is not None and not 1 <= batch_size <= len(x):
-            raise ValueError(f"batch_size is {batch_size}; it must be between 1 and the {len(x)} rows of the data")
+            raise ValueError(
+                f"batch_size is {batch_size}; it must be between 1 and the {len(x)} "
+                "rows of the data"
+            )
         if model.num_data not in (None, len(x)):
-            raise ValueError(f"x has {len(x)} rows, but the model has num_data={model.num_data}")
+            raise ValueError(
+                f"x has {len(x)} rows, but the model has num_data={model.num_data}"
+            )
         labels = type(model.likelihood) is CategoricalLikelihood
         self.args, self.kwargs = args, kwargs
         self.model, self.x, self.y = model, x, y.long() if labels else y
         self.sites: Mapping[str, Distribution] = model.priors()
-        self.row_counts = {ROWS: (len(x), batch_size)} if batch_size is not None and batch_size < len(x) else {}
+        self.row_counts = (
+            {ROWS: (len(x), batch_size)}
+            if batch_size is not None and batch_size < len(x)
+            else {}
+        )
 
     @property
     def one_by_one(self) -> str:
         return UNMAPPABLE.get(self.model.net, "")
 
     def log_joint(self, weights: Weights, rows: Rows | None) -> Tensor:
-        """Return the log-joint density ``(C,)`` of constrained weights, of mini-batches ``(C, B)`` if given."""
+        """Return the log-joint density ``(C,)`` of constrained weights, of mini-batches
+        ``(C, B)`` if given.
+        """
         model = self.model
         if rows is None:
-            return model.log_joint(weights, self.x, self.y, validate=False)  # see require_data
+            # see require_data
+            return model.log_joint(weights, self.x, self.y, validate=False)
         index = rows[ROWS]
-        score = functools.partial(model.log_likelihood, validate=False)  # without the prior: maps are slow
-        by_row: Tensor = over_weights(model.net, score, weights, self.x[index], self.y[index])
+        # without the prior: maps are slow
+        score = functools.partial(model.log_likelihood, validate=False)
+        by_row: Tensor = over_weights(
+            model.net, score, weights, self.x[index], self.y[index]
+        )
         scale = len(self.x) / index.shape[-1] / model.likelihood.temperature
         return model.log_prior(weights, validate=False) + scale * by_row.sum(-1)
 
@@ -145,7 +190,8 @@ class NetworkTarget:
 
 
 def require_data(model: BayesianModel, x: Any, y: Any) -> None:
-    """Check that the network accepts ``x`` and that ``y`` fits its outputs and likelihood.
+    """Check that the network accepts ``x`` and that ``y`` fits its outputs and
+    likelihood.
 
     Labels out of range would otherwise be ignored (-100), or crash a GPU.
 
@@ -154,11 +200,19 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
     """
     for name, value in {"x": x, "y": y}.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
-            raise TypeError(f"{name} is {described(value)}; it must be a tensor with rows along its first axis")
+            raise TypeError(
+                f"{name} is {described(value)}; it must be a tensor with rows along "
+                "its first axis"
+            )
     if y.is_complex():
-        raise ValueError("y is complex, and its imaginary part would be lost; pass real targets")
+        raise ValueError(
+            "y is complex, and its imaginary part would be lost; pass real targets"
+        )
     if len(x) != len(y) or not len(x):
-        raise ValueError(f"x has {len(x)} rows but y has {len(y)}; pass the same number of rows, at least one")
+        raise ValueError(
+            f"x has {len(x)} rows but y has {len(y)}; pass the same number of rows, at "
+            "least one"
+        )
     weights = {name: value.detach() for name, value in model.net.named_parameters()}
     with torch.no_grad(), explaining(model.net, (x,), {}):
         try:
@@ -170,14 +224,28 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
         return  # other likelihoods may have outputs and targets of any shape
     size = outputs.shape[-1]
     if categorical and size < 2:
-        raise ValueError("the network has one output, but class labels need an output for each class, at least 2")
-    shape = (len(x), *(outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]))
+        raise ValueError(
+            "the network has one output, but class labels need an output for each "
+            "class, at least 2"
+        )
+    shape = (
+        len(x),
+        *(outputs.shape[1:-1] if categorical or size == 1 else outputs.shape[1:]),
+    )
     if model.likelihood.targets(y).shape != shape:
         output_shape = (len(x), *outputs.shape[1:])
-        raise ValueError(f"y has shape {tuple(y.shape)}; for outputs {output_shape} it must have shape {shape}")
+        raise ValueError(
+            f"y has shape {tuple(y.shape)}; for outputs {output_shape} it must have "
+            f"shape {shape}"
+        )
     if not categorical and y.isnan().any():
         raise ValueError("y contains NaN; leave these rows out")
     if categorical and y.is_floating_point():
-        raise ValueError(f"y is {described(y)}; class labels are whole numbers: pass y.long()")
+        raise ValueError(
+            f"y is {described(y)}; class labels are whole numbers: pass y.long()"
+        )
     if categorical and not 0 <= int(y.min()) <= int(y.max()) < size:
-        raise ValueError(f"y has labels from {int(y.min())} to {int(y.max())}, but the network has {size} outputs")
+        raise ValueError(
+            f"y has labels from {int(y.min())} to {int(y.max())}, but the network has "
+            f"{size} outputs"
+        )

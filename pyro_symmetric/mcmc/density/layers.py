@@ -1,13 +1,17 @@
-r"""Engine ``"layers"``: energy and gradient of Bayesian feed-forward networks, without running the model.
+r"""Engine ``"layers"``: energy and gradient of Bayesian feed-forward networks, without
+running the model.
 
 .. math:: U(z) = \beta \sum_i \ell_i(w) - \log p(w) + \text{const}, \qquad \beta = \frac{N}{B\,T}\,\tau
 
-with :math:`\ell` the cross-entropy and :math:`\tau = 1`, or half the squared error and :math:`\tau` the noise
-precision; :math:`T` is the likelihood's temperature, and a mini-batch has :math:`B` of :math:`N` rows. The network must
-be a chain of linear layers and activations with normal priors. The loss is evaluated by batched matrix products; on a
-CPU, unless layers are wide, by a loop compiled with Numba, chain by chain and in tiles of :data:`T` rows of the data,
-whose activations stay in the cache from the forward to the backward pass. Tiles are flat arrays ``(features, T)``. The
-results of a chain are bitwise independent of the other chains and of the number of threads. NaN propagates.
+with :math:`\ell` the cross-entropy and :math:`\tau = 1`, or half the squared error and
+:math:`\tau` the noise precision; :math:`T` is the likelihood's temperature, and a
+mini-batch has :math:`B` of :math:`N` rows. The network must be a chain of linear layers
+and activations with normal priors. The loss is evaluated by batched matrix products; on
+a CPU, unless layers are wide, by a loop compiled with Numba, chain by chain and in
+tiles of :data:`T` rows of the data, whose activations stay in the cache from the
+forward to the backward pass. Tiles are flat arrays ``(features, T)``. The results of a
+chain are bitwise independent of the other chains and of the number of threads. NaN
+propagates.
 
 Numba, and so this module, is slow to import.
 """
@@ -28,22 +32,44 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.mcmc.density.eager import ROWS, Evaluate, Evaluation, NetworkTarget, Rows, Unavailable
+from pyro_symmetric.mcmc.density.eager import (
+    ROWS,
+    Evaluate,
+    Evaluation,
+    NetworkTarget,
+    Rows,
+    Unavailable,
+)
 from pyro_symmetric.models import CategoricalLikelihood, GaussianLikelihood
 from pyro_symmetric.traced import TracedTarget
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-WEIGHT_BYTES = 2**19  # of a chain in the cache; beyond, batched matrix products are faster
+# of a chain in the cache; beyond, batched matrix products are faster
+WEIGHT_BYTES = 2**19
 THREAD_FLOPS = 2e7  # least work of a thread
-ACTIVATIONS = {"relu": 1, "tanh": 2, "sigmoid": 3, "silu": 4}  # PyTorch operator -> index in FUNCTIONS
+# PyTorch operator -> index in FUNCTIONS
+ACTIVATIONS = {"relu": 1, "tanh": 2, "sigmoid": 3, "silu": 4}
 FUNCTIONS = (lambda h: h, torch.relu, torch.tanh, torch.sigmoid, functional.silu)
-SHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "alias", "detach", "clone"}
-# Loop indices are unsigned. Signed ones may count from the end, and Numba's check prevents vectorisation.
-T, ONE, EIGHT = np.uint64(128), np.uint64(1), np.uint64(8)  # rows of a tile; features of an unrolled loop
+SHAPES = {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "alias",
+    "detach",
+    "clone",
+}
+# Loop indices are unsigned. Signed ones may count from the end, and Numba's check
+# prevents vectorisation.
+# rows of a tile; features of an unrolled loop
+T, ONE, EIGHT = np.uint64(128), np.uint64(1), np.uint64(8)
 T2, T3, T4, T5, T6, T7 = (np.uint64(k * 128) for k in range(2, 8))
 TAYLOR = tuple(1 / math.factorial(k) for k in range(14))
 OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz"},  # sums in any order, but NaN and infinity as by IEEE
+    # sums in any order, but NaN and infinity as by IEEE
+    "fastmath": {"reassoc", "contract", "nsz"},
     "error_model": "numpy",
     "nogil": True,
     "cache": True,
@@ -51,7 +77,8 @@ OPTIONS: dict[str, Any] = {
 
 
 class Layers:
-    """Engine for a :class:`BayesianModel` with a feed-forward network; a density compares it with the model first.
+    """Engine for a :class:`BayesianModel` with a feed-forward network; a density
+    compares it with the model first.
 
     :raises Unavailable: naming the part of the model that isn't supported.
     """
@@ -62,29 +89,48 @@ class Layers:
         if not isinstance(target, NetworkTarget):
             raise Unavailable("the model isn't a BayesianModel")
         problem, likelihood = problem_of(target), target.model.likelihood
-        priors = [_normal(target.sites[name]) for name, _ in target.model.net.named_parameters()]
+        priors = [
+            _normal(target.sites[name])
+            for name, _ in target.model.net.named_parameters()
+        ]
         loc, scale = (
-            torch.cat([getattr(prior, name).detach().reshape(-1) for prior in priors]).to(problem.x)
+            torch.cat(
+                [getattr(prior, name).detach().reshape(-1) for prior in priors]
+            ).to(problem.x)
             for name in ("loc", "scale")
         )
         self._loc, self._precision, self._dim = loc, scale**-2, len(loc)
         self._temperature, self._rows = likelihood.temperature, len(problem.x)
-        self._count = 0 if problem.labels else problem.y.numel() / likelihood.temperature  # normal targets
-        gaussian = likelihood if isinstance(likelihood, GaussianLikelihood) else GaussianLikelihood(1.0)
+        # normal targets
+        self._count = (
+            0 if problem.labels else problem.y.numel() / likelihood.temperature
+        )
+        gaussian = (
+            likelihood
+            if isinstance(likelihood, GaussianLikelihood)
+            else GaussianLikelihood(1.0)
+        )
         self._noise = gaussian.scale  # 1 for labels; None if it is learnt
-        self._constant = float(scale.double().log().sum()) + (self._count + self._dim) * HALF_LOG_2PI
+        self._constant = (
+            float(scale.double().log().sum()) + (self._count + self._dim) * HALF_LOG_2PI
+        )
         if self._noise is not None:
             self._constant += self._count * math.log(self._noise)
-        else:  # half-normal prior of the noise scale, the exponential of the last coordinate
+        # half-normal prior of the noise scale, the exponential of the last coordinate
+        else:
             self._noise_precision = gaussian.prior_scale**-2
             self._constant += math.log(gaussian.prior_scale / 2) + HALF_LOG_2PI
         self.tiled = is_tiled(problem)
-        self._loss: Evaluate = Tiled(problem) if self.tiled else partial(batched_loss, problem)
+        self._loss: Evaluate = (
+            Tiled(problem) if self.tiled else partial(batched_loss, problem)
+        )
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
         z, index = z.detach(), None if rows is None else rows[ROWS]
-        share = (1 if index is None else self._rows / index.shape[-1]) / self._temperature
+        share = (
+            1 if index is None else self._rows / index.shape[-1]
+        ) / self._temperature
         if self._noise is None:
             w, log_noise = z[:, :-1], z[:, -1]
             precision = share * (-2 * log_noise).exp()
@@ -92,13 +138,17 @@ class Layers:
             w, precision = z, z.new_full((len(z),), share * self._noise**-2)
         loss, gradient = self._loss(w, precision, index)
         misfit, centred = loss.mul_(precision), w - self._loc
-        energy = torch.addmv(misfit, centred.square(), self._precision, alpha=0.5).add_(self._constant)
+        energy = torch.addmv(misfit, centred.square(), self._precision, alpha=0.5).add_(
+            self._constant
+        )
         gradient.addcmul_(centred, self._precision)
         if self._noise is not None:
             return energy, gradient
         noise = self._noise_precision * (2 * log_noise).exp()
         slope = self._count - 1 + noise - 2 * misfit
-        return energy + (self._count - 1) * log_noise + 0.5 * noise, torch.cat([gradient, slope[:, None]], 1)
+        return energy + (self._count - 1) * log_noise + 0.5 * noise, torch.cat(
+            [gradient, slope[:, None]], 1
+        )
 
 
 def _normal(prior: Distribution) -> Any:
@@ -110,7 +160,9 @@ def _normal(prior: Distribution) -> Any:
 
 
 class Layer(NamedTuple):
-    """Linear layer with activation; ``weight`` and ``bias`` are offsets in the flat weights (-1: no bias)."""
+    """Linear layer with activation; ``weight`` and ``bias`` are offsets in the flat
+    weights (-1: no bias).
+    """
 
     inputs: int
     outputs: int
@@ -133,13 +185,23 @@ class Problem(NamedTuple):
     labels: bool
 
 
-# reading ------------------------------------------------------------------------------------------------------------
+# reading ------------------------------------------------------------------------------
 
 
 def problem_of(target: NetworkTarget) -> Problem:
-    """Read the network and the data; raise ``Unavailable`` naming a part of the model that isn't supported."""
-    likelihood, x, y, net = target.model.likelihood, target.x.detach(), target.y.detach(), target.model.net
-    names, like = [name for name, _ in net.named_parameters()], next(iter(net.parameters()))
+    """Read the network and the data; raise ``Unavailable`` naming a part of the model
+    that isn't supported.
+    """
+    likelihood, x, y, net = (
+        target.model.likelihood,
+        target.x.detach(),
+        target.y.detach(),
+        target.model.net,
+    )
+    names, like = (
+        [name for name, _ in net.named_parameters()],
+        next(iter(net.parameters())),
+    )
     if list(target.sites)[: len(names)] != names:
         raise Unavailable("its sites and parameters are in different orders")
     if (x.dtype, x.device) != (like.dtype, like.device):
@@ -149,7 +211,9 @@ def problem_of(target: NetworkTarget) -> Problem:
         raise Unavailable(f"its likelihood is a {type(likelihood).__name__}")
     layers = read_layers(net, x[:2])
     y = y if labels else likelihood.targets(y)
-    shape = (len(x),) if labels or layers[-1].outputs == 1 else (len(x), layers[-1].outputs)
+    shape = (
+        (len(x),) if labels or layers[-1].outputs == 1 else (len(x), layers[-1].outputs)
+    )
     if y.shape != shape or y.device != x.device or (not labels and y.dtype != x.dtype):
         raise Unavailable(f"y has shape {tuple(y.shape)}, {y.dtype} on {y.device}")
     return Problem(layers, x.reshape(len(x), -1), y.reshape(len(x), -1), labels)
@@ -161,7 +225,12 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
     :raises Unavailable: naming an operator or parameter that isn't supported.
     """
     sizes = [parameter.numel() for parameter in net.parameters()]
-    offsets = {id(p): offset for p, offset in zip(net.parameters(), itertools.accumulate([0, *sizes]), strict=False)}
+    offsets = {
+        id(p): offset
+        for p, offset in zip(
+            net.parameters(), itertools.accumulate([0, *sizes]), strict=False
+        )
+    }
     with torch.no_grad(), _Recorder() as recorder:
         net(x)
     layers, current, transposed = list[Layer](), x, dict[int, Tensor]()
@@ -169,19 +238,43 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
         if name == "t" and id(args[0]) in offsets:
             transposed[id(result)] = args[0]
             continue
-        if name in ("mm", "addmm") and args[-2] is current and id(args[-1]) in transposed:
+        if (
+            name in ("mm", "addmm")
+            and args[-2] is current
+            and id(args[-1]) in transposed
+        ):
             weight, biases = transposed[id(args[-1])], args[:-2]
-            if any(id(bias) not in offsets for bias in biases) or current.shape != (len(x), weight.shape[1]):
-                raise Unavailable("a bias is frozen, or the input of a layer isn't one vector for each row")
+            if any(id(bias) not in offsets for bias in biases) or current.shape != (
+                len(x),
+                weight.shape[1],
+            ):
+                raise Unavailable(
+                    "a bias is frozen, or the input of a layer isn't one vector for "
+                    "each row"
+                )
             bias = offsets[id(biases[0])] if biases else -1
-            layers.append(Layer(weight.shape[1], weight.shape[0], offsets[id(weight)], bias))
-        elif name.rstrip("_") in ACTIVATIONS and args[0] is current and layers and not layers[-1].kind:
+            layers.append(
+                Layer(weight.shape[1], weight.shape[0], offsets[id(weight)], bias)
+            )
+        elif (
+            name.rstrip("_") in ACTIVATIONS
+            and args[0] is current
+            and layers
+            and not layers[-1].kind
+        ):
             layers[-1] = layers[-1]._replace(kind=ACTIVATIONS[name.rstrip("_")])
         elif not (name in SHAPES and args[0] is current and len(result) == len(x)):
-            raise Unavailable(f"it calls {name}, which is neither a linear layer nor an activation after one")
+            raise Unavailable(
+                f"it calls {name}, which is neither a linear layer nor an activation "
+                "after one"
+            )
         current = result
-    if sum(layer.outputs * (layer.inputs + (layer.bias >= 0)) for layer in layers) != sum(sizes):
-        raise Unavailable("layers share parameters, or some parameters aren't of a linear layer")
+    if sum(
+        layer.outputs * (layer.inputs + (layer.bias >= 0)) for layer in layers
+    ) != sum(sizes):
+        raise Unavailable(
+            "layers share parameters, or some parameters aren't of a linear layer"
+        )
     return layers
 
 
@@ -192,33 +285,49 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.calls.append((func.overloadpacket.__name__, args, result))
         return result
 
 
-# losses ---------------------------------------------------------------------------------------------------------------
+# losses -------------------------------------------------------------------------------
 
 
-def batched_loss(problem: Problem, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
-    """Return the loss ``(C,)``, summed over rows, and ``scale`` times its gradient ``(C, W)``, by batched products.
+def batched_loss(
+    problem: Problem, w: Tensor, scale: Tensor, index: Tensor | None
+) -> Evaluation:
+    """Return the loss ``(C,)``, summed over rows, and ``scale`` times its gradient
+    ``(C, W)``, by batched products.
 
     :param w: flat weights ``(C, W)``.
     :param scale: ``(C,)``.
     :param index: rows of each chain's mini-batch ``(C, B)``; ``None``: all.
     """
-    h, y = (problem.x, problem.y) if index is None else (problem.x[index], problem.y[index])
+    h, y = (
+        (problem.x, problem.y)
+        if index is None
+        else (problem.x[index], problem.y[index])
+    )
     with torch.enable_grad():
         leaf = w.detach().requires_grad_()
         for layer in problem.layers:
             end = layer.weight + layer.outputs * layer.inputs
-            h = h @ leaf[:, layer.weight : end].unflatten(1, (layer.outputs, layer.inputs)).mT
+            h = (
+                h
+                @ leaf[:, layer.weight : end]
+                .unflatten(1, (layer.outputs, layer.inputs))
+                .mT
+            )
             if layer.bias >= 0:
                 h = h + leaf[:, None, layer.bias : layer.bias + layer.outputs]
             h = FUNCTIONS[layer.kind](h)
         if problem.labels:
-            loss = functional.cross_entropy(h.mT, y[..., 0].expand(h.shape[:2]), reduction="none").sum(1)
+            loss = functional.cross_entropy(
+                h.mT, y[..., 0].expand(h.shape[:2]), reduction="none"
+            ).sum(1)
         else:
             loss = 0.5 * (h - y).square().sum((1, 2))
         (gradient,) = torch.autograd.grad((loss * scale).sum(), leaf)
@@ -226,20 +335,33 @@ def batched_loss(problem: Problem, w: Tensor, scale: Tensor, index: Tensor | Non
 
 
 class Tiled:
-    """The same loss by a compiled loop over chains, shared among threads if there is enough work."""
+    """The same loss by a compiled loop over chains, shared among threads if there is
+    enough work.
+    """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self._layers = np.array(problem.layers)
-        self._flops = 6.0 * sum(layer.inputs * layer.outputs for layer in problem.layers)
-        self._rows = torch.cat([problem.x, problem.y.to(problem.x)], 1).contiguous().numpy()
+        self._flops = 6.0 * sum(
+            layer.inputs * layer.outputs for layer in problem.layers
+        )
+        self._rows = (
+            torch.cat([problem.x, problem.y.to(problem.x)], 1).contiguous().numpy()
+        )
 
     @cached_property
     def _tiles(self) -> Any:
-        """Inputs and targets ``(tiles, width * T)``, features first, padded with zeros."""
+        """Inputs and targets ``(tiles, width * T)``, features first, padded with
+        zeros.
+        """
         size = int(T)
-        padded = functional.pad(torch.from_numpy(self._rows), (0, 0, 0, -len(self._rows) % size))
-        return padded.reshape(-1, size, padded.shape[1]).mT.flatten(1).contiguous().numpy()  # aligned by PyTorch
+        padded = functional.pad(
+            torch.from_numpy(self._rows), (0, 0, 0, -len(self._rows) % size)
+        )
+        # aligned by PyTorch
+        return (
+            padded.reshape(-1, size, padded.shape[1]).mT.flatten(1).contiguous().numpy()
+        )
 
     def __call__(self, w: Tensor, scale: Tensor, index: Tensor | None) -> Evaluation:
         """Return as :func:`batched_loss` does.
@@ -253,16 +375,31 @@ class Tiled:
         else:
             data, count = self._rows, index.shape[1]
             if not (int(index.min()) >= 0 and int(index.max()) < rows):
-                raise IndexError(f"mini-batches must be of rows between 0 and {rows - 1}")
+                raise IndexError(
+                    f"mini-batches must be of rows between 0 and {rows - 1}"
+                )
         loss, gradient = w.new_empty(chains), w.new_empty(w.shape)
-        arrays = [value.contiguous().numpy() for value in (index.long(), w, scale, loss, gradient)]
+        arrays = [
+            value.contiguous().numpy()
+            for value in (index.long(), w, scale, loss, gradient)
+        ]
 
         def evaluate(chunk: slice) -> None:
             own = [array[chunk] for array in arrays]
             loss_and_gradient(self._layers, data, count, self.problem.labels, *own)
 
-        threads = max(1, min(torch.get_num_threads(), chains, int(self._flops * count * chains / THREAD_FLOPS)))
-        chunks = [slice(chains * t // threads, chains * (t + 1) // threads) for t in range(threads)]
+        threads = max(
+            1,
+            min(
+                torch.get_num_threads(),
+                chains,
+                int(self._flops * count * chains / THREAD_FLOPS),
+            ),
+        )
+        chunks = [
+            slice(chains * t // threads, chains * (t + 1) // threads)
+            for t in range(threads)
+        ]
         if threads == 1:
             evaluate(chunks[0])
         else:
@@ -273,29 +410,42 @@ class Tiled:
 
 def is_tiled(problem: Problem) -> bool:
     """Return whether :class:`Tiled` serves a problem."""
-    x, numbers = problem.x, sum(layer.inputs * layer.outputs for layer in problem.layers)
+    x, numbers = (
+        problem.x,
+        sum(layer.inputs * layer.outputs for layer in problem.layers),
+    )
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     return fits and numbers * x.element_size() <= WEIGHT_BYTES
 
 
-# the loop over tiles --------------------------------------------------------------------------------------------------
+# the loop over tiles ------------------------------------------------------------------
 
 
 @njit(**OPTIONS)
 def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradient):
-    """Write the losses ``(C,)``, and ``scale`` ``(C,)`` times their gradients ``(C, W)``.
+    """Write the losses ``(C,)``, and ``scale`` ``(C,)`` times their gradients ``(C,
+    W)``.
 
     :param layers: the fields of each :class:`Layer`, ``(L, 5)``.
-    :param data: inputs and targets: tiles ``(tiles, width * T)``, or rows ``(N, width)`` for mini-batches.
+    :param data: inputs and targets: tiles ``(tiles, width * T)``, or rows ``(N,
+        width)`` for mini-batches.
     :param count: rows of the data, or of a mini-batch.
     :param labels: whether the loss is cross-entropy; otherwise half the squared error.
     :param index: rows of each chain's mini-batch ``(C, B)``; ``(0, 0)`` without.
     :param w: flat weights ``(C, W)``.
     """
-    batched, inputs, classes = len(index) > 0, np.uint64(layers[0, 0]), np.uint64(layers[-1, 1])
+    batched, inputs, classes = (
+        len(index) > 0,
+        np.uint64(layers[0, 0]),
+        np.uint64(layers[-1, 1]),
+    )
     units = np.uint64(layers[:, 1].sum())
     gathered = np.empty(data.shape[1] * T if batched else 0, w.dtype)
-    values, slopes, spare = np.empty(units * T, w.dtype), np.empty(units * T, w.dtype), np.empty(2 * T, w.dtype)
+    values, slopes, spare = (
+        np.empty(units * T, w.dtype),
+        np.empty(units * T, w.dtype),
+        np.empty(2 * T, w.dtype),
+    )
     ones = np.ones(T, w.dtype)
     outputs = values[(units - classes) * T :]
     for c in range(len(w)):
@@ -310,7 +460,9 @@ def loss_and_gradient(layers, data, count, labels, index, w, scale, loss, gradie
                 tile = data[start // T]
             _forward(layers, weights, tile, values, slopes)
             if labels:
-                total += _cross_entropy(outputs, classes, tile[inputs * T :], rows, spare)
+                total += _cross_entropy(
+                    outputs, classes, tile[inputs * T :], rows, spare
+                )
             else:
                 total += _squares(outputs, tile[inputs * T :], rows)
             _backward(layers, weights, tile, values, slopes, units, ones, own)
@@ -333,7 +485,9 @@ def _forward(layers, weights, tile, values, slopes):
 
 @njit(**OPTIONS)
 def _backward(layers, weights, tile, values, slopes, unit, ones, gradient):
-    """Add the gradient of a tile, given that of the outputs at the end of ``values``, which is overwritten."""
+    """Add the gradient of a tile, given that of the outputs at the end of ``values``,
+    which is overwritten.
+    """
     for k in range(len(layers) - 1, -1, -1):
         n, m = np.uint64(layers[k, 0]), np.uint64(layers[k, 1])
         unit -= m
@@ -341,7 +495,8 @@ def _backward(layers, weights, tile, values, slopes, unit, ones, gradient):
         if layers[k, 4]:
             delta *= slopes[unit * T : (unit + m) * T]
         if layers[k, 3] >= 0:
-            _add_outer(delta, m, ones, ONE, gradient[layers[k, 3] :])  # a bias is the weight of the input 1
+            # a bias is the weight of the input 1
+            _add_outer(delta, m, ones, ONE, gradient[layers[k, 3] :])
         h = values[(unit - n) * T : unit * T] if k > 0 else tile
         _add_outer(delta, m, h, n, gradient[layers[k, 2] :])
         if k > 0:
@@ -349,7 +504,7 @@ def _backward(layers, weights, tile, values, slopes, unit, ones, gradient):
             _multiply(weights[layers[k, 2] :], ONE, n, delta, m, h, n)
 
 
-# matrix products, with rows of T numbers ------------------------------------------------------------------------------
+# matrix products, with rows of T numbers ----------------------------------------------
 
 
 @njit(**OPTIONS)
@@ -372,7 +527,9 @@ def _fill(weights, start, m, out):
 
 @njit(**OPTIONS)
 def _multiply(weights, row, column, a, n, out, m):
-    """Add the sum over p < n of ``weights[i * row + p * column] * a[p]`` to ``out[i]``, for i < m."""
+    """Add the sum over p < n of ``weights[i * row + p * column] * a[p]`` to ``out[i]``,
+    for i < m.
+    """
     for first in range(np.uint64(0), n - n % EIGHT, EIGHT):
         b = a[first * T :]
         for i in range(m):
@@ -381,7 +538,13 @@ def _multiply(weights, row, column, a, n, out, m):
             w4, w5, w6, w7 = w[4 * column], w[5 * column], w[6 * column], w[7 * column]
             for r in range(T):
                 low = w0 * b[r] + w1 * b[T + r] + w2 * b[T2 + r] + w3 * b[T3 + r]
-                o[r] += low + w4 * b[T4 + r] + w5 * b[T5 + r] + w6 * b[T6 + r] + w7 * b[T7 + r]
+                o[r] += (
+                    low
+                    + w4 * b[T4 + r]
+                    + w5 * b[T5 + r]
+                    + w6 * b[T6 + r]
+                    + w7 * b[T7 + r]
+                )
     for p in range(n - n % EIGHT, n):
         for i in range(m):
             w0 = weights[i * row + p * column]
@@ -391,16 +554,37 @@ def _multiply(weights, row, column, a, n, out, m):
 
 @njit(**OPTIONS)
 def _add_outer(delta, m, a, n, out):
-    """Add the inner products of rows ``delta[i]`` and ``a[p]`` to ``out[i * n + p]``, for i < m and p < n."""
+    """Add the inner products of rows ``delta[i]`` and ``a[p]`` to ``out[i * n + p]``,
+    for i < m and p < n.
+    """
     zero = out.dtype.type(0)
     for first in range(np.uint64(0), n - n % EIGHT, EIGHT):
         b = a[first * T :]
         for i in range(m):
-            s0, s1, s2, s3, s4, s5, s6, s7 = zero, zero, zero, zero, zero, zero, zero, zero
+            s0, s1, s2, s3, s4, s5, s6, s7 = (
+                zero,
+                zero,
+                zero,
+                zero,
+                zero,
+                zero,
+                zero,
+                zero,
+            )
             for r in range(T):
                 d = delta[i * T + r]
-                s0, s1, s2, s3 = s0 + d * b[r], s1 + d * b[T + r], s2 + d * b[T2 + r], s3 + d * b[T3 + r]
-                s4, s5, s6, s7 = s4 + d * b[T4 + r], s5 + d * b[T5 + r], s6 + d * b[T6 + r], s7 + d * b[T7 + r]
+                s0, s1, s2, s3 = (
+                    s0 + d * b[r],
+                    s1 + d * b[T + r],
+                    s2 + d * b[T2 + r],
+                    s3 + d * b[T3 + r],
+                )
+                s4, s5, s6, s7 = (
+                    s4 + d * b[T4 + r],
+                    s5 + d * b[T5 + r],
+                    s6 + d * b[T6 + r],
+                    s7 + d * b[T7 + r],
+                )
             block = out[i * n + first :]
             for k, value in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
                 block[k] += value
@@ -412,21 +596,26 @@ def _add_outer(delta, m, a, n, out):
             out[i * n + p] += s0
 
 
-# activations and losses -----------------------------------------------------------------------------------------------
+# activations and losses ---------------------------------------------------------------
 
 
 @njit(inline="always", **OPTIONS)
 def _exp(x, like):
-    """Return the exponential in the precision of ``like``, of x limited to -87 and 87."""
+    """Return the exponential in the precision of ``like``, of x limited to -87 and
+    87.
+    """
     t = like.dtype.type
     x = t(-87) if x < t(-87) else x
     x = t(87) if x > t(87) else x
     power = np.floor(x * t(1 / math.log(2)) + t(0.5))
-    x = (x - power * t(0.693359375)) + power * t(2.121944400546905827679e-4)  # minus a multiple of log 2, in two parts
+    # minus a multiple of log 2, in two parts
+    x = (x - power * t(0.693359375)) + power * t(2.121944400546905827679e-4)
     p = t(TAYLOR[13])
     for k in range(12, -1, -1):
         p = p * x + t(TAYLOR[k])
-    return p * t(np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32))
+    return p * t(
+        np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)
+    )
 
 
 @njit(**OPTIONS)
@@ -457,7 +646,9 @@ def _squares(out, targets, rows):
     for i in range(np.uint64(len(out)) // T):
         part = out.dtype.type(0)
         for r in range(T):
-            error = out[i * T + r] - targets[i * T + r] if r < rows else out.dtype.type(0)
+            error = (
+                out[i * T + r] - targets[i * T + r] if r < rows else out.dtype.type(0)
+            )
             out[i * T + r] = error
             part += error * error
         total += 0.5 * part

@@ -1,20 +1,26 @@
-r"""Warm-up of kernels with full gradients: step size and mass matrix, shared by all chains, and the end of warm-up.
+r"""Warm-up of kernels with full gradients: step size and mass matrix, shared by all
+chains, and the end of warm-up.
 
-**Windows.** As in Stan, the mass matrix is estimated in windows of doubling length, between an initial phase in which
-chains reach the typical set and a final one in which the step size settles (:func:`window_ends`).
+**Windows.** As in Stan, the mass matrix is estimated in windows of doubling length,
+between an initial phase in which chains reach the typical set and a final one in which
+the step size settles (:func:`window_ends`).
 
-**The step size** :math:`\varepsilon` is found by stochastic approximation (:class:`StepSizeAdaptation`). Until the mass
-matrix is first known each chain has its own step size, since scales differ far out in the tails. As chains approach the
-typical set, much longer steps may become possible, so the search for a first step size is repeated after 1, 2, 4, 8,
-... iterations. Afterwards all chains share one step size, adapted to their mean acceptance.
+**The step size** :math:`\varepsilon` is found by stochastic approximation
+(:class:`StepSizeAdaptation`). Until the mass matrix is first known each chain has its
+own step size, since scales differ far out in the tails. As chains approach the typical
+set, much longer steps may become possible, so the search for a first step size is
+repeated after 1, 2, 4, 8, ... iterations. Afterwards all chains share one step size,
+adapted to their mean acceptance.
 
-**The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962): chains of a network usually sit
-in different modes, and the distance between modes says nothing about the length of a trajectory.
+**The mass matrix** is the covariance *within* chains, pooled over them (Welford 1962):
+chains of a network usually sit in different modes, and the distance between modes says
+nothing about the length of a trajectory.
 
-**The end** of a warm-up of length ``"auto"`` is when each chain is stationary. A kernel lists lengths at which its
-warm-up may end (``Kernel.warmups``). At each of them :class:`Agreement` computes a split :math:`\hat R` of the second
-half of the iterations; if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that ends after 300
-iterations has the same draws as one with ``num_warmup=300``.
+**The end** of a warm-up of length ``"auto"`` is when each chain is stationary. A kernel
+lists lengths at which its warm-up may end (``Kernel.warmups``). At each of them
+:class:`Agreement` computes a split :math:`\hat R` of the second half of the iterations;
+if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that ends after
+300 iterations has the same draws as one with ``num_warmup=300``.
 """
 
 from __future__ import annotations
@@ -31,14 +37,22 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import evaluated_once
 from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.kernels.kernel import Kernel, Mass, State, energy_error, leapfrog, resample_momenta
+from pyro_symmetric.mcmc.kernels.kernel import (
+    Kernel,
+    Mass,
+    State,
+    energy_error,
+    leapfrog,
+    resample_momenta,
+)
 from pyro_symmetric.posterior.diagnostics import R_HAT
 from pyro_symmetric.posterior.statistics import chain_statistics
 
 DECAY = 0.6  # exponent of the gain; averaging requires one between 1/2 and 1
 LARGEST_GAIN = 8.0  # for targets near 1, where the acceptance curve is flat
 LARGEST_CHANGE = 1.0  # of the log step size in one iteration
-FOLLOWING = 4  # iteration from which the gain is constant while chains approach the typical set
+# iteration from which the gain is constant while chains approach the typical set
+FOLLOWING = 4
 BLIND_STEPS = 16  # of a trajectory while the mass matrix is unknown
 MAX_TRIES = 60  # doublings or halvings of a first step size
 MAX_DENSE = 10_000  # coordinates of a dense mass matrix, limited by memory
@@ -47,14 +61,16 @@ PRIOR_DRAWS, PRIOR_VARIANCE = 5.0, 1e-3  # shrinkage of variances, as in Stan
 LIMIT = R_HAT[1]
 OUTLIERS = 32  # one in so many chains may be stuck in a lower mode
 LARGEST = 999.0  # R-hat of chains that don't move
-CHAINS, COORDINATES, DRAWS = 64, 512, 512  # limits of the thinned history; an even number of draws
+# limits of the thinned history; an even number of draws
+CHAINS, COORDINATES, DRAWS = 64, 512, 512
 
 
 @dataclass(frozen=True, eq=False)
 class HamiltonianTuning:
     """Results of warm-up.
 
-    :param step_size: of the integrator, ``(C,)``; equal for all chains once the mass matrix is known.
+    :param step_size: of the integrator, ``(C,)``; equal for all chains once the mass
+        matrix is known.
     :param search: adaptation of the step size.
     :param mass: mass matrix, shared by the chains.
     :param estimate: covariance in the current window; ``None`` outside of windows.
@@ -87,50 +103,77 @@ class TunedKernel(Kernel):
         arguments.positive("step_size", self.step_size, none="one that is found")
         arguments.one_of("mass", self.mass, ("diagonal", "dense"))
 
-    # for subclasses to define ---------------------------------------------------------------------------------------
+    # for subclasses to define ---------------------------------------------------------
 
     @abstractmethod
     def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
         """Start the adaptation of step sizes ``(C,)``."""
 
     @abstractmethod
-    def trial_acceptance(self, density: Density, state: State, step_size: Tensor) -> Tensor:
-        """Return the acceptance ``(C,)`` of one step with fresh momenta, or what is adapted in its place."""
+    def trial_acceptance(
+        self, density: Density, state: State, step_size: Tensor
+    ) -> Tensor:
+        """Return the acceptance ``(C,)`` of one step with fresh momenta, or what is
+        adapted in its place.
+        """
 
     @abstractmethod
     def acceptance(self, state: State) -> Tensor:
         """Return the same for the iteration that led to a state."""
 
-    # the contract ---------------------------------------------------------------------------------------------------
+    # the contract ---------------------------------------------------------------------
 
-    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+    def init(
+        self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
+    ) -> State:
         if self.mass == "dense" and z.shape[-1] > MAX_DENSE:
             raise ValueError(
-                f"mass is 'dense', but the model has {z.shape[-1]} coordinates; a matrix of that size fills the "
+                f"mass is 'dense', but the model has {z.shape[-1]} coordinates; a "
+                "matrix of that size fills the "
                 "memory. Use mass='diagonal'"
             )
         energy, gradient = evaluated_once(density, z)
-        step = torch.full_like(energy, 0.1 if self.step_size is None else self.step_size)
+        step = torch.full_like(
+            energy, 0.1 if self.step_size is None else self.step_size
+        )
         blind = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
         mass = MassEstimate.start(z, self.mass).mass()
         tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
         state = State(z, torch.zeros_like(z), energy, gradient, tuning, generator)
-        return state if self.step_size is not None else self._find_step_size(density, state, step)
+        return (
+            state
+            if self.step_size is not None
+            else self._find_step_size(density, state, step)
+        )
 
-    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
+    def adapt(
+        self, density: Density, state: State, iteration: int, num_warmup: int
+    ) -> State:
         tuning: HamiltonianTuning = state.tuning
-        done, (begin, ends) = iteration + 1, window_ends(num_warmup) if self.adapt_mass else (num_warmup, ())
+        done, (begin, ends) = (
+            iteration + 1,
+            window_ends(num_warmup) if self.adapt_mass else (num_warmup, ()),
+        )
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
         if self.adapt_step_size:
             acceptance = self.acceptance(state)
-            search = tuning.search.update(acceptance if tuning.blind else acceptance.mean().expand_as(acceptance))
-            step = search.log_step.exp().to(acceptance.dtype).clamp(min=torch.finfo(acceptance.dtype).tiny)
+            search = tuning.search.update(
+                acceptance if tuning.blind else acceptance.mean().expand_as(acceptance)
+            )
+            step = (
+                search.log_step.exp()
+                .to(acceptance.dtype)
+                .clamp(min=torch.finfo(acceptance.dtype).tiny)
+            )
             state = tuned(state, search=search, step_size=step)
-            if tuning.blind and done & iteration == 0:  # after 1, 2, 4, 8, ... iterations
+            # after 1, 2, 4, 8, ... iterations
+            if tuning.blind and done & iteration == 0:
                 state = self._find_step_size(density, state, step)
         if done in ends:
-            state = tuned(state, mass=state.tuning.estimate.mass(), estimate=None, blind=False)
+            state = tuned(
+                state, mass=state.tuning.estimate.mass(), estimate=None, blind=False
+            )
             if self.adapt_step_size:
                 state = self._find_step_size(density, state, _average_step_size(state))
         if ends and (done == begin or done in ends[:-1]):
@@ -140,20 +183,30 @@ class TunedKernel(Kernel):
         return state
 
     def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
-        """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses the target, as Stan does, and
-        restart their adaptation. Chains do so separately while the mass matrix is unknown."""
+        """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
+        the target, as Stan does, and restart their adaptation. Chains do so separately
+        while the mass matrix is unknown."""
         separate = state.tuning.blind
-        energy, gradient = evaluated_once(density, state.z)  # rounded like the steps below; programs round otherwise
+        # rounded like the steps below; programs round otherwise
+        energy, gradient = evaluated_once(density, state.z)
         start = replace(state, energy=energy, gradient=gradient)
-        target, grow, crossed = self.search(step, separate).target, None, torch.zeros_like(step, dtype=torch.bool)
+        target, grow, crossed = (
+            self.search(step, separate).target,
+            None,
+            torch.zeros_like(step, dtype=torch.bool),
+        )
         for _ in range(MAX_TRIES):
             acceptance = self.trial_acceptance(density, start, step)
-            high: Tensor = (acceptance if separate else acceptance.mean().expand_as(acceptance)) > target
+            high: Tensor = (
+                acceptance if separate else acceptance.mean().expand_as(acceptance)
+            ) > target
             grow = high if grow is None else grow
             crossed = crossed | (high != grow)
             if bool(crossed.all()):
                 break
-            step = torch.where(crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step)
+            step = torch.where(
+                crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step
+            )
             step = step.clamp(min=torch.finfo(step.dtype).tiny)
         return tuned(state, step_size=step, search=self.search(step, separate))
 
@@ -171,11 +224,19 @@ class HamiltonianKernel(TunedKernel):
     def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
         return StepSizeAdaptation.start(step_size, self.target_accept, follow)
 
-    def trial_acceptance(self, density: Density, state: State, step_size: Tensor) -> Tensor:
+    def trial_acceptance(
+        self, density: Density, state: State, step_size: Tensor
+    ) -> Tensor:
         mass = state.tuning.mass
         start = resample_momenta(state, mass)
-        end = leapfrog(lambda z: evaluated_once(density, z), start, step_size[:, None], mass)
-        return (-energy_error(end.total_energy(mass), start.total_energy(mass))).clamp(max=0).exp()
+        end = leapfrog(
+            lambda z: evaluated_once(density, z), start, step_size[:, None], mass
+        )
+        return (
+            (-energy_error(end.total_energy(mass), start.total_energy(mass)))
+            .clamp(max=0)
+            .exp()
+        )
 
     def acceptance(self, state: State) -> Tensor:
         return state.statistics["acceptance_rate"]
@@ -192,14 +253,17 @@ def _average_step_size(state: State) -> Tensor:
     return average.median().exp().to(state.z.dtype).expand(len(average)).clone()
 
 
-# windows ------------------------------------------------------------------------------------------------------------
+# windows ------------------------------------------------------------------------------
 
 
-def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25) -> tuple[int, tuple[int, ...]]:
-    """Return the iteration at which the first window begins, and those at which windows end.
+def window_ends(
+    num_warmup: int, first: int = 75, last: int = 50, base: int = 25
+) -> tuple[int, tuple[int, ...]]:
+    """Return the iteration at which the first window begins, and those at which windows
+    end.
 
-    The phases before and after the windows have ``first`` and ``last`` iterations, or 15 % and 10 % of a short warm-up.
-    Below 20 iterations there are no windows.
+    The phases before and after the windows have ``first`` and ``last`` iterations, or
+    15 % and 10 % of a short warm-up. Below 20 iterations there are no windows.
     """
     if num_warmup < 20:
         return num_warmup, ()
@@ -211,28 +275,33 @@ def window_ends(num_warmup: int, first: int = 75, last: int = 50, base: int = 25
     while end < num_warmup - last:
         end += length
         length *= 2
-        if end + length > num_warmup - last:  # no room for the next window: extend this one
+        # no room for the next window: extend this one
+        if end + length > num_warmup - last:
             end = num_warmup - last
         ends.append(end)
     return first, tuple(ends)
 
 
-# the step size ------------------------------------------------------------------------------------------------------
+# the step size ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class StepSizeAdaptation:
-    r"""Stochastic approximation of the log step size with a target acceptance; tensors in double precision.
+    r"""Stochastic approximation of the log step size with a target acceptance; tensors
+    in double precision.
 
-    Robbins & Monro (1951), with the averaging of Polyak & Juditsky (1992): with :math:`\alpha_t` the acceptance,
+    Robbins & Monro (1951), with the averaging of Polyak & Juditsky (1992): with
+    :math:`\alpha_t` the acceptance,
 
     .. math:: x_{t+1} = x_t + \frac{c}{t^{0.6}} (\alpha_t - \delta), \qquad
         \bar x_t = \tfrac{2}{t + 1} x_t + \bigl(1 - \tfrac{2}{t + 1}\bigr) \bar x_{t-1}.
 
-    The dual averaging of Stan (Hoffman & Gelman 2014, eq. 6) oscillates at first: with 4 chains and a target of 0.65
-    its acceptance is off by 0.06 after 50 iterations, this one's by 0.003.
+    The dual averaging of Stan (Hoffman & Gelman 2014, eq. 6) oscillates at first: with
+    4 chains and a target of 0.65 its acceptance is off by 0.06 after 50 iterations,
+    this one's by 0.003.
 
-    :param log_step: :math:`x = \log \varepsilon` of the next iteration, ``(C,)`` or ``()``.
+    :param log_step: :math:`x = \log \varepsilon` of the next iteration, ``(C,)`` or
+        ``()``.
     :param log_average: :math:`\bar x`, the result.
     :param target: :math:`\delta`.
     :param gain: :math:`c`.
@@ -249,13 +318,20 @@ class StepSizeAdaptation:
 
     @classmethod
     def start(
-        cls, step_size: Tensor, target: float, follow: bool = False, gain: float | None = None
+        cls,
+        step_size: Tensor,
+        target: float,
+        follow: bool = False,
+        gain: float | None = None,
     ) -> StepSizeAdaptation:
         r"""Start from step sizes.
 
-        :param follow: whether to keep the gain from decreasing, since the root still moves.
-        :param gain: ``None``: Newton's gain, for the acceptance of many coordinates, :math:`2 \Phi(-\tfrac12 s)` with
-            :math:`s \propto \varepsilon^2` (Beskos et al. 2013, arXiv 1001.4460, theorem 3.6). Its inverse is the slope
+        :param follow: whether to keep the gain from decreasing, since the root still
+            moves.
+        :param gain: ``None``: Newton's gain, for the acceptance of many coordinates,
+            :math:`2 \Phi(-\tfrac12 s)` with
+            :math:`s \propto \varepsilon^2` (Beskos et al. 2013, arXiv 1001.4460,
+                theorem 3.6). Its inverse is the slope
             :math:`2 s\, \varphi(\tfrac12 s)` in :math:`\log \varepsilon` at the target.
         """
         x = step_size.double().log()
@@ -273,7 +349,7 @@ class StepSizeAdaptation:
         return replace(self, log_step=log_step, log_average=average, count=count)
 
 
-# the mass matrix ----------------------------------------------------------------------------------------------------
+# the mass matrix ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,8 +357,8 @@ class MassEstimate:
     """Running covariance within chains, pooled over the chains.
 
     :param mean: each chain's mean, ``(C, D)``.
-    :param scatter: squared deviations summed over chains and draws, ``(D,)``; for a dense matrix, their outer products
-        ``(D, D)`` in double precision.
+    :param scatter: squared deviations summed over chains and draws, ``(D,)``; for a
+        dense matrix, their outer products ``(D, D)`` in double precision.
     :param count: draws of each chain so far.
     """
 
@@ -294,7 +370,11 @@ class MassEstimate:
     def start(cls, z: Tensor, kind: str = "diagonal") -> MassEstimate:
         """Return an empty estimate for chains ``(C, D)``."""
         dim = z.shape[-1]
-        scatter = z.new_zeros(dim, dim, dtype=torch.double) if kind == "dense" else z.new_zeros(dim)
+        scatter = (
+            z.new_zeros(dim, dim, dtype=torch.double)
+            if kind == "dense"
+            else z.new_zeros(dim)
+        )
         return cls(torch.zeros_like(z), scatter)
 
     def update(self, z: Tensor) -> MassEstimate:
@@ -307,8 +387,9 @@ class MassEstimate:
         return MassEstimate(self.mean + delta / count, self.scatter + more, count)
 
     def mass(self) -> Mass:
-        """Return the shrunk mass matrix; the identity for fewer than two draws per chain. Correlations are estimated
-        from :data:`DRAWS_PER_COORDINATE` draws per coordinate on."""
+        """Return the shrunk mass matrix; the identity for fewer than two draws per
+        chain. Correlations are estimated from :data:`DRAWS_PER_COORDINATE` draws per
+        coordinate on."""
         dense = self.scatter.dim() == 2
         squares = self.scatter.diagonal() if dense else self.scatter
         degrees = len(self.mean) * max(self.count - 1, 0)
@@ -317,7 +398,9 @@ class MassEstimate:
         variance = shrunk if degrees else torch.ones_like(squares)
         if not dense:
             return Mass.of(variance)
-        correlations = torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
+        correlations = torch.eye(
+            len(squares), dtype=squares.dtype, device=squares.device
+        )
         if degrees >= DRAWS_PER_COORDINATE * len(squares):
             moves = squares > 0
             norms = torch.where(moves, squares, 1.0).sqrt()
@@ -325,51 +408,81 @@ class MassEstimate:
             correlations = observed.lerp(correlations, PRIOR_VARIANCE * (1 - share))
             variance = torch.where(moves, squares / degrees, variance)
         deviations = variance.sqrt()
-        return Mass.of((correlations * deviations * deviations[:, None]).to(self.mean.dtype))
+        return Mass.of(
+            (correlations * deviations * deviations[:, None]).to(self.mean.dtype)
+        )
 
 
-# the end ------------------------------------------------------------------------------------------------------------
+# the end ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    r"""Thinned history of warm-up, and the :math:`\hat R` that ends it; part of a checkpoint.
+    r"""Thinned history of warm-up, and the :math:`\hat R` that ends it; part of a
+    checkpoint.
 
-    Chains need not be in the same place, nor have the same scale: those of mixtures and networks sit in symmetric
-    copies of a mode, and waiting doesn't bring them together. Whether they should is for
-    :func:`~pyro_symmetric.compare.diagnose`. Here the two halves of each chain must agree in every coordinate, and all
-    chains in energy and acceptance, apart from one in :data:`OUTLIERS`. Means of half chains of :math:`n` effective
-    draws have :math:`\hat R^2 \approx 1 + 1/n`, so :data:`LIMIT` asks for about ten in each half.
+    Chains need not be in the same place, nor have the same scale: those of mixtures and
+    networks sit in symmetric copies of a mode, and waiting doesn't bring them together.
+    Whether they should is for
+    :func:`~pyro_symmetric.compare.diagnose`. Here the two halves of each chain must
+    agree in every coordinate, and all chains in energy and acceptance, apart from one
+    in :data:`OUTLIERS`. Means of half chains of :math:`n` effective draws have
+    :math:`\hat R^2 \approx 1 + 1/n`, so :data:`LIMIT` asks for about ten in each half.
 
-    :param stride: iterations per draw. It doubles, and every second draw is dropped, when there are :data:`DRAWS`. The
-        history thus depends on the iterations only, not on interruptions.
+    :param stride: iterations per draw. It doubles, and every second draw is dropped,
+        when there are :data:`DRAWS`. The history thus depends on the iterations only,
+        not on interruptions.
     :param kept: positions, energy and acceptance, ``(C, coordinates + 2)`` per draw.
     """
 
     stride: int = 1
     kept: tuple[Tensor, ...] = ()
 
-    def update(self, iteration: int, z: Tensor, energy: Tensor, acceptance: Tensor | None = None) -> Agreement:
-        """Add positions ``(C, D)``, energies and acceptances ``(C,)`` of an iteration, counted from 0."""
+    def update(
+        self,
+        iteration: int,
+        z: Tensor,
+        energy: Tensor,
+        acceptance: Tensor | None = None,
+    ) -> Agreement:
+        """Add positions ``(C, D)``, energies and acceptances ``(C,)`` of an iteration,
+        counted from 0.
+        """
         if iteration % self.stride:
             return self
         full = len(self.kept) == DRAWS
-        stride, kept = (2 * self.stride, self.kept[::2]) if full else (self.stride, self.kept)
-        levels = [energy, torch.ones_like(energy) if acceptance is None else acceptance.to(energy)]
+        stride, kept = (
+            (2 * self.stride, self.kept[::2]) if full else (self.stride, self.kept)
+        )
+        levels = [
+            energy,
+            torch.ones_like(energy) if acceptance is None else acceptance.to(energy),
+        ]
         positions = z[:, :: -(-z.shape[1] // COORDINATES)]
-        return Agreement(stride, (*kept, torch.cat([positions, torch.stack(levels, 1)], 1)[:CHAINS]))
+        return Agreement(
+            stride, (*kept, torch.cat([positions, torch.stack(levels, 1)], 1)[:CHAINS])
+        )
 
     def r_hat(self) -> float:
-        r"""Return the largest split :math:`\hat R` of the second half of the iterations, at most :data:`LARGEST`."""
+        r"""Return the largest split :math:`\hat R` of the second half of the
+        iterations, at most :data:`LARGEST`.
+        """
         draws = torch.stack(self.kept[len(self.kept) // 2 :], 1).cpu()
         if not bool(draws.isfinite().all()):
             return LARGEST
-        # About the mean of its own chain, the mean of a half has half the variance: the excess of R-hat is doubled.
+        # About the mean of its own chain, the mean of a half has half the variance: the
+        # excess of R-hat is doubled.
         deviation, mean = torch.std_mean(draws[..., :-2].double(), 1, keepdim=True)
         positions = (draws[..., :-2] - mean) / deviation.clamp(min=1e-300)
-        within = (1 + 2 * (chain_statistics(positions).r_hat.square() - 1).clamp(min=0)).sqrt()
+        within = (
+            1 + 2 * (chain_statistics(positions).r_hat.square() - 1).clamp(min=0)
+        ).sqrt()
         energy = draws[..., -2].mean(1)
-        inliers = (energy - energy.median()).abs().argsort()[: len(energy) - len(energy) // OUTLIERS]
+        inliers = (
+            (energy - energy.median())
+            .abs()
+            .argsort()[: len(energy) - len(energy) // OUTLIERS]
+        )
         values = torch.cat([within, chain_statistics(draws[inliers][..., -2:]).r_hat])
         values = values[~values.isnan()]  # NaN for constant coordinates
         return min(float(values.max()), LARGEST) if len(values) else LARGEST

@@ -1,8 +1,11 @@
-"""The kernel contract, and what kernels share: random numbers, mass matrices and the leapfrog integrator.
+"""The kernel contract, and what kernels share: random numbers, mass matrices and the
+leapfrog integrator.
 
-A :class:`Kernel` holds a model and settings, and never changes. A :class:`State` holds the positions of all chains and
-the results of warm-up so far. A run calls :meth:`Kernel.init` once, :meth:`Kernel.step` in each iteration and, in
-warm-up, :meth:`Kernel.adapt` after each step. The state, including its random generator, determines all later states.
+A :class:`Kernel` holds a model and settings, and never changes. A :class:`State` holds
+the positions of all chains and the results of warm-up so far. A run calls
+:meth:`Kernel.init` once, :meth:`Kernel.step` in each iteration and, in warm-up,
+:meth:`Kernel.adapt` after each step. The state, including its random generator,
+determines all later states.
 """
 
 from __future__ import annotations
@@ -25,24 +28,36 @@ MAX_ENERGY_ERROR = 1000.0  # of a trajectory that isn't divergent, as in Stan an
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """The state of ``C`` chains with ``D`` unconstrained coordinates after an iteration.
+    """The state of ``C`` chains with ``D`` unconstrained coordinates after an
+    iteration.
 
     >>> z = torch.zeros(4, 3)
-    >>> state = ps.mcmc.State(z, torch.zeros_like(z), torch.zeros(4), torch.zeros_like(z), None, torch.Generator())
+    >>> state = ps.mcmc.State(
+    ...     z,
+    ...     torch.zeros_like(z),
+    ...     torch.zeros(4),
+    ...     torch.zeros_like(z),
+    ...     None,
+    ...     torch.Generator(),
+    ... )
     >>> state.z.shape, dict(state.statistics)
     (torch.Size([4, 3]), {})
 
     :param z: positions ``(C, D)``.
     :param momentum: momenta ``(C, D)``; zeros if the kernel has none.
-    :param energy: potential energy ``(C,)``; a mini-batch estimate in stochastic-gradient kernels.
-    :param gradient: gradient of the potential energy, ``(C, D)``; zeros if the kernel needs none.
-    :param tuning: results of warm-up, or ``None``: tensors, numbers, strings, and tuples, dictionaries and frozen
-        dataclasses of these. The dataclasses must be defined in this package or in the modules of the kernel's classes,
-        so that a stored run can be read back without executing code from the file.
-    :param generator: source of all random numbers of the run, on the device of the chains. Drawing advances it; every
-        other part of a state is immutable.
-    :param statistics: sample statistics of this iteration, name -> ``(C,)``, with ArviZ's names. The progress bar shows
-        ``acceptance_rate`` and ``step_size``, and counts ``diverging``.
+    :param energy: potential energy ``(C,)``; a mini-batch estimate in
+        stochastic-gradient kernels.
+    :param gradient: gradient of the potential energy, ``(C, D)``; zeros if the kernel
+        needs none.
+    :param tuning: results of warm-up, or ``None``: tensors, numbers, strings, and
+        tuples, dictionaries and frozen dataclasses of these. The dataclasses must be
+        defined in this package or in the modules of the kernel's classes, so that a
+        stored run can be read back without executing code from the file.
+    :param generator: source of all random numbers of the run, on the device of the
+        chains. Drawing advances it; every other part of a state is immutable.
+    :param statistics: sample statistics of this iteration, name -> ``(C,)``, with
+        ArviZ's names. The progress bar shows ``acceptance_rate`` and ``step_size``, and
+        counts ``diverging``.
     """
 
     z: Tensor
@@ -55,53 +70,76 @@ class State:
 
 
 class Kernel(ABC):
-    """Base class of samplers. Subclasses are frozen dataclasses whose first field is ``model``.
+    """Base class of samplers. Subclasses are frozen dataclasses whose first field is
+    ``model``.
 
     The guide "How to extend" writes a kernel in twenty lines.
 
-    ``warmups`` are the lengths at which a warm-up of ``num_warmup="auto"`` may end, in increasing order. Until it ends,
-    :meth:`adapt` receives the largest of them as ``num_warmup``; it must behave alike for all of them up to there.
+    ``warmups`` are the lengths at which a warm-up of ``num_warmup="auto"`` may end, in
+    increasing order. Until it ends,
+    :meth:`adapt` receives the largest of them as ``num_warmup``; it must behave alike
+        for all of them up to there.
     """
 
     model: Callable[..., Any]
-    subsampled = False  # whether gradients come from mini-batches, of ``batch_size`` rows of a BayesianModel
+    # whether gradients come from mini-batches, of ``batch_size`` rows of a
+    # BayesianModel
+    subsampled = False
     batch_size: int | None = None
-    num_steps: int | None = None  # approximate number of gradients in an iteration, if known in advance
+    # approximate number of gradients in an iteration, if known in advance
+    num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
 
     def __post_init__(self) -> None:
-        if self.model is not None:  # a kernel without a model can be run by hand on a Density
+        # a kernel without a model can be run by hand on a Density
+        if self.model is not None:
             require_model(self.model)
 
     @abstractmethod
-    def init(self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator) -> State:
+    def init(
+        self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
+    ) -> State:
         """Return the initial state of chains at positions ``z``, ``(C, D)``.
 
-        :param generator: source of all random numbers of this kernel, on the device of ``z``.
+        :param generator: source of all random numbers of this kernel, on the device of
+            ``z``.
         """
 
     @abstractmethod
     def step(self, density: Density, state: State) -> State:
         """Advance all chains by one iteration."""
 
-    def adapt(self, density: Density, state: State, iteration: int, num_warmup: int) -> State:
-        """Adapt after iteration ``iteration`` of a warm-up of ``num_warmup``, counted from 0; by default do nothing."""
+    def adapt(
+        self, density: Density, state: State, iteration: int, num_warmup: int
+    ) -> State:
+        """Adapt after iteration ``iteration`` of a warm-up of ``num_warmup``, counted
+        from 0; by default do nothing.
+        """
         return state
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, for the metadata of a posterior."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}  # type: ignore[arg-type]
-        return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+        values = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"
+        }  # type: ignore[arg-type]
+        return {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in values.items()
+        }
 
     def __repr__(self) -> str:
         """Show the name of the model and the settings that differ from the defaults."""
         defaults = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
         parts = [getattr(self.model, "__name__", type(self.model).__name__)]
-        parts += [f"{name}={value!r}" for name, value in self.settings().items() if value != defaults[name]]
+        parts += [
+            f"{name}={value!r}"
+            for name, value in self.settings().items()
+            if value != defaults[name]
+        ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-# random numbers, never from global generators ----------------------------------------------------------------------
+# random numbers, never from global generators -----------------------------------------
 
 
 def normal(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -115,26 +153,34 @@ def uniform(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mini_batches(
-    row_counts: Mapping[str, tuple[int, int]], num_chains: int, generator: torch.Generator
+    row_counts: Mapping[str, tuple[int, int]],
+    num_chains: int,
+    generator: torch.Generator,
 ) -> dict[str, Tensor] | None:
-    """Draw row indices for each chain, name -> LongTensor ``(C, B)``; return ``None`` if all data are used.
+    """Draw row indices for each chain, name -> LongTensor ``(C, B)``; return ``None``
+    if all data are used.
 
-    Every chain has its own mini-batch: shared gradient noise would make the chains dependent.
+    Every chain has its own mini-batch: shared gradient noise would make the chains
+    dependent.
 
-    :param row_counts: name -> (rows in the data, rows in a mini-batch), as ``Density.row_counts``.
+    :param row_counts: name -> (rows in the data, rows in a mini-batch), as
+        ``Density.row_counts``.
     """
     return {
-        name: torch.randint(total, (num_chains, size), generator=generator, device=generator.device)
+        name: torch.randint(
+            total, (num_chains, size), generator=generator, device=generator.device
+        )
         for name, (total, size) in row_counts.items()
     } or None
 
 
-# phase space ----------------------------------------------------------------------------------------------------------
+# phase space --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Mass:
-    r"""Mass matrix :math:`M = \Sigma^{-1} = W^\top W`, with :math:`\Sigma` the covariance of the coordinates.
+    r"""Mass matrix :math:`M = \Sigma^{-1} = W^\top W`, with :math:`\Sigma` the
+    covariance of the coordinates.
 
     One step size then suits all directions. Vectors have shape ``batch + (D,)``.
 
@@ -147,33 +193,47 @@ class Mass:
 
     @classmethod
     def of(cls, covariance: Tensor) -> Mass:
-        """Return the mass matrix of a positive definite covariance ``(D, D)``, or of its diagonal ``(D,)``."""
+        """Return the mass matrix of a positive definite covariance ``(D, D)``, or of
+        its diagonal ``(D,)``.
+        """
         if covariance.dim() == 1:
             return cls(covariance, covariance.rsqrt())
         exact = covariance.double()
         eye = torch.eye(len(exact), dtype=exact.dtype, device=exact.device)
-        whitener = torch.linalg.solve_triangular(torch.linalg.cholesky(exact), eye, upper=False)
+        whitener = torch.linalg.solve_triangular(
+            torch.linalg.cholesky(exact), eye, upper=False
+        )
         return cls(covariance, whitener.to(covariance.dtype))
 
     @property
     def variance(self) -> Tensor:
         r"""The diagonal of :math:`\Sigma`, ``(D,)``."""
-        return self.covariance if self.covariance.dim() == 1 else self.covariance.diagonal()
+        return (
+            self.covariance
+            if self.covariance.dim() == 1
+            else self.covariance.diagonal()
+        )
 
     def velocity(self, momentum: Tensor) -> Tensor:
         r"""Return :math:`M^{-1} p = \Sigma p`."""
         return _product(momentum, self.covariance)
 
     def whiten(self, z: Tensor) -> Tensor:
-        r"""Return :math:`W z`, whose coordinates have variance 1 and no correlations."""
+        r"""Return :math:`W z`, whose coordinates have variance 1 and no
+        correlations.
+        """
         return _product(z, self.whitener.t())
 
     def momentum(self, noise: Tensor) -> Tensor:
-        r"""Return :math:`W^\top \epsilon \sim \mathcal N(0, M)` from standard normal noise."""
+        r"""Return :math:`W^\top \epsilon \sim \mathcal N(0, M)` from standard normal
+        noise.
+        """
         return _product(noise, self.whitener)
 
     def kinetic(self, momentum: Tensor) -> Tensor:
-        r"""Return the kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape ``batch``."""
+        r"""Return the kinetic energy :math:`\tfrac12 p^\top M^{-1} p`, of shape
+        ``batch``.
+        """
         return 0.5 * (momentum * self.velocity(momentum)).sum(-1)
 
 
@@ -182,7 +242,9 @@ def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 class PhasePoint(NamedTuple):
-    """Phase-space points of ``C`` chains; the fields are those of a :class:`~pyro_symmetric.mcmc.State`."""
+    """Phase-space points of ``C`` chains; the fields are those of a
+    :class:`~pyro_symmetric.mcmc.State`.
+    """
 
     z: Tensor
     momentum: Tensor
@@ -204,12 +266,18 @@ def choose(mask: Tensor, if_true: PhasePoint, if_false: PhasePoint) -> PhasePoin
     """Select one of two points for each chain, by a mask ``(C,)``."""
     rows = mask[:, None]
     return PhasePoint(
-        *(torch.where(mask if a.dim() == 1 else rows, a, b) for a, b in zip(if_true, if_false, strict=True))
+        *(
+            torch.where(mask if a.dim() == 1 else rows, a, b)
+            for a, b in zip(if_true, if_false, strict=True)
+        )
     )
 
 
-def leapfrog(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass) -> PhasePoint:
-    """Take one leapfrog step: reversible, volume-preserving, with an energy error of O(step²).
+def leapfrog(
+    evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mass
+) -> PhasePoint:
+    """Take one leapfrog step: reversible, volume-preserving, with an energy error of
+    O(step²).
 
     :param evaluate: positions ``(C, D)`` -> energies ``(C,)`` and gradients ``(C, D)``.
     :param step_size: ``(C, 1)``; negative steps integrate backwards in time.
@@ -217,14 +285,18 @@ def leapfrog(evaluate: Evaluate, start: PhasePoint, step_size: Tensor, mass: Mas
     momentum = torch.addcmul(start.momentum, step_size, start.gradient, value=-0.5)
     z = torch.addcmul(start.z, step_size, mass.velocity(momentum))
     energy, gradient = evaluate(z)
-    return PhasePoint(z, torch.addcmul(momentum, step_size, gradient, value=-0.5), energy, gradient)
+    return PhasePoint(
+        z, torch.addcmul(momentum, step_size, gradient, value=-0.5), energy, gradient
+    )
 
 
 def energy_error(after: Tensor, before: Tensor) -> Tensor:
-    """Return the energy error of trajectories, ``(C,)``; infinite outside the support and for NaN.
+    """Return the energy error of trajectories, ``(C,)``; infinite outside the support
+    and for NaN.
 
-    In single precision, far out in the tails, energies may be so large that their rounding error exceeds 1. Differences
-    within the rounding error count as 0 there. Otherwise half of all steps, however short, would be rejected.
+    In single precision, far out in the tails, energies may be so large that their
+    rounding error exceeds 1. Differences within the rounding error count as 0 there.
+    Otherwise half of all steps, however short, would be rejected.
     """
     error = after - before
     if error.dtype == torch.float32:

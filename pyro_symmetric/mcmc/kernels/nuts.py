@@ -1,19 +1,24 @@
-r"""The No-U-Turn Sampler of many chains at once (Hoffman & Gelman 2014, arXiv 1111.4246), with multinomial sampling of
-states (Betancourt 2017, arXiv 1701.02434, appendix A.3) and without recursion.
+r"""The No-U-Turn Sampler of many chains at once (Hoffman & Gelman 2014, arXiv
+1111.4246), with multinomial sampling of states (Betancourt 2017, arXiv 1701.02434,
+appendix A.3) and without recursion.
 
-A trajectory doubles, forwards or backwards in time at random, until one of its balanced subtrees makes a U-turn: with
-its first and last momenta :math:`p_-, p_+` and the sum of its momenta :math:`\rho`,
+A trajectory doubles, forwards or backwards in time at random, until one of its balanced
+subtrees makes a U-turn: with its first and last momenta :math:`p_-, p_+` and the sum of
+its momenta :math:`\rho`,
 
 .. math:: p_-^\top M^{-1} \rho \le 0 \quad\text{or}\quad p_+^\top M^{-1} \rho \le 0.
 
-As in Stan, the criterion is also checked between each half and the nearest state of the other half. States are drawn
-with weights :math:`e^{-H}`: uniformly within the new half, with a bias towards the new half between the two.
+As in Stan, the criterion is also checked between each half and the nearest state of the
+other half. States are drawn with weights :math:`e^{-H}`: uniformly within the new half,
+with a bias towards the new half between the two.
 
-**Many chains.** All unfinished chains build their :math:`j`-th doubling at the same time, so they are at the same leaf
-of the same binary tree. A shared binary counter replaces recursion: leaf :math:`n` completes as many subtrees as
-:math:`n` has trailing ones (Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2; Lao et al. 2020, arXiv 2002.01184). A
-finished chain leaves the batch and costs no further gradients. Compiled programs have a fixed number of chains: there
-it stays in the batch with steps of size 0.
+**Many chains.** All unfinished chains build their :math:`j`-th doubling at the same
+time, so they are at the same leaf of the same binary tree. A shared binary counter
+replaces recursion: leaf :math:`n` completes as many subtrees as
+:math:`n` has trailing ones (Phan & Pradhan 2019, arXiv 1912.11554, algorithm 2; Lao et
+al. 2020, arXiv 2002.01184). A finished chain leaves the batch and costs no further
+gradients. Compiled programs have a fixed number of chains: there it stays in the batch
+with steps of size 0.
 """
 
 from __future__ import annotations
@@ -29,7 +34,11 @@ from pyro_symmetric import arguments
 from pyro_symmetric.mcmc.density.compiled import compiles, run
 from pyro_symmetric.mcmc.density.density import Density
 from pyro_symmetric.mcmc.density.eager import Evaluate
-from pyro_symmetric.mcmc.kernels.adaptation import BLIND_STEPS, HamiltonianKernel, HamiltonianTuning
+from pyro_symmetric.mcmc.kernels.adaptation import (
+    BLIND_STEPS,
+    HamiltonianKernel,
+    HamiltonianTuning,
+)
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,
     Mass,
@@ -42,7 +51,9 @@ from pyro_symmetric.mcmc.kernels.kernel import (
     uniform,
 )
 
-FUSED_NUMBERS = 2**11  # positions of all chains up to which one program checks all levels faster than several calls
+# positions of all chains up to which one program checks all levels faster than several
+# calls
+FUSED_NUMBERS = 2**11
 MAX_LEVELS = 40  # of a tree; a longer trajectory would never end
 
 
@@ -52,19 +63,30 @@ class NUTS(HamiltonianKernel):
 
     >>> def model():
     ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> posterior = ps.sample(ps.NUTS(model), num_samples=20, num_warmup=20, num_chains=4, seed=0, progress=False)
+    >>> posterior = ps.sample(
+    ...     ps.NUTS(model),
+    ...     num_samples=20,
+    ...     num_warmup=20,
+    ...     num_chains=4,
+    ...     seed=0,
+    ...     progress=False,
+    ... )
     >>> bool(posterior.statistics["tree_depth"].max() <= 10)
     True
 
     :param model: any Pyro model with continuous latent sites, or a ``BayesianModel``.
-    :param step_size: initial step size of the integrator, or the step size with ``adapt_step_size=False``. ``None``:
-        found by doubling or halving at the initial positions.
+    :param step_size: initial step size of the integrator, or the step size with
+        ``adapt_step_size=False``. ``None``: found by doubling or halving at the initial
+        positions.
     :param adapt_step_size: whether warm-up adapts the step size.
-    :param adapt_mass: whether warm-up adapts the mass matrix; otherwise it is the identity.
-    :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few hundred dimensions.
-    :param target_accept: mean acceptance rate that the step size is adapted to. Larger values suit varying curvature,
-        and are slower elsewhere.
-    :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog steps.
+    :param adapt_mass: whether warm-up adapts the mass matrix; otherwise it is the
+        identity.
+    :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few
+        hundred dimensions.
+    :param target_accept: mean acceptance rate that the step size is adapted to. Larger
+        values suit varying curvature, and are slower elsewhere.
+    :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog
+        steps.
     """
 
     max_treedepth: int = 10
@@ -75,7 +97,11 @@ class NUTS(HamiltonianKernel):
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        most = min(self.max_treedepth, BLIND_STEPS.bit_length()) if tuning.blind else self.max_treedepth
+        most = (
+            min(self.max_treedepth, BLIND_STEPS.bit_length())
+            if tuning.blind
+            else self.max_treedepth
+        )
         forest = _Forest(density, state, self.max_treedepth)
         depth = 0
         while depth < most and forest.double(depth):
@@ -94,7 +120,7 @@ class NUTS(HamiltonianKernel):
         return State(*tree.draw, tuning, state.generator, statistics)
 
 
-# trajectories of A unfinished chains ----------------------------------------------------------------------------------
+# trajectories of A unfinished chains --------------------------------------------------
 
 
 class _Cost(NamedTuple):
@@ -121,7 +147,9 @@ class _Tree(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A complete balanced subtree, in the order in which its states were visited, ``(A, D)`` each."""
+    """A complete balanced subtree, in the order in which its states were visited, ``(A,
+    D)`` each.
+    """
 
     first: Tensor  # velocity at its first state
     before_first: Tensor  # sum of all momenta before its first state
@@ -145,44 +173,76 @@ class _Forest:
     """Trajectories of all chains, which double in batches of the unfinished ones."""
 
     def __init__(self, density: Density, state: State, max_treedepth: int):
-        self.density, self.mass, self.generator = density, state.tuning.mass, state.generator
+        self.density, self.mass, self.generator = (
+            density,
+            state.tuning.mass,
+            state.generator,
+        )
         start = resample_momenta(state, self.mass)
         self.start_energy = energy = start.total_energy(self.mass)
-        chain, zero = torch.arange(len(energy), device=energy.device), torch.zeros_like(energy)
+        chain, zero = (
+            torch.arange(len(energy), device=energy.device),
+            torch.zeros_like(energy),
+        )
         no_steps = torch.zeros_like(chain)
         cost = _Cost(no_steps, zero, no_steps > 0)
         step = state.tuning.step_size[:, None]
-        self.tree = _Tree(energy, chain, step, start, start, start.momentum, zero, start, cost, no_steps)
+        self.tree = _Tree(
+            energy,
+            chain,
+            step,
+            start,
+            start,
+            start.momentum,
+            zero,
+            start,
+            cost,
+            no_steps,
+        )
         self.growing, self.finished = no_steps == 0, list[_Tree]()
         self.fixed_batch = compiles(density)
         self.fused = self.fixed_batch and state.z.numel() <= FUSED_NUMBERS
         self.levels = torch.arange(min(max_treedepth, MAX_LEVELS), device=energy.device)
 
     def double(self, depth: int) -> bool:
-        """Add ``2 ** depth`` states to each trajectory; return whether any is unfinished. A trajectory whose new half
-        turns or diverges ends without it."""
-        branch, span = _start_branch(self.tree, self.growing, self._uniform() < 0.5, self.mass)
+        """Add ``2 ** depth`` states to each trajectory; return whether any is
+        unfinished. A trajectory whose new half turns or diverges ends without it."""
+        branch, span = _start_branch(
+            self.tree, self.growing, self._uniform() < 0.5, self.mass
+        )
         spans: Any = {depth: span}  # complete subtrees by level
         if self.fused:
             stacked = torch.stack(span, 1)
-            spans = stacked.new_zeros(len(stacked), 1 + len(self.levels), *stacked.shape[1:])
+            spans = stacked.new_zeros(
+                len(stacked), 1 + len(self.levels), *stacked.shape[1:]
+            )
             spans[:, 1 + depth] = stacked
         for leaf in range(2**depth):
             level, is_last = (~leaf & leaf + 1).bit_length() - 1, leaf + 1 == 2**depth
             inputs = branch, self.tree.start_energy, self._uniform()
             if self.fused:
                 number = self.levels[level : level + 1]
-                branch, spans[:, 1 + level], turns = run(self.density, _add_fused, *inputs, spans, number, self.mass)
+                branch, spans[:, 1 + level], turns = run(
+                    self.density, _add_fused, *inputs, spans, number, self.mass
+                )
             else:
                 branch = run(self.density, _add_leaf, *inputs, self.mass)
-                branch, spans, turns = _complete(branch, spans, level, is_last, self.mass)
+                branch, spans, turns = _complete(
+                    branch, spans, level, is_last, self.mass
+                )
             # A check waits for the device. A branch can turn only at every other leaf.
             if leaf % 2 == 1 or depth == 0:
-                self.tree, self.growing = self.tree._replace(cost=branch.cost), branch.step[:, 0] != 0
+                self.tree, self.growing = (
+                    self.tree._replace(cost=branch.cost),
+                    branch.step[:, 0] != 0,
+                )
                 any_growing, (branch, spans, turns) = self._retire(branch, spans, turns)
                 if not any_growing:
                     return False
-        self.tree, self.growing = _join(self.tree, branch, self._uniform()), self.growing & ~turns
+        self.tree, self.growing = (
+            _join(self.tree, branch, self._uniform()),
+            self.growing & ~turns,
+        )
         return self._retire()[0]
 
     def all_trees(self) -> _Tree:
@@ -193,37 +253,68 @@ class _Forest:
         return _select(trees, trees.chain.argsort())
 
     def _uniform(self) -> Tensor:
-        """Draw a uniform number for each chain; return those of the batch. The stream is the same for any batch."""
+        """Draw a uniform number for each chain; return those of the batch. The stream
+        is the same for any batch.
+        """
         numbers = uniform(self.start_energy, self.generator)
         return numbers[self.tree.chain] if self.finished else numbers
 
     def _retire(self, *others: Any) -> tuple[bool, Any]:
-        """Drop finished chains from the batch and from ``others``; return whether any is unfinished, and the others."""
+        """Drop finished chains from the batch and from ``others``; return whether any
+        is unfinished, and the others.
+        """
         left, total = int(self.growing.sum()), len(self.growing)
         if left in (0, total) or self.fixed_batch:
             return left > 0, others
-        stay, done = (~self.growing).byte().argsort(stable=True).split([left, total - left])
+        stay, done = (
+            (~self.growing).byte().argsort(stable=True).split([left, total - left])
+        )
         self.finished.append(_select(self.tree, done))
-        self.tree, self.growing, others = _select((self.tree, self.growing, others), stay)
+        self.tree, self.growing, others = _select(
+            (self.tree, self.growing, others), stay
+        )
         return True, others
 
 
-# steps of a doubling --------------------------------------------------------------------------------------------------
+# steps of a doubling ------------------------------------------------------------------
 
 
-def _start_branch(tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass) -> tuple[_Branch, _Span]:
+def _start_branch(
+    tree: _Tree, growing: Tensor, forward: Tensor, mass: Mass
+) -> tuple[_Branch, _Span]:
     """Return an empty branch, and the tree as the neighbouring subtree."""
-    rows, step = forward[:, None], tree.step * (growing * torch.where(forward, 1, -1))[:, None]
+    rows, step = (
+        forward[:, None],
+        tree.step * (growing * torch.where(forward, 1, -1))[:, None],
+    )
     end = choose(forward, tree.right, tree.left)
-    first, last = torch.where(rows, tree.left.momentum, tree.right.momentum), end.momentum
-    span = _Span(mass.velocity(first), torch.zeros_like(first), first, mass.velocity(last), tree.momenta - last)
+    first, last = (
+        torch.where(rows, tree.left.momentum, tree.right.momentum),
+        end.momentum,
+    )
+    span = _Span(
+        mass.velocity(first),
+        torch.zeros_like(first),
+        first,
+        mass.velocity(last),
+        tree.momenta - last,
+    )
     empty = torch.full_like(tree.log_weight, -torch.inf)
     return _Branch(end, tree.draw, step, tree.momenta, empty, tree.cost), span
 
 
-def _add_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, mass: Mass) -> _Branch:
+def _add_leaf(
+    evaluate: Evaluate,
+    branch: _Branch,
+    start_energy: Tensor,
+    chance: Tensor,
+    mass: Mass,
+) -> _Branch:
     """Extend a branch by one leapfrog step."""
-    growing, end = branch.step[:, 0] != 0, leapfrog(evaluate, branch.end, branch.step, mass)
+    growing, end = (
+        branch.step[:, 0] != 0,
+        leapfrog(evaluate, branch.end, branch.step, mass),
+    )
     error = energy_error(end.total_energy(mass), start_energy)
     diverging = growing & (error > MAX_ENERGY_ERROR)
     steps, acceptance, diverged = branch.cost
@@ -232,70 +323,123 @@ def _add_leaf(evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance:
     take = chance.log() < -error - log_weight
     step = branch.step.masked_fill(diverging[:, None], 0.0)
     cost = _Cost(steps + growing, acceptance, diverged | diverging)
-    return _Branch(end, choose(take, end, branch.draw), step, branch.momenta + end.momentum, log_weight, cost)
+    return _Branch(
+        end,
+        choose(take, end, branch.draw),
+        step,
+        branch.momenta + end.momentum,
+        log_weight,
+        cost,
+    )
 
 
 def _complete(
     branch: _Branch, spans: dict[int, _Span], level: int, is_last: bool, mass: Mass
 ) -> tuple[_Branch, dict[int, _Span], Tensor]:
-    """Complete the subtrees that end at the last leaf, and stop branches in which one of them turns.
+    """Complete the subtrees that end at the last leaf, and stop branches in which one
+    of them turns.
 
     :param spans: complete subtrees of ``2 ** level`` states, by level.
     :param level: number of subtrees that the leaf completes.
-    :return: the branch; the complete subtrees; after the last leaf, whether the tree with its branch turns, ``(A,)``.
+    :return: the branch; the complete subtrees; after the last leaf, whether the tree
+        with its branch turns, ``(A,)``.
     """
     leaf = span = _leaf_span(branch, mass)
     for lower in range(level):
         turning = _pair_turns(spans[lower], span, leaf)
         branch = branch._replace(step=branch.step.masked_fill(turning[:, None], 0.0))
         span = _Span(*spans[lower][:3], leaf.last, leaf.before_last)
-    turns = _pair_turns(spans[level], span, leaf) if is_last else torch.zeros_like(branch.cost.diverging)
-    return branch, {level: span, **{other: spans[other] for other in spans if other > level}}, turns
+    turns = (
+        _pair_turns(spans[level], span, leaf)
+        if is_last
+        else torch.zeros_like(branch.cost.diverging)
+    )
+    return (
+        branch,
+        {level: span, **{other: spans[other] for other in spans if other > level}},
+        turns,
+    )
 
 
 def _pair_turns(half: _Span, other: _Span, leaf: _Span) -> Tensor:
-    """Return whether two neighbouring subtrees turn together, ``(A,)``; the second ends at the last leaf."""
+    """Return whether two neighbouring subtrees turn together, ``(A,)``; the second ends
+    at the last leaf.
+    """
     total = leaf.after_first - half.before_first
     if other is leaf:
         return _is_turning(half.first, leaf.last, total)
-    first, last = torch.stack([half.first, half.first, half.last]), torch.stack([leaf.last, other.first, leaf.last])
-    left, right = other.after_first - half.before_first, leaf.after_first - half.before_last
+    first, last = (
+        torch.stack([half.first, half.first, half.last]),
+        torch.stack([leaf.last, other.first, leaf.last]),
+    )
+    left, right = (
+        other.after_first - half.before_first,
+        leaf.after_first - half.before_last,
+    )
     return _is_turning(first, last, torch.stack([total, left, right])).any(0)
 
 
 def _leaf_span(branch: _Branch, mass: Mass) -> _Span:
     """Return the last state of a branch as a subtree."""
-    velocity, before = mass.velocity(branch.end.momentum), branch.momenta - branch.end.momentum
+    velocity, before = (
+        mass.velocity(branch.end.momentum),
+        branch.momenta - branch.end.momentum,
+    )
     return _Span(velocity, before, branch.momenta, velocity, before)
 
 
 def _add_fused(
-    evaluate: Evaluate, branch: _Branch, start_energy: Tensor, chance: Tensor, spans: Tensor, level: Tensor, mass: Mass
+    evaluate: Evaluate,
+    branch: _Branch,
+    start_energy: Tensor,
+    chance: Tensor,
+    spans: Tensor,
+    level: Tensor,
+    mass: Mass,
 ) -> tuple[_Branch, Tensor, Tensor]:
-    """Do :func:`_add_leaf` and :func:`_complete` in one program, which checks all levels at once.
+    """Do :func:`_add_leaf` and :func:`_complete` in one program, which checks all
+    levels at once.
 
-    :param spans: complete subtrees by level, ``(A, 1 + levels, 5, D)``; the first entry is unused.
+    :param spans: complete subtrees by level, ``(A, 1 + levels, 5, D)``; the first entry
+        is unused.
     :param level: ``(1,)``
-    :return: the branch; the new subtree, ``(A, 5, D)``; whether the pair at this level turns, ``(A,)``.
+    :return: the branch; the new subtree, ``(A, 5, D)``; whether the pair at this level
+        turns, ``(A,)``.
     """
     branch = _add_leaf(evaluate, branch, start_energy, chance, mass)
     leaf = _leaf_span(branch, mass)
-    single, velocity, total = torch.stack(leaf, 1), leaf.last[:, None], leaf.after_first[:, None]
-    begin = torch.where(level == 0, single[:, :3], spans.index_select(1, level)[:, 0, :3])  # of the level below
+    single, velocity, total = (
+        torch.stack(leaf, 1),
+        leaf.last[:, None],
+        leaf.after_first[:, None],
+    )
+    # of the level below
+    begin = torch.where(
+        level == 0, single[:, :3], spans.index_select(1, level)[:, 0, :3]
+    )
     span = torch.cat([begin, single[:, 3:]], 1)
     number = torch.arange(spans.shape[1] - 1, device=level.device)
     first, start, _, last, before_last = spans[:, 1:].unbind(2)
     lowest = (number == 0)[:, None]
     middle = torch.where(lowest, velocity, spans[:, :-1, 0])
-    left, right = torch.where(lowest, total, spans[:, :-1, 2]) - start, total - before_last
+    left, right = (
+        torch.where(lowest, total, spans[:, :-1, 2]) - start,
+        total - before_last,
+    )
     turning = _is_turning(first, velocity, total - start)
-    turning = turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
-    step = branch.step.masked_fill((turning & (number < level)).any(1, keepdim=True), 0.0)
+    turning = (
+        turning | _is_turning(first, middle, left) | _is_turning(last, velocity, right)
+    )
+    step = branch.step.masked_fill(
+        (turning & (number < level)).any(1, keepdim=True), 0.0
+    )
     return branch._replace(step=step), span, (turning & (number == level)).any(1)
 
 
 def _is_turning(first: Tensor, last: Tensor, total: Tensor) -> Tensor:
-    """Return the U-turn criterion of end velocities and summed momenta ``batch + (D,)``."""
+    """Return the U-turn criterion of end velocities and summed momenta ``batch +
+    (D,)``.
+    """
     return ((first * total).sum(-1) <= 0) | ((last * total).sum(-1) <= 0)
 
 
@@ -304,7 +448,8 @@ def _join(tree: _Tree, branch: _Branch, chance: Tensor) -> _Tree:
     forward, complete = branch.step[:, 0] > 0, branch.step[:, 0] != 0
     take = complete & (chance.log() < branch.log_weight - tree.log_weight)
     return tree._replace(
-        left=choose(forward | ~complete, tree.left, branch.end),  # never the end of a diverged branch
+        # never the end of a diverged branch
+        left=choose(forward | ~complete, tree.left, branch.end),
         right=choose(forward & complete, branch.end, tree.right),
         momenta=branch.momenta,
         log_weight=torch.logaddexp(tree.log_weight, branch.log_weight),
