@@ -17,7 +17,7 @@ CHECK := $(addprefix tests/, \
   test_ensembles.py \
   groups/test_action.py groups/test_element.py \
   guides/test_objectives.py guides/test_evidence.py guides/test_transport.py \
-  mcmc/test_integrators.py mcmc/test_mass.py mcmc/test_layers.py mcmc/test_density.py \
+  mcmc/test_integrators.py mcmc/test_mass.py density/test_layers.py density/test_density.py \
   posterior/test_posterior.py posterior/test_statistics.py \
   store/test_damage.py \
   study/test_methods.py)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.arguments import described
-from pyro_symmetric.mcmc.density.eager import require_data
+from pyro_symmetric.density.eager import require_data
 from pyro_symmetric.models import (
     BayesianModel,
     call_with_weights,

@@ -15,8 +15,8 @@ FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks"],
     ["datasets", "store", "weights"],
-    ["enumeration", "models"],
-    ["traced"],
+    ["models"],
+    ["density"],
     ["posterior"],
     ["mcmc"],
     ["groups", "infer"],
@@ -32,6 +32,13 @@ FLOORS = [
 ]
 # Floors inside a room, likewise.
 INSIDE = {
+    "density": [
+        ["enumeration"],
+        ["traced"],
+        ["eager"],
+        ["compiled", "layers"],
+        ["density"],
+    ],
     "posterior": [
         ["statistics"],
         ["diagnostics", "predict"],

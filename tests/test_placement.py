@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import pyro_symmetric as ps
+from pyro_symmetric.density.traced import placed
 from pyro_symmetric.mcmc import HMC, sample
-from pyro_symmetric.traced import placed
 
 X, Y = torch.linspace(-1, 1, 60).reshape(20, 3), torch.linspace(-1, 1, 20)
 QUICK = {

@@ -40,8 +40,8 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
+from pyro_symmetric.density.eager import ROWS
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.density.eager import ROWS
 from pyro_symmetric.mcmc.kernels import hmc, nuts
 
 NUM_ROWS, NUM_FEATURES, BATCH, BINS = 12, 3, 4, 16

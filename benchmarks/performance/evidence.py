@@ -39,7 +39,7 @@ from torch import Tensor
 
 import pyro_symmetric as ps
 from benchmarks.harness import Results, Row, parse, parser, print_table
-from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.density.density import Density
 
 GALAXIES = torch.tensor([
     9172, 9350, 9483, 9558, 9775, 10227, 10406, 16084, 16170, 18419, 18552, 18600, 18927, 19052, 19070, 19330, 19343,

@@ -30,10 +30,10 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
 from pyro_symmetric.compare.results import plain
+from pyro_symmetric.density import Density
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import diagnostics
 from pyro_symmetric.posterior.diagnostics import (

@@ -24,6 +24,8 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.density import Density
+from pyro_symmetric.density.traced import check_observed
 from pyro_symmetric.discovery.verify import (
     BrokenMove,
     Change,
@@ -33,10 +35,8 @@ from pyro_symmetric.discovery.verify import (
 )
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element
-from pyro_symmetric.mcmc.density import Density
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.traced import check_observed
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4

@@ -1,6 +1,6 @@
 """Samplers of many chains at once, for any Pyro model with continuous latent sites."""
 
-from pyro_symmetric.mcmc.density.density import Density, log_joint
+from pyro_symmetric.density.density import Density, log_joint
 from pyro_symmetric.mcmc.kernels.hmc import HMC, AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State
 from pyro_symmetric.mcmc.kernels.mclmc import MCLMC

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from pyro_symmetric._process import LOCK
 from pyro_symmetric._version import __version__
-from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.store import StoreError, raw_bytes

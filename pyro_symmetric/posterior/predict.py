@@ -27,10 +27,8 @@ from tqdm import tqdm
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK
 from pyro_symmetric.arguments import described_call
-from pyro_symmetric.enumeration import masked_log_prob
-from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
-from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.traced import (
+from pyro_symmetric.density.enumeration import masked_log_prob
+from pyro_symmetric.density.traced import (
     PriorMessenger,
     Traced,
     check_observed,
@@ -40,6 +38,8 @@ from pyro_symmetric.traced import (
     placed,
     promoted,
 )
+from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
+from pyro_symmetric.posterior.statistics import evenly_spaced, slices
 from pyro_symmetric.weights import Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]

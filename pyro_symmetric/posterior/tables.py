@@ -19,10 +19,10 @@ from torch import Tensor
 
 from pyro_symmetric._process import LOCK
 from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior.predict import predict
 from pyro_symmetric.posterior.statistics import ChainStatistics, chain_statistics
-from pyro_symmetric.traced import PriorMessenger, placed, promoted
 
 if TYPE_CHECKING:
     import xarray

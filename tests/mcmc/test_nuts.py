@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.density.compiled import Compiled
+from pyro_symmetric.density.compiled import Compiled
 from pyro_symmetric.mcmc.kernels.adaptation import tuned
 from pyro_symmetric.mcmc.kernels.kernel import Mass, PhasePoint, leapfrog, normal
 from pyro_symmetric.mcmc.kernels.nuts import NUTS

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.compiled import run
-from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.density.compiled import run
+from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import (
     BLIND_STEPS,
     HamiltonianKernel,

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.eager import Evaluate
-from pyro_symmetric.traced import require_model
+from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.eager import Evaluate
+from pyro_symmetric.density.traced import require_model
 
 ROUNDING = 4.0  # approximate rounding error of an energy, in units of the last place
 MAX_ENERGY_ERROR = 1000.0  # of a trajectory that isn't divergent, as in Stan and Pyro
@@ -119,9 +119,8 @@ class Kernel(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, for the metadata of a posterior."""
-        values = {
-            f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"
-        }  # type: ignore[arg-type]
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        values = {name: getattr(self, name) for name in names if name != "model"}
         return {
             name: value.tolist() if hasattr(value, "tolist") else value
             for name, value in values.items()

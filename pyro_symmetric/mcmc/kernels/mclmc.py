@@ -41,9 +41,9 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.compiled import evaluated_once, run
-from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.eager import Evaluate
+from pyro_symmetric.density.compiled import evaluated_once, run
+from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import (
     HamiltonianTuning,
     StepSizeAdaptation,

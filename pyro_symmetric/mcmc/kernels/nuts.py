@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.compiled import compiles, run
-from pyro_symmetric.mcmc.density.density import Density
-from pyro_symmetric.mcmc.density.eager import Evaluate
+from pyro_symmetric.density.compiled import compiles, run
+from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import (
     BLIND_STEPS,
     HamiltonianKernel,

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.mcmc.density.density import Density
+from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
 from pyro_symmetric.mcmc.kernels.kernel import (
     MAX_ENERGY_ERROR,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric._process import LOCK, OwnLock, without_messages, without_warnings
-from pyro_symmetric.mcmc.density.eager import (
+from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
     Rows,
@@ -46,7 +46,7 @@ def run(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
     """Return ``function(evaluate, *inputs)``, computed by one program if the density's
     engine compiles.
 
-    :param density: a :class:`~pyro_symmetric.mcmc.density.density.Density`, or any
+    :param density: a :class:`~pyro_symmetric.density.density.Density`, or any
         object with its ``energy_and_gradient(z)``.
     :param function: a module-level function, since it identifies the program. It
         computes with tensors, draws no random numbers and doesn't branch on values.

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.mcmc.density.compiled import MIN_EVALUATIONS, Compiled, has_compiler
-from pyro_symmetric.mcmc.density.eager import (
+from pyro_symmetric.density.compiled import MIN_EVALUATIONS, Compiled, has_compiler
+from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
     NetworkTarget,
@@ -32,8 +32,8 @@ from pyro_symmetric.mcmc.density.eager import (
     in_chunks,
     same_evaluation,
 )
+from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
@@ -279,7 +279,7 @@ class Density:
             self.engine_reason = self.target.one_by_one  # has been warned of
         try:
             if engine == "layers" and not self.engine_reason:
-                from pyro_symmetric.mcmc.density.layers import Layers  # slow to import
+                from pyro_symmetric.density.layers import Layers  # slow to import
 
                 layers = Layers(self.target)
                 finite = all(bool(torch.isfinite(part).all()) for part in expected)

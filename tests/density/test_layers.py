@@ -12,9 +12,9 @@ import torch
 from pyro import poutine
 from torch import Tensor, nn
 
+from pyro_symmetric.density import layers
+from pyro_symmetric.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.density import layers
-from pyro_symmetric.mcmc.density.layers import Problem, Tiled, read_layers
 from pyro_symmetric.mcmc.run import starting_points
 from pyro_symmetric.models import (
     BayesianModel,

@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from scipy import stats
 from torch import Tensor
 
-from pyro_symmetric import enumeration
+from pyro_symmetric.density import enumeration
 from pyro_symmetric.mcmc import HMC, Density, sample
 from pyro_symmetric.posterior.predict import predict
 

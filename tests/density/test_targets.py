@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from pyro_symmetric import log_joint
+from pyro_symmetric.density.eager import require_data
 from pyro_symmetric.mcmc import Density
-from pyro_symmetric.mcmc.density.eager import require_data
 from pyro_symmetric.models import BayesianModel, GaussianLikelihood
 
 X, Y = torch.linspace(-1, 1, 12).reshape(6, 2), torch.linspace(-1, 1, 6)

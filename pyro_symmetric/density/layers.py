@@ -32,7 +32,7 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyro_symmetric.mcmc.density.eager import (
+from pyro_symmetric.density.eager import (
     ROWS,
     Evaluate,
     Evaluation,
@@ -40,8 +40,8 @@ from pyro_symmetric.mcmc.density.eager import (
     Rows,
     Unavailable,
 )
+from pyro_symmetric.density.traced import TracedTarget
 from pyro_symmetric.models import CategoricalLikelihood, GaussianLikelihood
-from pyro_symmetric.traced import TracedTarget
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 # of a chain in the cache; beyond, batched matrix products are faster

@@ -4,7 +4,7 @@ at once by vmap.
 :class:`Traced` is shared by samplers and predictions; :class:`TracedTarget` is the
 density that samplers move on. A model that :func:`torch.func.vmap` refuses, such as one
 that branches on a sampled value, is run for one draw after another. Discrete latent
-sites are summed out by :mod:`~pyro_symmetric.enumeration`. Parts of Pyro and PyTorch
+sites are summed out by :mod:`~pyro_symmetric.density.enumeration`. Parts of Pyro and PyTorch
 that vmap refuses have equivalent stand-ins, which select or concatenate instead of
 writing into a tensor.
 """
@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor, described, described_call
-from pyro_symmetric.enumeration import Enumeration, LimitedTables
+from pyro_symmetric.density.enumeration import Enumeration, LimitedTables
 from pyro_symmetric.weights import Weights, transform_of
 
 LAYOUT_RUNS = 10  # runs of a model whose sites, shapes and supports must agree

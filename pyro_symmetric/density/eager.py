@@ -2,7 +2,7 @@
 for the other engines.
 
 A network with its data is a :class:`NetworkTarget`, any other Pyro model a
-:class:`~pyro_symmetric.traced.TracedTarget`.
+:class:`~pyro_symmetric.density.traced.TracedTarget`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from pyro_symmetric.arguments import described, described_call
+from pyro_symmetric.density.traced import TracedTarget, explaining
 from pyro_symmetric.models import (
     UNMAPPABLE,
     BayesianModel,
@@ -23,7 +24,6 @@ from pyro_symmetric.models import (
     GaussianLikelihood,
     over_weights,
 )
-from pyro_symmetric.traced import TracedTarget, explaining
 from pyro_symmetric.weights import Layout, Weights
 
 Evaluation = tuple[Tensor, Tensor]
