@@ -167,7 +167,7 @@ class Frame:
 @torch.no_grad()
 def align_many(
     sources: Sequence[Any] | Mapping[str, Tensor] | GaussianWeights | Posterior,
-    group: Any,
+    symmetry: Any,
     *,
     cost: Objective | None = None,
     restarts: int = 1,
@@ -191,7 +191,7 @@ def align_many(
         samples ``(samples, *site_shape)``; or a list of what
         :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by
         their moments). On any device, which is also that of the result.
-    :param group: the symmetry.
+    :param symmetry: a network's or model's, or its group.
     :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the
         density under Gaussians fitted to all members, weight by weight. ``None``:
         ``"gaussian"`` for 100 draws or more under a group without scales, else
@@ -205,8 +205,8 @@ def align_many(
     """
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
-    require_of_posterior(group, sources)
-    group = _two_sided(group_of(group))
+    require_of_posterior(symmetry, sources)
+    group = _two_sided(group_of(symmetry))
     given, device, shape = members_of(sources, group)
     sites = compared_sites(given, group)
     drawn = (

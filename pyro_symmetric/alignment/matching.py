@@ -126,7 +126,7 @@ class Alignment:
 def align(
     source: Any,
     reference: Any,
-    group: Any,
+    symmetry: Any,
     cost: str = "wasserstein",
     *,
     activations: Sequence[Any] | None = None,
@@ -134,7 +134,7 @@ def align(
     tolerance: float = 1e-7,
     progress: bool = True,
 ) -> Alignment:
-    """Find the element of ``group`` that brings ``source`` closest to ``reference``.
+    """Find the element of ``symmetry`` that brings ``source`` closest to ``reference``.
 
     >>> group = ps.Group.declare({"w": ("hidden", None)}, {"w": torch.zeros(3, 2)})
     >>> reference = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])}
@@ -150,7 +150,7 @@ def align(
         or a Gaussian guide, whose marginal moments count (see
         :func:`~pyro_symmetric.alignment.to_gaussian`).
     :param reference: likewise, without batch dimensions, on any device.
-    :param group: the symmetry. Buffers (running statistics) and sites that it doesn't
+    :param symmetry: a network's or model's, or its group. Buffers (running statistics) and sites that it doesn't
         know don't count.
     :param cost: ``"wasserstein"`` (squared 2-Wasserstein distance of mean-field
         Gaussians), ``"l2"`` (squared distance of the means), or ``"gaussian"`` (minus
@@ -169,7 +169,7 @@ def align(
         the group, or aren't finite.
     """
     arguments.one_of("cost", cost, COSTS)
-    group = group_of(group)
+    group = group_of(symmetry)
     narrow = (
         max((group[name].size for name in group.names("permute")), default=0) <= NARROW
     )

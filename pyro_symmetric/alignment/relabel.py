@@ -40,7 +40,7 @@ MAX_ROUNDS = 50
 @torch.no_grad()
 def relabel(
     posterior: Draws,
-    group: Any,
+    symmetry: Any,
     probabilities: Tensor,
     *,
     starts: int = 3,
@@ -67,7 +67,7 @@ def relabel(
 
     :param posterior: a ``Posterior``, or site -> chains ``(chains, draws,
         *site_shape)``.
-    :param group: permutations of one set of units, the components.
+    :param symmetry: permutations of one set of units, the components.
     :param probabilities: allocation probabilities ``(chains, draws, observations,
         components)``, or sampled allocations, one-hot.
     :param starts: the number of random draws to start from, besides the mean of all;
@@ -75,11 +75,11 @@ def relabel(
     :raises ValueError: if the group has other units or moves, or the probabilities
         don't fit or are invalid.
     """
-    group = group_of(group)
+    group = group_of(symmetry)
     posterior = chains_of(posterior, shapes=group.site_shapes)
     if len(group.factors) != 1 or group.moves != {"permute"}:
         raise ValueError(
-            f"group has the units {list(group.factors)} with {sorted(group.moves)}; it "
+            f"symmetry has the units {list(group.factors)} with {sorted(group.moves)}; it "
             "must permute one set, the "
             "components"
         )

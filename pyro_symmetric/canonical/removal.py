@@ -51,7 +51,7 @@ def sorting_permutation(
     :param key: ``"first"``, ``"max"`` or ``"norm"``.
     """
     arguments.one_of("key", key, get_args(PermutationKey))
-    whole = group_of(symmetry, "symmetry")
+    whole = group_of(symmetry)
     weights = arguments.weights(
         "weights", weights_of(weights, whole), "a network or a posterior"
     )

@@ -189,7 +189,7 @@ def diagnose(
     arguments.whole("num_draws", num_draws, 1)
     posterior = chains_of(
         posterior,
-        shapes=None if symmetry is None else group_of(symmetry, "symmetry").site_shapes,
+        shapes=None if symmetry is None else group_of(symmetry).site_shapes,
     )
     if not any(value.numel() for value in posterior.samples.values()):
         raise ValueError(

@@ -88,7 +88,7 @@ class SortingTracker:
 
     def __init__(self, symmetry: Symmetry | Group, key: PermutationKey = "max"):
         arguments.one_of("key", key, get_args(PermutationKey))
-        self.group: Group = group_of(symmetry, "symmetry").permutations
+        self.group: Group = group_of(symmetry).permutations
         self.key: PermutationKey = key
         self._last: Element | None = None
         self._taus: dict[str, list[Tensor]] = {

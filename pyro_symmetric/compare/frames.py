@@ -69,7 +69,7 @@ def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
         for value in flat.values()
     ]
     order = torch.stack(squares).sum(0).argsort()  # by an invariant of each draw
-    group = _group_on(group_of(symmetry, "symmetry").finite, flat)
+    group = _group_on(group_of(symmetry).finite, flat)
     aligned = align_many(_select(flat, order), group, seed=SEED, progress=False).aligned
     return as_given(canonical, _select(aligned, order.argsort()))
 
@@ -106,7 +106,7 @@ def common_frame(
         declared group.
     """
     shapes, sides, flat = (
-        group_of(symmetry, "symmetry").site_shapes,
+        group_of(symmetry).site_shapes,
         (weights_p, weights_q),
         [],
     )
@@ -176,7 +176,7 @@ def summary(
     if symmetry is None and not alignment:
         chains_of(posterior).summary(prob)
         return
-    group = group_of(symmetry, "symmetry")
+    group = group_of(symmetry)
     frame = align_many(
         chains_of(posterior, shapes=group.site_shapes), group, **alignment
     )
@@ -191,7 +191,7 @@ def _group_on(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Grou
     """Return the group that acts on weights to be compared: without running statistics,
     if these are missing.
     """
-    group = group_of(symmetry, "symmetry")
+    group = group_of(symmetry)
     return (
         group
         if all(site in weights for site in group.buffers)

@@ -52,7 +52,11 @@ _CHUNK_ENTRIES = 2**22
 
 @torch.no_grad()
 def invariance_tests(
-    weights: Draws, group: Group | Symmetry, *, level: float = 0.05, thin: bool = True
+    weights: Draws,
+    symmetry: Group | Symmetry,
+    *,
+    level: float = 0.05,
+    thin: bool = True,
 ) -> SignificanceTest:
     """Test whether draws are invariant under the permutations of a group: both tests of
     all sets of units, adjusted by Holm's method.
@@ -74,7 +78,7 @@ def invariance_tests(
     :param weights: a ``Posterior``, or site -> independent samples ``(S,) +
         site_shape``. Chains are thinned to as many draws as
         :func:`~pyro_symmetric.compare.independent_draws` counts.
-    :param group: the group, or a network's symmetry; only its permutations are tested.
+    :param symmetry: a network's or model's, or a group; only its permutations are tested.
     :param level: the family-wise error rate of the tests.
     :param thin: ``False`` takes all draws of chains as independent, as the paper does;
         p-values are then too small.
@@ -82,7 +86,7 @@ def invariance_tests(
         draws are left.
     """
     arguments.fraction("level", level)
-    group = group_of(group).permutations
+    group = group_of(symmetry).permutations
     samples = samples_of(weights, shapes=group.site_shapes)
     group.batch_shape(samples)
     unit_axes = {

@@ -61,7 +61,7 @@ def undisturbed() -> Iterator[None]:
 
 @undisturbed()
 def verify_model(
-    group: Any,
+    symmetry: Any,
     model: Callable[..., Any],
     *args: Any,
     trials: int = 2,
@@ -106,7 +106,7 @@ def verify_model(
     ... )  # the axis that the declaration lacks
     (False, True)
 
-    :param group: a declared group, or a symmetry; its permutations and signs count.
+    :param symmetry: a declared group, or a symmetry; its permutations and signs count.
     :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data
         included. (If some of these are called ``trials`` or ``tolerance``, give
         ``functools.partial(model, ...)``.)
@@ -119,7 +119,7 @@ def verify_model(
     """
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
-    finite = group_of(group).finite
+    finite = group_of(symmetry).finite
     draws = [
         JointDensity(functools.partial(model, *args, **kwargs), finite, tolerance)
         for _ in range(trials)

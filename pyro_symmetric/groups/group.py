@@ -902,7 +902,7 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
     return all(len(column.unique()) == number for column in cells.T)
 
 
-def group_of(symmetry: Any, name: str = "group") -> Group:
+def group_of(symmetry: Any, name: str = "symmetry") -> Group:
     """Return the group of a symmetry, or a group itself.
 
     >>> symmetry = ps.find_symmetry(

@@ -175,7 +175,7 @@ def evidence(
     num_samples: int = 512,
     chunk: int = 64,
     log_joint: Joint | Any = None,
-    group: Group | Symmetry | Any = None,
+    symmetry: Group | Symmetry | Any = None,
     **kwargs: Any,
 ) -> Evidence:
     """Return the ELBOs of a guide, and estimates of its model's log-evidence by
@@ -207,7 +207,7 @@ def evidence(
     :func:`~pyro_symmetric.guides.fit_gaussian`, or the bridge.
 
     :param guide: a set-up ``AutoSymmetrized``; or any Gaussian or continuous guide,
-        with ``log_joint`` and ``group``.
+        with ``log_joint`` and ``symmetry``.
     :param args: the model's arguments, with all data; likewise ``kwargs``.
     :param posterior: for the bridge, draws of the posterior that the guide wasn't
         fitted to.
@@ -217,7 +217,7 @@ def evidence(
         posterior, evenly spaced.
     :param chunk: the number of draws evaluated at once.
     :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood
-        of all data, ``(S,)``; by default the model's. ``group``: its symmetries. Any
+        of all data, ``(S,)``; by default the model's. ``symmetry``: of that function. Any
         other value of these two names, such as the group indices of a hierarchical
         model, goes to the model.
     :raises ValueError: naming the units whose exchange changes the model; for chains
@@ -227,19 +227,19 @@ def evidence(
         log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
     if (
         log_joint is None
-        and group is not None
-        and not isinstance(group, Group | Symmetry)
+        and symmetry is not None
+        and not isinstance(symmetry, Group | Symmetry)
     ):
-        group, kwargs = None, {**kwargs, "group": group}
-    kind = AutoSymmetrized if group is None or log_joint is None else AutoGuide
+        symmetry, kwargs = None, {**kwargs, "symmetry": symmetry}
+    kind = AutoSymmetrized if symmetry is None or log_joint is None else AutoGuide
     wrapped = "an AutoSymmetrized, such as AutoSymmetrized(model, group, base=guide).setup(*args) of another guide"
     arguments.instance(
         "guide",
         guide,
         kind,
-        f"{wrapped}, or another AutoGuide with log_joint= and group=",
+        f"{wrapped}, or another AutoGuide with log_joint= and symmetry=",
     )
-    group = group_of(group or guide.group).finite
+    group = group_of(symmetry or guide.group).finite
     if log_joint is None:
         if guide._raw_model is None:
             raise ValueError(

@@ -135,7 +135,7 @@ class AutoUnitBlocks(AutoGaussian):
     densities.
 
     :param model: the Pyro model.
-    :param group: the group, or symmetry, whose units are the blocks. Entries of a
+    :param symmetry: the symmetry, or group, whose units are the blocks. Entries of a
         simplex are independent: its unconstrained coordinates belong to no single unit.
     :param init_loc_fn: the initial means; by default those of :class:`AutoSymmetrized`.
     :param init_scale: the initial standard deviation of each weight; correlations start
@@ -145,12 +145,12 @@ class AutoUnitBlocks(AutoGaussian):
     def __init__(
         self,
         model: Any,
-        group: Group | Symmetry,
+        symmetry: Group | Symmetry,
         *,
         init_loc_fn: InitLocFn | None = None,
         init_scale: float = 0.1,
     ):
-        self.group = group_of(group).finite
+        self.group = group_of(symmetry).finite
         self._init_scale = arguments.positive("init_scale", init_scale)
         WeightsGuide.__init__(
             self, model, init_loc_fn or Start(model, self.group.required_sites)

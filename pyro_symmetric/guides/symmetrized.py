@@ -96,7 +96,7 @@ class AutoSymmetrized(WeightsGuide):
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate).
-    :param group: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales
+    :param symmetry: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales
         and shifts are left out: no proper prior is invariant under them.
     :param base: a class of :class:`~pyro.infer.autoguide.AutoContinuous`,
         :class:`~pyro_symmetric.AutoUnitBlocks` among them (``AutoNormal`` stands for
@@ -112,16 +112,16 @@ class AutoSymmetrized(WeightsGuide):
     def __init__(
         self,
         model: Any,
-        group: Group | Symmetry,
+        symmetry: Group | Symmetry,
         base: type[AutoGuide] | AutoGuide = AutoDiagonalNormal,
         estimator: OrbitEstimator | None = None,
         *,
         init_loc_fn: InitLocFn | None = None,
         **base_arguments: Any,
     ):
-        self.group = group_of(group).finite
+        self.group = group_of(symmetry).finite
         if base is AutoUnitBlocks:
-            base_arguments = {"group": self.group, **base_arguments}
+            base_arguments = {"symmetry": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
         self.base = _base(base, model, start, base_arguments)
@@ -269,7 +269,7 @@ def _base(
 
 
 def symmetrize(
-    guide: Guide, group: Group | Symmetry, estimator: OrbitEstimator | None = None
+    guide: Guide, symmetry: Group | Symmetry, estimator: OrbitEstimator | None = None
 ) -> Guide:
     """Average a guide written by hand over the orbits of a group.
 
@@ -296,7 +296,7 @@ def symmetrize(
     :param guide: a function with ``pyro.sample`` statements. The sites that the group
         moves must be independent of each other and of all other sites, and lie in no
         subsampled plate. It is run twice for each draw.
-    :param group: permutations and signs under which the model is invariant.
+    :param symmetry: permutations and signs under which the model is invariant.
     :param estimator: of the symmetrised density; by default exact where that is cheap,
         else ``SinkhornImportance``.
     :raises ValueError: in a step, if a site is missing, has another shape, or depends
@@ -307,7 +307,7 @@ def symmetrize(
             "guide is an automatic one; take ps.AutoSymmetrized(model, group, "
             "base=guide)"
         )
-    group = group_of(group).finite
+    group = group_of(symmetry).finite
     action = Action(group, group.required_sites)
     shapes = action.layout.site_shapes
 

@@ -236,7 +236,7 @@ def _barycentre(
     return AutoGaussian(guides[0], normal.to_event(1))
 
 
-def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
+def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     """Fit a Gaussian of full rank to a posterior's draws, modulo a group, and
     symmetrise it.
 
@@ -263,7 +263,7 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
 
     :param posterior: draws with their model, as :func:`~pyro_symmetric.sample` returns
         them.
-    :param group: the finite group of the model.
+    :param symmetry: the finite group of the model.
     :raises ValueError: if the posterior has no model; ``posterior.attach(model,
         *args)`` attaches one.
     """
@@ -279,7 +279,7 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     prototype._setup_prototype(*args, **kwargs)
     layout, aligned = (
         layout_of(prototype),
-        align_many(posterior, group, progress=False).posterior,
+        align_many(posterior, symmetry, progress=False).posterior,
     )
     vectors = layout.unconstrain(
         {site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes}
@@ -293,4 +293,4 @@ def fit_gaussian(posterior: Posterior, group: Group) -> AutoSymmetrized:
     gaussian = AutoGaussian(
         prototype, MultivariateNormal(vectors.mean(0), scale_tril=tril)
     )
-    return AutoSymmetrized(model, group, gaussian).setup(*args, **kwargs)
+    return AutoSymmetrized(model, symmetry, gaussian).setup(*args, **kwargs)

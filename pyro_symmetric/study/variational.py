@@ -206,7 +206,7 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
     orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
     draws = guide.sample_posterior((problem.settings.draws,), **orbit)
     joint = functools.partial(problem.model.log_joint, x=problem.x, y=problem.y)
-    bounds = evidence(guide, log_joint=joint, group=problem.symmetry.finite)
+    bounds = evidence(guide, log_joint=joint, symmetry=problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")
     return Fit(
         posterior,

@@ -189,7 +189,11 @@ def test_evidence_takes_the_finite_part_and_gains_up_to_its_log_order() -> None:
     joint = functools.partial(model.log_joint, x=x, y=y)
     worth, without = (
         evidence(
-            guide, log_joint=joint, group=group, estimator=ExactOrbit(), num_samples=10
+            guide,
+            log_joint=joint,
+            symmetry=group,
+            estimator=ExactOrbit(),
+            num_samples=10,
         )
         for group in (symmetry.finite, symmetry.signs)
     )

@@ -62,11 +62,11 @@ def test_a_point_mass_is_not_taken_for_a_density() -> None:
     with pytest.raises(
         TypeError, match=r"AutoLaplaceApproximation.*guide\.laplace_approximation"
     ):
-        evidence(point, log_joint=ps.log_joint(pair, DATA), group=GROUP)
+        evidence(point, log_joint=ps.log_joint(pair, DATA), symmetry=GROUP)
     spread = point.laplace_approximation(DATA)
     for guide in (spread, ps.AutoSymmetrized(pair, GROUP, base=spread).setup(DATA)):
         found = evidence(
-            guide, log_joint=ps.log_joint(pair, DATA), group=GROUP, num_samples=2000
+            guide, log_joint=ps.log_joint(pair, DATA), symmetry=GROUP, num_samples=2000
         )
         assert (
             abs(found.best.log_evidence - by_quadrature()) < 5 * found.best.error + 1e-4
@@ -82,7 +82,7 @@ def test_a_guide_without_spread_in_a_direction_is_refused() -> None:
         dist.Normal(torch.tensor([-2.0, 2.0]), torch.tensor([0.5, 1e-9])).to_event(1),
     )
     with pytest.raises(TypeError, match="point mass in 1 of 2"):
-        evidence(guide, log_joint=ps.log_joint(pair, DATA), group=GROUP)
+        evidence(guide, log_joint=ps.log_joint(pair, DATA), symmetry=GROUP)
 
 
 def test_two_threads_draw_different_numbers() -> None:
@@ -109,7 +109,7 @@ def test_two_threads_draw_different_numbers() -> None:
 
         if not first:
             checking.wait(20)
-        evidence(guide, log_joint=recorded, group=GROUP, num_samples=256)
+        evidence(guide, log_joint=recorded, symmetry=GROUP, num_samples=256)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(worth, [True, False]))
@@ -164,7 +164,7 @@ def test_no_interval_is_printed_where_it_means_nothing(bridged: bool) -> None:
     found = evidence(
         guide,
         log_joint=ps.log_joint(pair, DATA),
-        group=GROUP,
+        symmetry=GROUP,
         posterior=posterior,
         num_samples=400,
     )

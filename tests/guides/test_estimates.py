@@ -47,7 +47,7 @@ def test_a_mixture_has_the_evidence_that_the_sum_over_allocations_has(
     found = evidence(
         guide,
         log_joint=ps.log_joint(mixture(components), DATA),
-        group=relabellings(components),
+        symmetry=relabellings(components),
         estimator=estimator,
         posterior=exact_draws(components, (4, 1000)),
         num_samples=4000,
@@ -94,7 +94,7 @@ def test_the_evidence_of_a_regression_with_equal_columns_is_in_closed_form() -> 
     found = evidence(
         wide,
         log_joint=ps.log_joint(model, x, y),
-        group=group,
+        symmetry=group,
         posterior=posterior,
         num_samples=2000,
         chunk=2000,
@@ -191,7 +191,7 @@ def test_a_guide_that_misses_a_mode_is_noticed() -> None:
     found = evidence(
         guide,
         log_joint=two_orbits,
-        group=group,
+        symmetry=group,
         posterior=posterior,
         num_samples=2000,
         chunk=2000,
@@ -224,7 +224,7 @@ def test_a_density_that_is_hardly_known_is_doubted() -> None:
         estimator: evidence(
             guide,
             log_joint=target,
-            group=group,
+            symmetry=group,
             estimator=estimator,
             num_samples=1000,
             chunk=1000,
@@ -246,7 +246,7 @@ def test_a_narrow_guide_is_doubted_by_its_weights() -> None:
     guide = normal_guide(torch.tensor([0.0, 2.0]), torch.full((2,), 0.05))
     group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
     found = evidence(
-        guide, log_joint=two_orbits, group=group, num_samples=60_000, chunk=60_000
+        guide, log_joint=two_orbits, symmetry=group, num_samples=60_000, chunk=60_000
     )
     assert found.pareto_k > 0.7
     assert any("Pareto" in doubt for doubt in found.doubts)
@@ -272,7 +272,7 @@ def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(
     found = evidence(
         guide,
         log_joint=two_orbits,
-        group=group,
+        symmetry=group,
         posterior=ps.Posterior({"w": draws}, kind="chains"),
         num_samples=400 * chains,
     )
@@ -281,7 +281,7 @@ def test_chains_that_hardly_move_and_single_ones_that_drift_are_doubted(
     few = evidence(
         guide,
         log_joint=two_orbits,
-        group=group,
+        symmetry=group,
         posterior=ps.Posterior({"w": draws[:, :6]}, kind="independent"),
     )
     assert any("effective" in doubt for doubt in few.doubts)
@@ -304,7 +304,7 @@ def test_sparse_simplices_have_their_evidence() -> None:
     found = evidence(
         guide,
         log_joint=lambda w: prior.log_prob(w["p"]),
-        group=group,
+        symmetry=group,
         num_samples=60_000,
         chunk=20_000,
     )
@@ -337,7 +337,7 @@ def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(
         ordered = weights["w"].sort(-1).values
         return dist.Normal(torch.tensor([-30.0, 30.0]), 1.0).log_prob(ordered).sum(-1)
 
-    found = evidence(guide, log_joint=density, group=group)
+    found = evidence(guide, log_joint=density, symmetry=group)
     assert (
         any("largest weights may be missing" in doubt for doubt in found.doubts)
         == doubted
@@ -346,7 +346,7 @@ def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(
         {"w": torch.tensor([-30.0, 30.0]) + torch.randn(1, 2000, 2)}, kind="independent"
     )
     bridged = evidence(
-        guide, log_joint=density, group=group, posterior=draws, num_samples=2000
+        guide, log_joint=density, symmetry=group, posterior=draws, num_samples=2000
     )
     assert (
         abs(bridged.best.log_evidence + math.log(0.5)) < 4.5 * bridged.best.error + 0.01

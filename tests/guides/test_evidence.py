@@ -51,12 +51,12 @@ def test_stock_guides_have_an_evidence_too(kind: Any) -> None:
     stock = kind(model, init_loc_fn=init_to_sample, init_scale=0.5)
     stock(DATA)
     pyro.set_rng_seed(1)
-    worth = evidence(stock, log_joint=ps.log_joint(model, DATA), group=GROUP)
+    worth = evidence(stock, log_joint=ps.log_joint(model, DATA), symmetry=GROUP)
     pyro.set_rng_seed(1)
     ours = evidence(
         ps.push_forward(stock, GROUP.identity()),
         log_joint=ps.log_joint(model, DATA),
-        group=GROUP,
+        symmetry=GROUP,
     )
     tolerance = (
         5 * (worth.elbo_error + ours.elbo_error)
@@ -83,7 +83,7 @@ def test_the_symmetry_of_a_network_is_taken_as_it_was_found() -> None:
     found = []
     for group in (symmetry, symmetry.group, symmetry.finite):
         pyro.set_rng_seed(1)
-        found.append(evidence(stock, log_joint=joint, group=group, num_samples=16))
+        found.append(evidence(stock, log_joint=joint, symmetry=group, num_samples=16))
     assert repr(found[0]) == repr(found[1]) == repr(found[2])
     assert found[0].log_order == pytest.approx(math.log(6))
 
@@ -125,7 +125,7 @@ def test_a_guide_knows_its_model_and_its_group(tmp_path: Path) -> None:
     found = []
     for worth in (
         lambda: ps.evidence(guide, DATA),
-        lambda: evidence(guide, log_joint=ps.log_joint(model, DATA), group=GROUP),
+        lambda: evidence(guide, log_joint=ps.log_joint(model, DATA), symmetry=GROUP),
     ):
         pyro.set_rng_seed(1)
         found.append(worth())
@@ -141,13 +141,15 @@ def test_a_guide_knows_its_model_and_its_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"log_joint": ps.log_joint(model, DATA), "group": GROUP}]
+    "options", [{}, {"log_joint": ps.log_joint(model, DATA), "symmetry": GROUP}]
 )
 def test_a_guide_that_is_no_automatic_one_is_told_what_it_takes(options: Any) -> None:
     by_hand = ps.symmetrize(
         lambda: pyro.sample("locs", dist.Normal(torch.zeros(3), 1.0).to_event(1)), GROUP
     )
-    with pytest.raises(TypeError, match="another AutoGuide with log_joint= and group="):
+    with pytest.raises(
+        TypeError, match="another AutoGuide with log_joint= and symmetry="
+    ):
         ps.evidence(by_hand, **options)
 
 
@@ -173,7 +175,7 @@ def test_a_guide_trained_by_an_estimate_that_sees_little_is_told_so(
         model, GROUP, estimator=estimator, init_loc_fn=start, init_scale=0.5
     ).setup(DATA)
     found = evidence(
-        guide, log_joint=ps.log_joint(model, DATA), group=GROUP, num_samples=64
+        guide, log_joint=ps.log_joint(model, DATA), symmetry=GROUP, num_samples=64
     )
     told = [doubt for doubt in found.doubts if doubt.startswith("density")]
     assert bool(told) == doubted
@@ -214,7 +216,7 @@ def test_a_group_that_the_model_lacks_is_refused() -> None:
         evidence(
             gaussian_guide(lopsided, locs),
             log_joint=ps.log_joint(lopsided),
-            group=group,
+            symmetry=group,
         )
 
 
@@ -244,7 +246,7 @@ def test_rounding_errors_of_large_float32_densities_are_no_broken_symmetry(
     worth = evidence(
         guide,
         log_joint=joint,
-        group=group,
+        symmetry=group,
         estimator=ps.SinkhornImportance(1),
         num_samples=8,
     )
@@ -253,7 +255,7 @@ def test_rounding_errors_of_large_float32_densities_are_no_broken_symmetry(
         evidence(
             guide,
             log_joint=lambda w: joint(w) - 100 * size * w["locs"][:, 0] ** 2,
-            group=group,
+            symmetry=group,
             num_samples=8,
         )
 
@@ -275,13 +277,13 @@ def test_a_density_of_random_rows_or_units_is_taken_as_it_comes() -> None:
 
     guide = gaussian_guide(symmetric, torch.tensor([-3.0, 0.0, 3.0]))
     for _ in range(20):
-        found = evidence(guide, log_joint=joint, group=GROUP, num_samples=8)
+        found = evidence(guide, log_joint=joint, symmetry=GROUP, num_samples=8)
         assert any(doubt.startswith("density") for doubt in found.doubts)
     with pytest.raises(ValueError, match="not invariant"):
         evidence(
             guide,
             log_joint=lambda w: joint(w) - 1e7 * w["locs"][:, 0],
-            group=GROUP,
+            symmetry=GROUP,
             num_samples=8,
         )
 
@@ -312,5 +314,5 @@ def test_a_guide_loaded_on_either_device_has_the_evidence_of_the_model_on_the_gp
             assert joint(draws).device.type == device
             assert ps.predict(draws, problem, x).isfinite().all()
             assert math.isfinite(
-                evidence(guide, log_joint=joint, group=group, num_samples=50).elbo
+                evidence(guide, log_joint=joint, symmetry=group, num_samples=50).elbo
             )

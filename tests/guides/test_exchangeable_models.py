@@ -47,7 +47,7 @@ def test_the_symmetrised_elbo_of_a_conjugate_mixture_stays_below_the_evidence(
         worth = evidence(
             guide,
             log_joint=log_joint(model, DATA),
-            group=relabellings(2),
+            symmetry=relabellings(2),
             estimator=estimator,
             num_samples=2000,
             chunk=2000,
@@ -117,7 +117,7 @@ def test_the_symmetrised_elbo_of_a_factor_analysis_stays_below_the_evidence(
     worth = evidence(
         guide,
         log_joint=log_joint(factors_marginalised, data),
-        group=group,
+        symmetry=group,
         estimator=ExactOrbit(),
         num_samples=2000,
         chunk=2000,

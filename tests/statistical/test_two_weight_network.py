@@ -99,7 +99,7 @@ def test_symmetrised_elbos_lie_between_the_mean_field_one_and_the_evidence(
         found[name] = evidence(
             guide,
             log_joint=lambda w: model.log_joint(w, x, y),
-            group=GROUP,
+            symmetry=GROUP,
             estimator=estimator,
             num_samples=4000,
         )
@@ -129,7 +129,7 @@ def test_a_fixed_guide_gains_what_enumeration_says() -> None:
     worth = evidence(
         guide,
         log_joint=lambda w: model.log_joint(w, x, y),
-        group=GROUP,
+        symmetry=GROUP,
         estimator=ExactOrbit(),
         num_samples=64,
     )
