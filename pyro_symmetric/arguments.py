@@ -198,6 +198,7 @@ def did_you_mean(found: Any, names: Iterable[str]) -> str:
     """Suggest the known name most similar to an unknown one, as the end of a message;
     empty if none is similar.
 
+    >>> from pyro_symmetric.arguments import did_you_mean
     >>> did_you_mean("estimater", ["base", "estimator"])
     "; did you mean 'estimator'?"
     """

@@ -529,7 +529,9 @@ def initialised_by(make: Callable[[], nn.Module]) -> Callable[[int], Weights]:
     """Return a function for ``ensemble(..., initial=)`` that builds a network for each
     member's initial values.
 
-    >>> members = initialised_by(lambda: torchvision.models.resnet18(num_classes=10))(5)
+    >>> initial = ps.ensembles.initialised_by(lambda: nn.Linear(4, 3))
+    >>> initial(5)["weight"].shape
+    torch.Size([5, 3, 4])
 
     :param make: builds a network, always of the same architecture.
     """

@@ -1,13 +1,16 @@
 r"""Drop-in ``MCMC``, ``HMC`` and ``NUTS``: change the import from ``pyro.infer``, keep
 the rest.
 
->>> from pyro_symmetric.infer import (
-...     MCMC,
-...     NUTS,
-... )  # instead of: from pyro.infer import MCMC, NUTS
->>> mcmc = MCMC(NUTS(model), num_samples=500, warmup_steps=500, num_chains=4)
->>> mcmc.run(y)
->>> mcmc.summary()
+>>> from pyro_symmetric.infer import MCMC, NUTS  # instead of pyro.infer
+>>> def model(y):
+...     mean = pyro.sample("mean", dist.Normal(0.0, 10.0))
+...     pyro.sample("y", dist.Normal(mean, 1.0).expand([3]).to_event(1), obs=y)
+>>> mcmc = MCMC(
+...     NUTS(model), num_samples=50, warmup_steps=50, num_chains=4, disable_progbar=True
+... )
+>>> posterior = mcmc.run(torch.tensor([1.0, 2.0, 3.0]))
+>>> mcmc.get_samples()["mean"].shape
+torch.Size([200])
 
 :class:`MCMC` runs all chains in one batch by :func:`~pyro_symmetric.sample`, and
     accepts this library's kernels.
@@ -48,7 +51,10 @@ def HMC(
 ) -> mcmc.HMC:
     r"""Make a Hamiltonian Monte Carlo kernel from Pyro's arguments.
 
-    >>> MCMC(HMC(model, trajectory_length=1.0), num_samples=200)
+    >>> from pyro_symmetric.infer import HMC, MCMC
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> mcmc = MCMC(HMC(model, trajectory_length=1.0), num_samples=200)
 
     :param step_size: step size of the leapfrog integrator; warm-up finds another unless
         ``adapt_step_size=False``.
@@ -78,7 +84,10 @@ def NUTS(
 ) -> mcmc.NUTS:
     """Make a No-U-Turn sampler from Pyro's arguments.
 
-    >>> MCMC(NUTS(model, full_mass=True), num_samples=500, num_chains=4)
+    >>> from pyro_symmetric.infer import MCMC, NUTS
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> mcmc = MCMC(NUTS(model, full_mass=True), num_samples=500, num_chains=4)
 
     :param max_tree_depth: a trajectory has at most ``2 ** max_tree_depth - 1`` steps.
     :param settings: ``adapt_step_size=True``; ``adapt_mass_matrix=True``;

@@ -142,9 +142,13 @@ class Recorder:
     """A writer of draws, which it collects into blocks and puts into memory or into a
     folder that it has locked.
 
-    >>> with Recorder(path, num_samples=100) as recorder:
+    >>> from pyro_symmetric.store import Recorder, read_store
+    >>> with Recorder("draws", num_samples=100) as recorder:
     ...     recorder.append(0, {"w": torch.randn(4, 3)}, {"lp": torch.randn(4)})
     ...     recorder.commit(1, lambda: {"kernel": "HMC"}, lambda: b"")
+    >>> samples, statistics, metadata = read_store("draws")
+    >>> samples["w"].shape, metadata
+    (torch.Size([4, 1, 3]), {'kernel': 'HMC'})
 
     :param folder: created if it doesn't exist. ``None``: memory.
     :param num_samples: draws of each chain to make room for.

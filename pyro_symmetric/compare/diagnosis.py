@@ -74,8 +74,9 @@ class Diagnosis:
     """Checks of a posterior's draws, and the statistics behind them; see
     :func:`diagnose`.
 
-    >>> diagnosis["weights"].status
-    'pass'
+    >>> diagnosis = ps.diagnose({"w": torch.randn(4, 500, 3)})
+    >>> diagnosis["finite"].status, diagnosis["finite"].words
+    ('pass', 'all draws are finite')
 
     :param checks: all checks; ``diagnosis[name]`` is one of them.
     :param statistics: ``"weights"``, ``"modulo symmetry"``, ``"predictions"``, ``"log

@@ -33,7 +33,7 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     Permutations are those of :class:`~pyro_symmetric.groups.units.Element`: entry ``i``
     is the unit at position ``i``. Time and memory are ``n²`` for each pair.
 
-    >>> kendall_tau(
+    >>> ps.compare.kendall_tau(
     ...     torch.tensor([0, 1, 2]), torch.tensor([[0, 1, 2], [2, 1, 0], [1, 0, 2]])
     ... )
     tensor([ 1.0000, -1.0000,  0.3333], dtype=torch.float64)

@@ -69,7 +69,8 @@ class DistanceResult:
 class SignificanceTest:
     """The result of a test of a null hypothesis.
 
-    >>> test = mmd_test(p, q)
+    >>> p, q = {"w": torch.randn(50, 3)}, {"w": torch.randn(50, 3)}
+    >>> test = ps.mmd_test(p, q)
     >>> test.rejected == (test.p_value <= test.level)
     True
 

@@ -223,9 +223,8 @@ def mutual_information(probabilities: Tensor) -> Tensor:
     the entropy of the mean prediction minus the mean entropy; zero if all members
     predict alike.
 
-    >>> mutual_information(
-    ...     torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    ... )  # two members, certain of different classes
+    >>> certain = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # of different classes
+    >>> ps.compare.mutual_information(certain)
     tensor([0.6931], dtype=torch.float64)
 
     :param probabilities: ``(S, N, C)``, members first, classes last.

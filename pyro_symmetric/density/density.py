@@ -88,7 +88,8 @@ def log_joint(
 class Density:
     """Potential energy and gradient of many chains.
 
-    >>> model = BayesianModel(nn.Linear(3, 2))
+    >>> from pyro_symmetric.density.density import Density
+    >>> model = ps.BayesianModel(nn.Linear(3, 2))
     >>> density = Density(model, (torch.randn(10, 3), torch.randint(2, (10,))))
     >>> energy, gradient = density.energy_and_gradient(
     ...     density.draw_prior(16, torch.Generator())

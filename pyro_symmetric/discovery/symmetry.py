@@ -161,7 +161,13 @@ class Symmetry:
     def explain(self, site: str) -> Explanation:
         """Explain why the axes of a site or module move or stay, one line each.
 
-        >>> print(symmetry.explain("encoder.*bias"))
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+        >>> symmetry = ps.find_symmetry(net, torch.randn(5, 2))
+        >>> print(symmetry.explain("*.bias"))
+        0.bias[0]: 3 of 3 move with 0
+            -> 0.weight[0] by linear in 0 (Linear)
+        2.bias[0]: all 1 stay; pinned by the network's output
+            -> 2.weight[0] by linear in 2 (Linear)
 
         :param site: its name, or a pattern such as ``"*.bias"``;
             ``symmetry.explanation`` covers all sites.

@@ -32,7 +32,7 @@ class Action:
     """The action of a group on vectors ``batch_shape + (D,)``.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
-    >>> action = ps.Action(group, ["w"])
+    >>> action = ps.groups.Action(group, ["w"])
     >>> action(
     ...     torch.tensor([10.0, 20.0, 30.0]),
     ...     group.element({"unit": torch.tensor([2, 0, 1])}),

@@ -44,9 +44,9 @@ LISTED = 6  # how many axes of each set of units a table lists
 class Axis:
     """One axis of one site along which units lie.
 
-    >>> rows = ps.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
-    >>> columns = ps.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
-    >>> units = ps.Units(
+    >>> rows = ps.groups.Axis("hidden.weight", 0, torch.arange(3)[None], exponent=1)
+    >>> columns = ps.groups.Axis("out.weight", 1, torch.arange(3)[None], exponent=-1)
+    >>> units = ps.groups.Units(
     ...     "hidden", 3, (rows, columns), moves=frozenset({"permute", "scale"})
     ... )
     >>> ps.Group(
@@ -132,8 +132,8 @@ class Units:
     parent="heads", copies=H)``, and row ``i`` of head ``c`` has the number ``c * d +
     i`` in the indices of the axes.
 
-    >>> rows = ps.Axis("w", 0, torch.arange(3)[None])
-    >>> units = ps.Units("hidden", 3, (rows,))
+    >>> rows = ps.groups.Axis("w", 0, torch.arange(3)[None])
+    >>> units = ps.groups.Units("hidden", 3, (rows,))
     >>> ps.Group([units], {"w": torch.Size([3, 2])}).order()
     6
 

@@ -116,9 +116,11 @@ class Posterior:
         """Build a posterior from flat draws: independent ones (an ensemble, draws of a
         guide), or concatenated chains.
 
-        >>> posterior = Posterior.from_samples(
-        ...     guide.sample_posterior((400,)), kind="independent"
+        >>> posterior = ps.Posterior.from_samples(
+        ...     {"w": torch.randn(400, 3)}, kind="independent", num_chains=4
         ... )
+        >>> posterior.samples["w"].shape
+        torch.Size([4, 100, 3])
 
         :param weights: site -> ``(S, *site_shape)``.
         :param num_chains: number of chains, of ``S / num_chains`` consecutive draws
@@ -176,7 +178,13 @@ class Posterior:
         :func:`~pyro_symmetric.mcmc.sample` does so; a file holds no model. It lets
         ``diagnose`` check the energy, and ``to_arviz(log_likelihood=True)`` needs it.
 
-        >>> posterior = Posterior.load(path).attach(model, x, y)
+        >>> model = ps.BayesianModel(nn.Linear(2, 1), likelihood="gaussian")
+        >>> draws = {name: v.sample((4, 50)) for name, v in model.priors().items()}
+        >>> ps.Posterior(draws, kind="chains").save("draws")
+        >>> x, y = torch.randn(5, 2), torch.randn(5)
+        >>> posterior = ps.Posterior.load("draws").attach(model, x, y)
+        >>> posterior.source.model is model
+        True
         """
         return replace(self, source=Source(model, args, kwargs))
 
@@ -230,7 +238,10 @@ class Posterior:
     def select(self, chains: Any = slice(None), draws: Any = slice(None)) -> Posterior:
         """Select chains and draws; return them as a posterior.
 
+        >>> posterior = ps.Posterior({"w": torch.randn(4, 800, 3)}, kind="chains")
         >>> posterior.select(chains=[0, 2], draws=slice(500, None))
+        Posterior(2 chains of 300 draws, 3 weights)
+          w  (3,)
 
         :param chains: a slice (which gives a view), indices, or a mask; a single index
             keeps its axis.
@@ -263,10 +274,16 @@ class Posterior:
         """Apply a function of weights to all draws; return the new posterior, with the
         old statistics and metadata.
 
-        >>> posterior.map(element)  # an element of a symmetry group moves every draw
-        >>> posterior.map(
-        ...     ps.canonicalize, symmetry
-        ... )  # every draw becomes the representative of its orbit
+        >>> group = ps.Group.declare({"w": ("k",)}, {"w": torch.zeros(3)})
+        >>> posterior = ps.Posterior(
+        ...     {"w": torch.tensor([[[3.0, 1.0, 2.0]]])}, kind="chains"
+        ... )
+        >>> element = group.element({"k": torch.tensor([1, 2, 0])})
+        >>> posterior.map(element).samples["w"]  # an element moves every draw
+        tensor([[[1., 2., 3.]]])
+        >>> canonical = posterior.map(ps.canonicalize, group)
+        >>> canonical.samples["w"]  # the representatives of their orbits
+        tensor([[[1., 2., 3.]]])
 
         Deterministic sites are dropped, since they belong to the old draws;
         :func:`predict` recomputes them.

@@ -69,6 +69,7 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     """Return R-hat and effective sample sizes of quantities ``(chains, draws,
     *event_shape)``.
 
+    >>> from pyro_symmetric.posterior.statistics import chain_statistics
     >>> chain_statistics(torch.randn(4, 250, 10, 3)).r_hat.shape
     torch.Size([10, 3])
 

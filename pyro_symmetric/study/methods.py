@@ -1,6 +1,7 @@
 """The methods of a study, by name. A new one is a function whose docstring describes it
 in reports:
 
+>>> from pyro_symmetric.study.methods import Fit, register
 >>> @register("prior", {"draws": 400})  # its budget: --methods prior:draws=100
 ... def prior(problem, budget, progress):
 ...     "Draw from the prior."
@@ -8,7 +9,7 @@ in reports:
 ...         site: prior.sample((budget.draws,))
 ...         for site, prior in problem.model.priors().items()
 ...     }
-...     yield Fit(Posterior.from_samples(weights, kind="independent"), {})
+...     yield Fit(ps.Posterior.from_samples(weights, kind="independent"), {})
 """
 
 from __future__ import annotations
