@@ -192,8 +192,7 @@ def results(folder: Path) -> str:
         "# Results",
         "",
         "What the benchmarks printed when they were last recorded, by `python -m "
-        "benchmarks.record`. Those that have",
-        "gone since are at the commit that is named.",
+        "benchmarks.record`.",
     ]
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
