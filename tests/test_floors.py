@@ -55,11 +55,10 @@ INSIDE = {
         ["find"],
     ],
     "alignment": [
-        ["moments"],
-        ["barrier", "descent"],
-        ["matching"],
+        ["assignment", "elements", "moments", "terms"],
+        ["barrier", "descent", "nearest", "relabel", "scale_fit"],
+        ["pairwise"],
         ["many"],
-        ["relabel"],
     ],
 }
 

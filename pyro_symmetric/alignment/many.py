@@ -39,8 +39,8 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.descent import Descent, act, put, recentre, reshape
-from pyro_symmetric.alignment.matching import BAR_DELAY, evening
+from pyro_symmetric.alignment.descent import Descent
+from pyro_symmetric.alignment.elements import act, put, recentre, reshape
 from pyro_symmetric.alignment.moments import (
     COSTS,
     GaussianWeights,
@@ -52,6 +52,8 @@ from pyro_symmetric.alignment.moments import (
     require_fit,
     to_gaussian,
 )
+from pyro_symmetric.alignment.pairwise import BAR_DELAY
+from pyro_symmetric.alignment.scale_fit import evening
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group, group_of
@@ -220,7 +222,7 @@ def align_many(
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # spreads are differences of squares
         moments = {site: value.double() for site, value in moments.items()}
-    scales, _ = evening(group, moments)
+    scales = evening(group, moments).of_source
     even = (
         {s: act(scales, s, v) for s, v in moments.items()}
         if group.names("scale")
@@ -336,7 +338,7 @@ class _Rounds:
         element = self.identity
         for rows in self._chunks:
             element = put(
-                element, rows, self._descent(alone, rows).search(0)[0].element
+                element, rows, self._descent(alone, rows).search(0).best.element
             )
         return element
 

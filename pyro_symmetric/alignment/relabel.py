@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_symmetric.alignment.descent import assign, recentre
+from pyro_symmetric.alignment.assignment import assign
+from pyro_symmetric.alignment.elements import recentre
 from pyro_symmetric.groups.group import group_of
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 
@@ -79,9 +80,8 @@ def relabel(
     posterior = chains_of(posterior, shapes=group.site_shapes)
     if len(group.factors) != 1 or group.moves != {"permute"}:
         raise ValueError(
-            f"symmetry has the units {list(group.factors)} with {sorted(group.moves)}; it "
-            "must permute one set, the "
-            "components"
+            f"symmetry has the units {list(group.factors)} with "
+            f"{sorted(group.moves)}; it must permute one set, the components"
         )
     ((name, components),) = group.factors.items()
     shape = tuple(probabilities.shape)

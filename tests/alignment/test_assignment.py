@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from pyro_symmetric.alignment.descent import assign
+from pyro_symmetric.alignment.assignment import assign
 
 
 def total(scores, found):

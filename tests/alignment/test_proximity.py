@@ -5,7 +5,7 @@ within the theorem's bound.
 import pytest
 import torch
 
-from pyro_symmetric.alignment.matching import nearest_copy
+from pyro_symmetric.alignment.nearest import nearest_copy
 from pyro_symmetric.groups import Group
 
 SHAPES = {"in": torch.Size((4, 3)), "bias": torch.Size((4,)), "out": torch.Size((2, 4))}
