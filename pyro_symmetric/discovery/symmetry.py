@@ -152,7 +152,8 @@ class Symmetry:
         return self.group.buffers
 
     def log_order(self) -> float:
-        """Return the natural logarithm of the number of permutations with signs.
+        """Return the natural logarithm of the number of permutations with signs, of
+        which those that act alike count once.
 
         A posterior whose prior has these symmetries has as many equivalent modes.
         """

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
+from pyro_symmetric.groups.order import Effective, effective_moves
 from pyro_symmetric.groups.units import (
     MOVES,
     Axis,
@@ -214,11 +215,7 @@ class Group:
                 raise ValueError(
                     f"axes names {site!r}; example_weights holds {list(shapes)}"
                 )
-            if (
-                not isinstance(names, list | tuple)
-                or len(names) != len(shapes[site])
-                or not names
-            ):
+            if not isinstance(names, list | tuple) or len(names) != len(shapes[site]):
                 raise ValueError(
                     f"axes[{site!r}] is {names!r}; it must name units or None for each "
                     "axis of that site, whose shape "
@@ -262,16 +259,16 @@ class Group:
         return cls(units, shapes)
 
     def order(self) -> int:
-        """Return the number of permutations with signs; signs that act alike (all rows,
-        all columns) count twice.
+        """Return the number of actions of permutations with signs.
+
+        Elements that act alike count once: flipping all rows of a matrix flips all of
+        its columns.
         """
         permutations = (
             math.factorial(self[name].size) ** self[name].copies
-            for name in self.names("permute")
+            for name in self.effective.permuted
         )
-        return math.prod(permutations) * int(
-            2 ** sum(self[name].count for name in self.names("flip"))
-        )
+        return math.prod(permutations) * int(2 ** len(self.effective.flipped))
 
     def log_order(self) -> float:
         """Return the log of :meth:`order`, the number of equivalent modes of an
@@ -279,11 +276,16 @@ class Group:
         """
         permutations = sum(
             self[name].copies * math.lgamma(self[name].size + 1)
-            for name in self.names("permute")
+            for name in self.effective.permuted
         )
-        return permutations + math.log(2.0) * sum(
-            self[name].count for name in self.names("flip")
-        )
+        return permutations + math.log(2.0) * len(self.effective.flipped)
+
+    @functools.cached_property
+    def effective(self) -> Effective:
+        """Permutations and signs of which no two act alike, and which act in all
+        ways.
+        """
+        return effective_moves(self)
 
     # its units, and where they lie ----------------------------------------------------
 
@@ -632,8 +634,8 @@ class Group:
         return Element(self, permutations, signs, scales, shifts, shape)
 
     def enumerate(self) -> Element:
-        """List all permutations with signs, as a batch of shape ``(order,)``, the
-        identity first.
+        """List permutations with signs, one for each action, as a batch of shape
+        ``(order,)``, the identity first.
 
         :raises ValueError: if there are more than a million.
         """
@@ -642,19 +644,18 @@ class Group:
                 f"the group has exp({self.log_order():.1f}) elements; at most "
                 f"{ENUMERATION_LIMIT} can be enumerated"
             )
-        permuted, flipped = (
-            [self[name] for name in self.names(move)] for move in ("permute", "flip")
-        )
+        permuted = [self[name] for name in self.effective.permuted]
+        flipped = torch.as_tensor(self.effective.flipped, device="cpu")
         sizes = [
             math.factorial(one.size) for one in permuted for _ in range(one.copies)
         ]
-        sizes += [2] * sum(one.count for one in flipped)
+        sizes += [2] * len(flipped)
         digits = iter(
             torch.unravel_index(torch.arange(self.order(), device="cpu"), sizes)
             if sizes
             else ()
         )
-        permutations, signs = {}, {}
+        permutations = {}
         for one in permuted:
             table = torch.tensor(
                 list(itertools.permutations(range(one.size))), device="cpu"
@@ -663,10 +664,12 @@ class Group:
                 [table[next(digits)] for _ in range(one.copies)], -2
             )
             permutations[one.name] = permutations[one.name].reshape(-1, *one.shape)
-        for one in flipped:
-            bits = torch.stack([next(digits) for _ in range(one.count)], -1)
-            signs[one.name] = (1.0 - 2.0 * bits).reshape(-1, *one.shape)
-        return Element(self, permutations, signs, batch_shape=(self.order(),))
+        signs = torch.ones(self.order(), self.size, device="cpu")
+        for unit in flipped:
+            signs[:, unit] = 1.0 - 2.0 * next(digits)
+        return Element(
+            self, permutations, self.by_name(signs, "flip"), batch_shape=(self.order(),)
+        )
 
     # equality and JSON ----------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class Axis:
     ... ).factors
     {'hidden': 3}
 
-    :param index: LongTensor ``(blocks, count)``: unit ``u`` occupies the positions
-        ``index[:, u]``. Kept on the CPU.
+    :param index: integers ``(blocks, count)``: unit ``u`` occupies the positions
+        ``index[:, u]``. Kept as a contiguous LongTensor on the CPU.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f **
         exponent``: 1 for what enters a unit (its rows and bias), -1 for what leaves it,
         2 for a running variance, 0 for no effect.
@@ -80,15 +80,18 @@ class Axis:
 
     def __post_init__(self) -> None:
         index = arguments.tensor("index", self.index)
-        if index.dtype != torch.long or index.dim() != 2:
+        integral = not (index.is_floating_point() or index.is_complex())
+        if index.dim() != 2 or index.dtype == torch.bool or not integral:
             raise ValueError(
-                f"index is {index.dtype} {tuple(index.shape)}; it must be a LongTensor "
+                f"index is {index.dtype} {tuple(index.shape)}; it must hold integers, "
                 "(blocks, count)"
             )
         # groups outlive the mode they are built in
-        if index.is_inference() or index.device.type != "cpu":
-            with torch.inference_mode(False):
-                object.__setattr__(self, "index", index.cpu().clone())
+        with torch.inference_mode(False):
+            if index.is_inference():
+                index = index.clone()
+            index = index.to("cpu", torch.long).contiguous()
+        object.__setattr__(self, "index", index)
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
@@ -827,7 +830,7 @@ def permute_axes(
                 batch.numel(), device=value.device
             ).reshape(*batch, 1)
             value = (
-                value.reshape(-1, *rest)
+                value.reshape(batch.numel() * site[0], *rest)
                 .index_select(0, row.flatten())
                 .reshape(*row.shape, *rest)
             )

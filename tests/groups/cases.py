@@ -297,7 +297,7 @@ def weights_of(
 ) -> Weights:
     """Generic weights; running variances are positive."""
     drawn = {
-        site: torch.randn(*batch, *shape, dtype=dtype)
+        site: torch.randn((*batch, *shape), dtype=dtype)
         for site, shape in group.site_shapes.items()
     }
     return {

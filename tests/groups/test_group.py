@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import pyro_symmetric as ps
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import rows
 
@@ -100,6 +101,62 @@ def test_draws_are_uniform_over_the_group(moves, size, bound):
     counts = images.unique(dim=0, return_counts=True)[1].double()
     assert len(counts) == group.order()
     assert float(((counts - 1000) ** 2 / 1000).sum()) < bound
+
+
+# indices ------------------------------------------------------------------------------
+
+
+INDICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda index: index.T.contiguous().T,
+    "every second": lambda index: index.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda index: index[:, :1] + torch.zeros(1, dtype=torch.long).expand(6),
+    "of 32 bits": lambda index: index.int(),
+    "of 8 bits": lambda index: index.to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", INDICES)
+def test_an_axis_takes_any_index_tensor(kind):
+    plain_index = torch.arange(6).view(2, 3)
+    index = INDICES[kind](plain_index)
+    axis = Axis("w", 0, index)
+    assert axis.index.dtype == torch.long
+    assert axis.index.is_contiguous()
+    assert torch.equal(axis.index, index.long())
+
+
+def test_tables_with_transposed_indices_are_aligned():
+    """Rows and columns of a table along one axis: what one places, the other finds."""
+    table = torch.arange(12).view(3, 4)
+
+    def group(change: Callable[[torch.Tensor], torch.Tensor]) -> Group:
+        rows_of, columns = change(table.T), change(table)
+        sites = (("w", 0), ("v", 1))
+        return Group(
+            [
+                Units(
+                    "row", 3, tuple(Axis(site, dim, rows_of, 1) for site, dim in sites)
+                ),
+                Units(
+                    "column", 4, tuple(Axis(site, dim, columns) for site, dim in sites)
+                ),
+            ],
+            {"w": (12, 2), "v": (3, 12)},
+        )
+
+    transposed = group(lambda index: index.T.contiguous().T)
+    reference = weights_of(transposed)
+    moved = transposed.sample(dtype=torch.float64)(reference)
+    found = ps.align(moved, reference, transposed)
+    assert close(found.element(moved), reference)
+    contiguous = ps.align(moved, reference, group(torch.Tensor.contiguous))
+    assert found.element.within(contiguous.element.group).equal(contiguous.element)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_indices_that_are_no_integers_are_refused(dtype):
+    with pytest.raises(ValueError, match="must hold integers"):
+        Axis("w", 0, torch.zeros(1, 3, dtype=dtype))
 
 
 # normalisation ------------------------------------------------------------------------
