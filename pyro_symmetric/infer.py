@@ -135,8 +135,6 @@ class MCMC:
         ``engine``, ``store`` ...
     """
 
-    posterior: Posterior  # set by ``run``
-
     def __init__(
         self,
         kernel: Kernel,
@@ -158,6 +156,7 @@ class MCMC:
             "num_warmup": num_samples if warmup_steps is None else warmup_steps,
             **options,
         }
+        self._posterior: Posterior | None = None
         self._options |= {
             "num_samples": num_samples,
             "num_chains": num_chains,
@@ -167,8 +166,19 @@ class MCMC:
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are passed to the model."""
         self._args, self._kwargs = args, kwargs  # read by ArviZ
-        self.posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **self._options)
-        return self.posterior
+        self._posterior = mcmc.sample(
+            self.kernel, *args, kwargs=kwargs, **self._options
+        )
+        return self._posterior
+
+    @property
+    def posterior(self) -> Posterior:
+        """The draws of :meth:`run`."""
+        if self._posterior is None:
+            raise RuntimeError(
+                "there are no draws yet; call run(...) of this MCMC first"
+            )
+        return self._posterior
 
     def get_samples(
         self, num_samples: int | None = None, group_by_chain: bool = False

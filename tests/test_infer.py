@@ -133,3 +133,10 @@ def test_all_arguments_of_run_are_the_models():
 
     quiet(NUTS(model), 1, 1).run("data", seed=5)
     assert set(seen) == {("data", 5, 3)}
+
+
+@pytest.mark.parametrize("method", ["get_samples", "diagnostics", "summary"])
+def test_draws_that_are_not_there_yet_are_told(method):
+    mcmc = MCMC(NUTS(positive), num_samples=5)
+    with pytest.raises(RuntimeError, match=r"no draws yet; call run\(\.\.\.\)"):
+        getattr(mcmc, method)()

@@ -4,6 +4,7 @@ returns the posterior.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
@@ -30,6 +31,8 @@ from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches
 from pyro_symmetric.mcmc.kernels.nuts import NUTS
 from pyro_symmetric.mcmc.resume import (
     VERSIONS,
+    allowed_difference,
+    digest_before_run,
     energies,
     identify,
     pack,
@@ -161,7 +164,7 @@ def sample(
         initial=initial,
         chain_chunk=chain_chunk,
         engine=engine,
-        store=None if store is None else Path(store).absolute(),
+        store=None if store is None else _folder(store),
         resume=resume,
         seed=seed,
         device=device,
@@ -173,6 +176,8 @@ def sample(
             "hook is given, but the chains are cut into tasks, which may run anywhere; "
             "pass hook=None"
         )
+    if settings.store is not None:
+        settings = replace(settings, code_before=digest_before_run(settings.kernel))
     density = None
     if not isinstance(kernel_or_model, Kernel):
         settings, density = choose(settings, num_chains)
@@ -195,6 +200,19 @@ def sample(
     return posterior
 
 
+def _folder(store: PathLike) -> Path:
+    """Return the absolute path of a store; refuse an empty one, which would be the
+    working directory.
+    """
+    arguments.instance("store", store, (str, os.PathLike), "the path of a folder")
+    if not str(store).strip():
+        raise ValueError(
+            f"store is {store!r}, which names no folder; pass the path of a new "
+            "folder, or None"
+        )
+    return Path(store).absolute()
+
+
 @dataclass(frozen=True, eq=False)
 class Settings:
     """The arguments of :func:`~pyro_symmetric.mcmc.sample` that determine the draws and
@@ -202,6 +220,8 @@ class Settings:
 
     :param chosen: the kernel and number of chains in words, if they were chosen for the
         model.
+    :param code_before: digest of the code of model and kernel before the model is run,
+        if there is a store.
     """
 
     kernel: Kernel
@@ -220,6 +240,7 @@ class Settings:
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     chosen: str = ""
+    code_before: str | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in MINIMUM.items():
@@ -386,7 +407,10 @@ def run(
                         show(bar, run_state, num_samples, recorder.diverged)
         except KeyboardInterrupt:
             if run_state.draws == 0:
-                when = f"interrupted after {run_state.iteration} of {run_state.num_warmup} iterations of warm-up"
+                when = (
+                    f"interrupted after {run_state.iteration} of "
+                    f"{run_state.num_warmup} iterations of warm-up"
+                )
                 kept = (
                     f"; they are kept in {store}, and the same call resumes there"
                     if store
@@ -462,6 +486,8 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
     store can't keep the kernel's state, and ``ValueError`` if it can't keep the
     sites."""
     seed = drawn_seed() if settings.seed is None else settings.seed
+    if settings.store is not None:
+        recorder.fingerprint = identify(settings, density, seed)
     generator = torch.Generator(density.device).manual_seed(seed)
     z = starting_points(density, settings.num_chains, settings.initial, generator)
     lengths = settings.warmups(density)
@@ -479,7 +505,6 @@ def start(settings: Settings, density: Density, recorder: Recorder) -> RunState:
         one_start=shared,
     )
     if settings.store is not None:
-        recorder.fingerprint = identify(settings, density, seed)
         require_storable(vars(run_state), settings.kernel)
         # refuses names and dtypes now rather than after warm-up
         for name, draw in density.draws(z).items():
@@ -508,7 +533,7 @@ def restore(
             engine=engine if settings.engine == "auto" else settings.engine,
         )
         recorder.fingerprint = identify(settings, density, seed)
-        require_same(settings, last.fingerprint, recorder.fingerprint)
+        same_rounding = require_same(settings, last.fingerprint, recorder.fingerprint)
         fields, stored_energies = unpack(last.state, settings.kernel)
         run_state = RunState(**{**fields, "seed": seed})
         iteration, num_warmup, z = (
@@ -526,7 +551,8 @@ def restore(
             raise ValueError(
                 f"{len(z)} chains have {last.draws} draws at iteration {iteration}"
             )
-        require_same_energies(settings, density, z, stored_energies)
+        tolerance = allowed_difference(density, stored_energies, same_rounding)
+        require_same_energies(settings, density, z, stored_energies, tolerance)
     except StoreError:
         raise
     except (
@@ -806,7 +832,10 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     mass = "dense" if density.dim <= DENSE and not density.is_network else "diagonal"
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
-    choice = f"{kind.__name__} with {count} ({why}), mass={mass!r} (for {density.dim:,} dimensions)"
+    choice = (
+        f"{kind.__name__} with {count} ({why}), mass={mass!r} "
+        f"(for {density.dim:,} dimensions)"
+    )
     # a run that resumes keeps its engine
     if settings.store is None or not settings.store.exists():
         choice += f", engine {density.engine!r}"

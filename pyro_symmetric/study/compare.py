@@ -25,7 +25,8 @@ import torch
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
-from pyro_symmetric.mcmc.resume import VERSIONS, differences, digest
+from pyro_symmetric.mcmc.digest import digest
+from pyro_symmetric.mcmc.resume import VERSIONS, differences
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import StoreError, write_whole
 from pyro_symmetric.study.measure import (

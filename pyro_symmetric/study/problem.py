@@ -18,7 +18,8 @@ from pyro_symmetric import arguments, datasets
 from pyro_symmetric.datasets import Dataset
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.mcmc.resume import as_json, digest
+from pyro_symmetric.mcmc.digest import digest
+from pyro_symmetric.mcmc.resume import as_json
 from pyro_symmetric.models import (
     BayesianModel,
     CategoricalLikelihood,

@@ -420,6 +420,14 @@ def test_resume_false_wants_a_new_folder_and_true_an_old_one(stored, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("store", ["", " ", 3])
+def test_a_store_without_a_name_is_refused(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, TypeError), match=r"store is .* path of a"):
+        run("HMC", seed=1, store=store)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_chunk_of_chains_that_was_chosen_is_kept(tmp_path):
     run("HMC", seed=1, chain_chunk=2, num_samples=2, store=tmp_path / "s")
     assert (
