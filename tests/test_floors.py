@@ -50,8 +50,9 @@ INSIDE = {
         ["registry", "symmetry"],
         ["integer_algebra", "trace"],
         ["flow", "linear_twin", "verify"],
-        ["cells", "repeats", "rules"],
-        ["completeness", "conservation_law", "model_check"],
+        ["cells", "model_density", "repeats", "rules"],
+        ["completeness", "conservation_law", "model_check", "valid_sets"],
+        ["model_symmetry"],
         ["find"],
     ],
     "alignment": [

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules o
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.flow import Flow, propagate
+from pyro_symmetric.discovery.model_symmetry import (
+    find_model_symmetry,
+    is_pyro_model,
+    of_bayesian_model,
+)
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
@@ -53,9 +58,8 @@ class UnknownOperator(UserWarning):
     """An operator has no rule; units that reach it are left out of the group."""
 
 
-@forked()
 def find_symmetry(
-    net: nn.Module,
+    net: nn.Module | Callable[..., Any],
     *example_inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
     only: Names | None = None,
@@ -63,22 +67,37 @@ def find_symmetry(
     buffers: bool = True,
     verify: bool = True,
     logits: bool = False,
+    accidents: bool = False,
 ) -> Symmetry:
     """Find how a network's weights may be permuted, multiplied and shifted without a
-    change of its function.
+    change of its function; or how the sites of a Pyro model may be permuted and flipped
+    without a change of its joint density.
 
     >>> net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> symmetry = ps.find_symmetry(net, torch.randn(4, 3))
     >>> symmetry.permutations.factors, symmetry.scalings.factors
     ({'0': 8}, {'0': 8})
 
-    The function maps the tensors among the inputs to those among the outputs. Random
+    >>> def mixture(x):
+    ...     weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    ...     with pyro.plate("components", 3):
+    ...         locs = pyro.sample("locs", dist.Normal(0.0, 5.0))
+    ...     components = dist.Normal(locs, 1.0)
+    ...     with pyro.plate("data", len(x)):
+    ...         fn = dist.MixtureSameFamily(dist.Categorical(weights), components)
+    ...         pyro.sample("x", fn, obs=x)
+    >>> ps.find_symmetry(mixture, torch.randn(20)).permutations.factors
+    {'locs': 3}
+
+    A network's function maps the tensors among the inputs to those among the outputs. Random
     numbers that the network draws are held fixed; masks of dropout, and noise in train
     mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't found,
     and how networks on the meta device are treated.
 
-    :param net: any module that ``torch.export`` can trace. It isn't changed.
-    :param example_inputs: arguments of its ``forward``, with a batch of two or more.
+    :param net: any module that ``torch.export`` can trace, which isn't changed; or a
+        Pyro model, a function or a module that observes data.
+    :param example_inputs: arguments of its ``forward``, with a batch of two or more;
+        of a model, its arguments, data included.
     :param kwargs: keyword arguments of ``forward``, such as ``{"attention_mask":
         mask}``.
     :param only: names of the sites (parameters and buffers) that may move, or of
@@ -92,21 +111,41 @@ def find_symmetry(
         (``UnverifiedSymmetry``).
     :param logits: whether outputs go through a softmax, so that one constant may be
         added to the last bias.
-    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``),
-        or it is a ``BayesianModel``.
+    :param accidents: of a model, whether to keep what holds for these data, but not for
+        data that the model itself simulates, such as the exchange of two equal rows.
+    :raises TypeError: if parameters of the network are random (Pyro's ``PyroSample``).
     :raises UntraceableError: if the forward pass branches on the data that flow through
         it.
     :raises ValueError: if the network doesn't run on the inputs, returns no tensor, or
         holds NaN or infinite weights; if a name matches no site.
     """
-    arguments.instance("net", net, nn.Module, "a torch.nn.Module")
-    _require_parameters(net)
-    # as a module it would be traced with its priors, and hold no symmetry
     if isinstance(net, BayesianModel):
-        raise TypeError(
-            "net is a BayesianModel; pass its network: find_symmetry(model.net, x), "
-            "whose sites are the model's"
+        found = _of_network(
+            net.net, example_inputs[:1], kwargs, only, freeze, buffers, verify, logits
         )
+        return of_bayesian_model(net, found)
+    if is_pyro_model(net, example_inputs, kwargs or {}):
+        return find_model_symmetry(net, example_inputs, kwargs, only, freeze, accidents)
+    arguments.instance("net", net, nn.Module, "a torch.nn.Module, or a Pyro model")
+    assert isinstance(net, nn.Module)
+    _require_parameters(net)
+    return _of_network(
+        net, example_inputs, kwargs, only, freeze, buffers, verify, logits
+    )
+
+
+@forked()
+def _of_network(
+    net: nn.Module,
+    example_inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    only: Names | None,
+    freeze: Names,
+    buffers: bool,
+    verify: bool,
+    logits: bool,
+) -> Symmetry:
+    """Find the symmetry of a network; see :func:`find_symmetry`."""
     frozen = frozen_sites(net, only, freeze)
     parameters = {
         name: p.detach()

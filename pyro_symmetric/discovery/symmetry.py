@@ -97,6 +97,7 @@ class Symmetry:
     explanation: Explanation = field(default_factory=Explanation)
     logits: bool = False
     at_least: bool = False
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         group = self.group
@@ -110,7 +111,7 @@ class Symmetry:
             f"{count['scale']} scales, {count['flip']} signs, "
             f"{len(group.names('shift'))} shifts"
         )
-        return "\n".join([head, *table(group.units)]) if group.units else head
+        return "\n".join([head, *table(group.units), *self.remarks])
 
     # the group and its subgroups ------------------------------------------------------
 
@@ -317,7 +318,11 @@ class Symmetry:
             "group": self.group.to_dict(),
             "explanation": [axis._asdict() for axis in self.explanation],
         }
-        return data | {"logits": self.logits, "at_least": self.at_least}
+        return data | {
+            "logits": self.logits,
+            "at_least": self.at_least,
+            "remarks": [*self.remarks],
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Symmetry:
@@ -332,6 +337,7 @@ class Symmetry:
             explanation,
             data["logits"],
             data["at_least"],
+            tuple(data["remarks"]),
         )
 
 
