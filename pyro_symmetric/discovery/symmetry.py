@@ -111,7 +111,8 @@ class Symmetry:
             f"{count['scale']} scales, {count['flip']} signs, "
             f"{len(group.names('shift'))} shifts"
         )
-        return "\n".join([head, *table(group.units), *self.remarks])
+        units = table(group.units) if group.units else []
+        return "\n".join([head, *units, *self.remarks])
 
     # the group and its subgroups ------------------------------------------------------
 
