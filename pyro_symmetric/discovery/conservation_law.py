@@ -59,7 +59,7 @@ from pyro_symmetric.discovery.repeats import (
     copies,
     without_repeats,
 )
-from pyro_symmetric.discovery.symmetry import near
+from pyro_symmetric.discovery.symmetry import fresh, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.verify import difference, guilty
 from pyro_symmetric.groups import Axis, Group, Units
@@ -68,10 +68,14 @@ from pyro_symmetric.weights import Weights
 
 FLOAT64 = 6_000_000  # networks with more weights are differentiated in float32
 SMALL = 20_000  # networks with fewer weights are probed at several points
-# distances of these points from the network's weights, in their deviations
-SPREADS = (0.3, 0.3, 0.6, 0.6, 1.2, 1.2)
-# distances of further points, at which proposals are tried only
-TEST_SPREADS = 12 * (1.2,)
+# Distances of points near the network's weights, in their deviations. A point with
+# fresh weights follows each: there units are on that the network's own weights, a bias
+# of minus six, say, never switch on.
+NEAR = (0.3, 0.6, 1.2)
+# further points, at which proposals are tried only: as far as the last ones above, and
+# with fresh weights and inputs of these sizes, which reach clamps
+TEST_POINTS = 6
+TEST_SIZES = (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
 # of a large network, if units that are dead at the first one would be needed
 MORE_POINTS = 3
 # of a large and of a small network; cells that need more get no multipliers
@@ -108,9 +112,12 @@ def with_multipliers(
     slices: Mapping[str, Array],
     held: Collection[str] = (),
     logits: bool = False,
-) -> list[Units]:
+) -> tuple[list[Units], bool]:
     """Add to units the multipliers that they admit, and units that are only multiplied
     or shifted.
+
+    The second result is whether there may be more: of units that nothing switches on,
+    or of networks without derivatives, nothing is known.
 
     :param units: the units that permute, outer ones first.
     :param fixed: units that nothing permutes.
@@ -137,7 +144,7 @@ def with_multipliers(
                 cells.append(_Cell(one, axes, frozenset(spanning)))
         multipliers = law.multipliers(cells)
     except NotDifferentiable:  # permutations alone are found
-        return list(units)
+        return list(units), True
     for cell, moves in multipliers.items():
         _add_multipliers(by_name, cell, moves)
     multiplied = [
@@ -157,7 +164,7 @@ def with_multipliers(
             by_name[f"{move} of {site}"] = Units(
                 f"{move} of {site}", 1, (axis,), moves=frozenset({move})
             )
-    return list(by_name.values())
+    return list(by_name.values()), law.undecided
 
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
@@ -211,9 +218,7 @@ Bases = dict[_Cell, list[Exponents]]
 
 
 class _Point(NamedTuple):
-    """Random weights near the network's own, random inputs of each pass, and the
-    network's outputs there.
-    """
+    """Random weights, random inputs of each pass, and the network's outputs there."""
 
     weights: Weights
     inputs: list[list[Tensor]]
@@ -246,6 +251,7 @@ class _Law:
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.repeats = Repeats(None, {}, {})
         self.points, self.test_points = list[_Point](), list[_Point]()
+        self.undecided = False  # whether units may have more multipliers
         self.first_gradient: Weights = {}
 
     def multipliers(self, cells: Sequence[_Cell]) -> dict[_Cell, Moves]:
@@ -327,14 +333,16 @@ class _Law:
         weights = {
             site: in_dtype(value, self.dtype) for site, value in self.weights.items()
         }
-        self.points = [
-            self._point(weights, spread)
-            for spread in (SPREADS if self.small else SPREADS[:1])
-        ]
-        self.test_points = [
-            self._point(weights, spread)
-            for spread in (TEST_SPREADS if self.small else ())
-        ]
+        self.points, self.test_points = [self._near_point(weights, NEAR[0])], []
+        if self.small:
+            self.points.append(self._fresh_point(weights))
+            for spread in NEAR[1:]:
+                self.points.append(self._near_point(weights, spread))
+                self.points.append(self._fresh_point(weights))
+            for _ in range(TEST_POINTS):
+                self.test_points.append(self._near_point(weights, NEAR[-1]))
+            for size in TEST_SIZES:
+                self.test_points.append(self._fresh_point(weights, size))
         most = MOST_LOSSES[self.small]
         soluble = [
             cell for cell in cells if len(cell.axes) + 4 <= most * cell.units.count
@@ -351,7 +359,7 @@ class _Law:
         while len(self.points) < MORE_POINTS and any(
             _is_dead(cell, products) for cell in cells
         ):
-            self.points.append(self._point(weights, SPREADS[2 * len(self.points)]))
+            self.points.append(self._fresh_point(weights))
             losses = max(losses, len(self.points))
             products = self._inner_products(cells, losses, "scale")
         dead = [
@@ -362,6 +370,7 @@ class _Law:
         ]
         if any(site in self.repeats.block for site in dead):
             raise UnequalBlocks
+        self.undecided = bool(dead)
         scales = self._confirmed(
             {cell: self._scales(cell, products) for cell in cells}, FACTOR[self.dtype]
         )
@@ -373,6 +382,7 @@ class _Law:
                 for cell in cells
             }
         except NotDifferentiable:
+            self.undecided = True
             return scales, {cell: [] for cell in cells}
         return scales, _independent_of_others(
             self._confirmed(signs, -1.0), self.shapes, True
@@ -493,40 +503,62 @@ class _Law:
                 for out in one.outputs(weights, own, self.dtype, twin, unfitted)
             ]
 
-    def _point(self, own: Weights, spread: float) -> _Point:
-        """Draw a point near a network's own weights; inputs are the example's if it
-        doesn't take random ones.
+    def _near_point(self, center: Weights, spread: float) -> _Point:
+        """Draw weights near a network's; inputs are the example's if it doesn't take
+        random ones.
+
+        :param spread: the distance, in deviations of the weights.
         """
-        quiet = (
-            {site for site, value in own.items() if value.dim() < 2}
-            if self.dtype == torch.float32
-            else ()
-        )
+        quiet = self.dtype == torch.float32
         weights = {
             site: near(
                 value,
                 site in self.buffers,
                 spread,
                 self.generator,
-                AUDIBLE if site in quiet else 0.0,
+                AUDIBLE if quiet and value.dim() < 2 else 0.0,
             )
-            for site, value in own.items()
+            for site, value in center.items()
         }
+        point = self._random_point(weights)
+        if point is not None:
+            return point
+        example = [
+            [in_dtype(x, self.dtype) for x in forward.trace.tensors]
+            for forward in self.passes
+        ]
+        return _Point(weights, example, self._outputs(weights, example))
+
+    def _fresh_point(self, center: Weights, size: float = 1.0) -> _Point:
+        """Draw weights as large as a network's, and inputs of any size; a point near it
+        if it doesn't take these.
+        """
+        weights = {
+            site: fresh(value, site in self.buffers, self.generator)
+            for site, value in center.items()
+        }
+        return self._random_point(weights, size) or self._near_point(center, NEAR[-1])
+
+    def _random_point(self, weights: Weights, size: float = 1.0) -> _Point | None:
+        """Draw inputs at some weights, and fit the running statistics; None if the
+        network has no finite outputs there.
+        """
         # Fitted statistics keep every layer's signal, so that rounding accumulates: too
         # much for single precision.
         fitted = self.epsilons if self.dtype == torch.float64 else ()
         unfitted = {id(weights[site]) for site in fitted if site in weights}
-        example = [
-            [in_dtype(x, self.dtype) for x in one.trace.tensors] for one in self.passes
-        ]
         inputs = [
-            [random_like(x, self.generator) for x in tensors] for tensors in example
+            [
+                random_like(in_dtype(x, self.dtype), self.generator, size)
+                for x in forward.trace.tensors
+            ]
+            for forward in self.passes
         ]
         with contextlib.suppress(NotDifferentiable):
             outputs = self._outputs(weights, inputs, None, unfitted)
             if all(bool(out.isfinite().all()) for out in outputs):
                 return _Point(weights, inputs, outputs)
-        return _Point(weights, example, self._outputs(weights, example))
+        return None
 
     # proposals ------------------------------------------------------------------------
 

@@ -170,12 +170,14 @@ def _of_network(
     cells = solve(flow)
     units = permuted_units(flow, cells)
     held = {*frozen, *(flow.leaves.keys() - used)}
-    group = _with_multipliers(flow, cells, list(units.values()), traces, held, logits)
+    group, undecided = _with_multipliers(
+        flow, cells, list(units.values()), traces, held, logits
+    )
     symmetry = Symmetry(
         group,
         _explained(flow, cells, units),
         logits,
-        any(trace.calls_again() for trace in traces),
+        undecided or any(trace.calls_again() for trace in traces),
     )
     if flow.given_up:
         warnings.warn(
@@ -266,9 +268,9 @@ def _with_multipliers(
     traces: Sequence[Trace],
     held: set[str],
     logits: bool,
-) -> Group:
+) -> tuple[Group, bool]:
     """Return the group of all units, with the scales, signs and shifts that gradients
-    give.
+    give, and whether there may be more.
     """
     net = traces[0].net
     buffers = {site for site, leaf in flow.leaves.items() if leaf.buffer}
@@ -276,16 +278,17 @@ def _with_multipliers(
     shapes |= {
         name: value.shape for name, value in net.named_buffers() if name in buffers
     }
-    if not any(value.is_meta for value in net.parameters()):
+    undecided = any(value.is_meta for value in net.parameters())
+    if not undecided:
         slices = {
             site: leaf.slices
             for site, leaf in flow.leaves.items()
             if leaf.slices is not None
         }
-        units = with_multipliers(
+        units, undecided = with_multipliers(
             units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits
         )
-    return grouped(units, shapes)
+    return grouped(units, shapes), undecided
 
 
 # why axes move or stay ----------------------------------------------------------------

@@ -456,10 +456,15 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def random_like(value: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw normal numbers in place of real or complex ones; leave others alone."""
+def random_like(
+    value: Tensor, generator: torch.Generator | None = None, size: float = 1.0
+) -> Tensor:
+    """Draw normal numbers of a size in place of real or complex ones; leave others
+    alone.
+    """
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    return torch.randn(
+    noise = torch.randn(
         value.shape, generator=generator, dtype=value.dtype, device="cpu"
-    ).to(value.device)
+    )
+    return noise.to(value.device).mul_(size)

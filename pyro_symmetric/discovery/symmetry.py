@@ -90,7 +90,8 @@ class Symmetry:
     :param logits: whether the outputs go through a softmax, and so matter up to a
         constant only.
     :param at_least: whether the network may have more symmetries: a module with
-        parameters is called more than once.
+        parameters is called more than once, nothing that was tried switches some units
+        on, or it has no derivatives.
     """
 
     group: Group
@@ -468,6 +469,27 @@ def in_precision(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own
     return dtype.to_complex() if own.is_complex else dtype
+
+
+def fresh(
+    value: Tensor, buffer: bool, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw normal numbers as large as a network's tensor, centred at zero.
+
+    A bias of minus six is as likely plus six, so that units that the network's own
+    weights never switch on are on as often as off. The deviation of a new layer's
+    weights replaces the size of zeros. Buffers and integers stay near their own.
+    """
+    real = value.is_floating_point() or value.is_complex()
+    if buffer or not real or not value.numel():
+        return near(value, buffer, 0.3, generator)
+    size = float(value.abs().square().mean().sqrt())
+    if size <= CONSTANT:
+        size = max(1, value.shape[1:].numel()) ** -0.5
+    noise = torch.randn(
+        value.shape, generator=generator, dtype=value.dtype, device="cpu"
+    )
+    return noise.to(value.device).mul_(size)
 
 
 def near(

@@ -8,9 +8,11 @@ break the invariance, are the same.
 
 Outputs are those of a copy in float64, whose constant tensors (zero-initialised heads,
 ones in normalisation layers, running statistics) are random: with zeros a wrong group
-can pass with an error of exactly zero. Casts to lower precisions become casts to
-float64. In eval mode each evaluation draws the same random numbers; in train mode they
-count as their means, so that noise that only regularises breaks no symmetry.
+can pass with an error of exactly zero. Fresh weights and inputs of several sizes
+follow, as units may be off, and bounds out of reach, at the network's own weights.
+Casts to lower precisions become casts to float64. In eval mode each evaluation draws
+the same random numbers; in train mode they count as their means, so that noise that
+only regularises breaks no symmetry.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from pyro_symmetric.discovery.symmetry import (
     CONSTANT,
     Symmetry,
     copied,
+    fresh,
     in_precision,
     near,
     refreshed,
@@ -46,12 +49,19 @@ from pyro_symmetric.discovery.symmetry import (
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import MOVES, Element, Move
+from pyro_symmetric.groups.units import MOVES, Element, Move, Units
+from pyro_symmetric.weights import Weights
 
 TOLERANCE = 1e-6  # a relative change that passes,
 ROUNDINGS = 30.0  # or as a multiple of rounding errors, if that is larger
 HOPELESS = 0.5  # a relative change by rounding that makes verification inconclusive
 BITS = 20  # a wrong move passes with probability ``2 ** -BITS`` at most
+# Networks with fewer weights are compared at fresh weights and inputs of all these
+# sizes; those up to the second number, at inputs of the example's size.
+SMALL, LARGE = 20_000, 20_000_000
+INPUT_SIZES = (0.1, 1.0, 10.0, 1e3, 1e4, 1e5)
+# how often these are drawn at most, while no unit of a set is on
+DRAWS = 10
 
 UnitMove = tuple[Move, str]  # one move of some units
 T = TypeVar("T")
@@ -92,6 +102,11 @@ def verify(
     random numbers, from the generators of PyTorch, NumPy and Python. Masks of dropout,
     and the noise of train mode, count as their means.
 
+    A network with fewer than 20,000 weights is compared at its own weights, and at
+    fresh ones (normal, as large as its own) for inputs of six sizes from 0.1 to
+    100,000; a larger one at fresh weights for ordinary inputs. The result is false, and
+    says that nothing is known, if some units are multiplied of which none was ever on.
+
     :param symmetry: the symmetry of the network, or of one like it.
     :param net: the network; it isn't changed.
     :param inputs: an example of what its ``forward`` takes. Floating-point inputs are
@@ -115,7 +130,7 @@ def verify(
                 f"inputs[{number}] is {described(value)}, which is empty; there is "
                 "nothing to compare"
             )
-    outputs = _outputs_of(symmetry, net, inputs, kwargs)
+    outputs = _Points(symmetry, net, inputs, kwargs)
     broken, error = broken_moves(symmetry.group, outputs.change, trials)
     return Verification(
         "the network's outputs",
@@ -123,6 +138,7 @@ def verify(
         error,
         outputs.tolerance,
         "of the largest output",
+        outputs.unknown,
     )
 
 
@@ -137,7 +153,7 @@ def repaired(
     """
     dropped: list[BrokenMove] = []
     try:
-        outputs = _outputs_of(symmetry, net, inputs, kwargs)
+        outputs = _Points(symmetry, net, inputs, kwargs)
         while broken := broken_moves(symmetry.group, outputs.change)[0]:
             dropped += broken
             for one in broken:
@@ -208,7 +224,8 @@ class BrokenMove(NamedTuple):
 
 @dataclass(frozen=True)
 class Verification:
-    """A function's invariance under a group; true if it is invariant.
+    """A function's invariance under a group; true if it is invariant, and nothing is
+    unknown.
 
     :param function: the function, in words.
     :param broken: the moves that change it.
@@ -217,6 +234,8 @@ class Verification:
     :param tolerance: the relative change that passes as rounding: of an output, or of
         each site's log-density.
     :param unit: the unit of changes, in words.
+    :param unknown: names of multiplied or shifted units of which nothing is known, as
+        no weights and inputs that were tried switched any of them on.
     """
 
     function: str
@@ -224,13 +243,20 @@ class Verification:
     error: float
     tolerance: float
     unit: str
+    unknown: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return not self.broken
+        return not (self.broken or self.unknown)
 
     def __str__(self) -> str:
-        if self:
-            return f"{self.function}: invariant under the group; the largest change seen is {self.error:.1e} {self.unit}"
+        doubt = (
+            f"nothing is known of the units {[*self.unknown]}: no weights and inputs "
+            "that were tried switched them on"
+        )
+        if not self.broken:
+            seen = f"the largest change seen is {self.error:.1e} {self.unit}"
+            invariant = f"{self.function}: invariant under the group; {seen}"
+            return f"{invariant}\n{doubt}" if self.unknown else invariant
         lines = [
             f"{self.function}: not invariant under the units "
             f"{[found.name for found in self.broken]}"
@@ -244,13 +270,10 @@ class Verification:
             remedy = f". It would hold {one.remedy}" if one.remedy else ""
             size = f"a change of {one.change:.3g} {self.unit} when they {one.move}"
             lines.append(f"units {one.name!r}: {size}{changed}{remedy}")
-        return "\n".join(
-            [
-                *lines,
-                f"a relative change of up to {self.tolerance:.1g} would pass as "
-                "rounding",
-            ]
+        lines.append(
+            f"a relative change of up to {self.tolerance:.1g} would pass as rounding"
         )
+        return "\n".join([*lines, doubt] if self.unknown else lines)
 
 
 # bisection ----------------------------------------------------------------------------
@@ -439,13 +462,178 @@ def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float
 # a network's outputs ------------------------------------------------------------------
 
 
-def _outputs_of(
+class _Copy:
+    """A copy of a network in float64, into which weights are loaded.
+
+    :param args: an example of what the forward pass takes; so are ``kwargs``.
+    :ivar weights: the copy's own tensors, by site.
+    """
+
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ):
+        self.net = copied(net, torch.float64)
+        self.weights = symmetry.weights_of(self.net)
+        self.call = TensorsOnly(self.net, args, kwargs)
+        self.logits, self.seed = symmetry.logits, drawn_seed()
+        # the point whose weights are loaded, and the sites that differ from its own
+        self.loaded: _Outputs | None = None
+        self.changed = set[str]()
+
+    def load(
+        self, point: _Outputs, weights: Callable[[str], Tensor], sites: Iterable[str]
+    ) -> None:
+        """Load weights, site by site: those of some sites, and of all that differ from
+        the point's own.
+        """
+        sites = set(sites)
+        differing = self.changed if self.loaded is point else self.weights.keys()
+        self.loaded, self.changed = point, sites
+        with torch.no_grad():
+            for site in sites.union(differing):
+                self.weights[site].copy_(weights(site))
+
+    def run(self, inputs: Sequence[Tensor], train: bool) -> list[Tensor] | None:
+        """Run the copy, and restore its buffers; None if it has no train mode (at a
+        batch of one, say).
+
+        :raises InconclusiveError: if it doesn't run in eval mode.
+        """
+        buffers = {name: value.clone() for name, value in self.net.named_buffers()}
+        devices = {value.device for value in (*self.weights.values(), *inputs)}
+        refreshed(self.net, train)
+        try:
+            with (
+                without_fast_attention(),
+                with_both_branches(),
+                without_warnings(),
+                forked(self.seed, *devices, host=True),
+                Deterministic(torch.float64, noise=not train),
+            ):
+                outputs = self.call(*inputs)
+        except Exception as error:
+            if not train:
+                raise InconclusiveError(
+                    f"inconclusive: {type(self.net).__name__} doesn't run ({error!r})"
+                ) from error
+            if not isinstance(error, ValueError | RuntimeError):
+                raise
+            return None
+        finally:
+            with torch.no_grad():
+                for name, value in self.net.named_buffers():
+                    if name in buffers and value.shape == buffers[name].shape:
+                        value.copy_(buffers[name])
+        if not self.logits:
+            return outputs
+        return [out.log_softmax(-1) if out.dim() else out for out in outputs]
+
+
+class _Points:
+    """A network's outputs at its own weights, and at fresh ones with inputs of several
+    sizes.
+
+    A unit that no input switches on at the network's own weights may be on at others,
+    and large inputs reach clamps that others don't.
+
+    :ivar unknown: names of units that are multiplied or shifted, none of which was on
+        at any point.
+    """
+
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ):
+        self.at_own = _at_own_weights(symmetry, net, args, kwargs)
+        self.at_fresh = list[_Outputs]()
+        self.unknown: tuple[str, ...] = ()
+        weights = _weights_without_constants(symmetry, net)
+        weight_count = sum(value.numel() for value in weights.values())
+        if weight_count < SMALL:
+            self._add_points_where_units_are_on(symmetry, weights)
+        elif weight_count < LARGE:
+            point = self._fresh(symmetry, weights, 1.0)
+            self.at_fresh += [point] if point else []
+
+    def _add_points_where_units_are_on(
+        self, symmetry: Symmetry, weights: Weights
+    ) -> None:
+        """Add a point for each size of inputs, drawn anew while it leaves all units of
+        a set off.
+        """
+        group = symmetry.group
+        # Which units may be exchanged shows in how they are read, on or off.
+        multiplied = sorted(
+            {name for move in MOVES for name in group.names(move) if move != "permute"}
+        )
+        always_off = set(self.at_own.off(group, multiplied))
+        for size in INPUT_SIZES:
+            best, fewest = None, multiplied
+            for _ in range(DRAWS):
+                point = self._fresh(symmetry, weights, size)
+                if point is None:
+                    continue
+                off = point.off(group, multiplied)
+                if best is None or len(off) < len(fewest):
+                    best, fewest = point, off
+                if not off:
+                    break
+            if best is not None:
+                self.at_fresh.append(best)
+                always_off &= set(fewest)
+        self.unknown = tuple(sorted(always_off))
+
+    def _fresh(
+        self, symmetry: Symmetry, weights: Weights, size: float
+    ) -> _Outputs | None:
+        """Draw a point with fresh weights; None if the network has no outputs there."""
+        drawn = {
+            site: fresh(value, site in symmetry.buffers) if _real(value) else value
+            for site, value in weights.items()
+        }
+        inputs = _random_inputs(self.at_own.copy.call, size)
+        with suppress(InconclusiveError):
+            return _Outputs(self.at_own.copy, drawn, inputs)
+        return None
+
+    @property
+    def tolerance(self) -> float:
+        """The largest change that passes at any point."""
+        return max(point.tolerance for point in (self.at_own, *self.at_fresh))
+
+    def change(self, element: Element) -> Change:
+        """Return the largest change by an element at all points, or that at the first
+        at which it is broken.
+        """
+        largest = self.at_own.change(element)
+        for point in self.at_fresh:
+            if largest.broken:
+                break
+            # too rough there for a verdict
+            with suppress(InconclusiveError):
+                largest = max(
+                    largest,
+                    point.change(element),
+                    key=lambda change: (change.broken, change.size),
+                )
+        return largest
+
+
+def _at_own_weights(
     symmetry: Symmetry,
     net: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
 ) -> _Outputs:
-    """Evaluate a network at random inputs if it runs at these, else at the example.
+    """Evaluate a network near its own weights: at random inputs if it runs at these,
+    else at the example.
 
     :raises ValueError: if it doesn't take the inputs.
     :raises InconclusiveError: if it does, but nothing can be compared.
@@ -455,82 +643,66 @@ def _outputs_of(
             f"inconclusive: {type(net).__name__} is on the meta device, which holds no "
             "numbers"
         )
+    copy = _Copy(symmetry, net, args, kwargs)
+    weights = _weights_without_constants(symmetry, net)
     try:
-        return _Outputs(symmetry, net, args, kwargs, True)
+        return _Outputs(copy, weights, _random_inputs(copy.call, 1.0))
     except InconclusiveError as error:
         with suppress(InconclusiveError):
-            return _Outputs(symmetry, net, args, kwargs, False)
+            return _Outputs(copy, weights, _example_inputs(copy.call))
         try_out(copied(net).eval(), args, kwargs)
         raise error
 
 
-class _Outputs:
-    """The outputs of a randomised copy of a network in both modes, as functions of its
-    weights.
+def _weights_without_constants(symmetry: Symmetry, net: nn.Module) -> Weights:
+    """Return a network's weights, with random numbers in place of constant tensors."""
+    weights = {site: value.detach() for site, value in symmetry.weights_of(net).items()}
+    for site, value in weights.items():
+        if _real(value) and value.numel():
+            if float(value.std(correction=0)) < CONSTANT:
+                weights[site] = near(value, site in symmetry.buffers)
+    return weights
 
-    :param args: an example of what the forward pass takes; so are ``kwargs``.
-    :param redraw: whether real and complex inputs are replaced by random numbers.
+
+def _example_inputs(call: TensorsOnly) -> list[Tensor]:
+    """Return the example's tensors in double precision."""
+    return [x.detach().to(in_precision(x.dtype, torch.float64)) for x in call.tensors]
+
+
+def _random_inputs(call: TensorsOnly, size: float) -> list[Tensor]:
+    """Draw normal numbers of a size in place of the example's real and complex
+    ones.
+    """
+    return [
+        size * torch.randn_like(x) if _real(x) else x for x in _example_inputs(call)
+    ]
+
+
+class _Outputs:
+    """The outputs of a copy in both modes at one point, as functions of its weights.
+
+    :param origin: the weights at this point, by site.
     :raises InconclusiveError: if the copy doesn't run in eval mode, or its outputs
         aren't finite.
     """
 
-    def __init__(
-        self,
-        symmetry: Symmetry,
-        net: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        redraw: bool,
-    ):
-        self.logits, self.seed = symmetry.logits, drawn_seed()
-        self.net = copied(net, torch.float64)
-        # the copy's own tensors, which are written to
-        self.weights = symmetry.weights_of(self.net)
-        self.origin = {
-            site: value.detach() for site, value in symmetry.weights_of(net).items()
-        }
-        full = {
-            site: value
-            for site, value in self.origin.items()
-            if _real(value) and value.numel()
-        }
-        constant = {
-            site: value
-            for site, value in full.items()
-            if float(value.std(correction=0)) < CONSTANT
-        }
-        self.origin |= {
-            site: near(value, site in symmetry.buffers)
-            for site, value in constant.items()
-        }
-        self.call = TensorsOnly(self.net, args, kwargs)
-        self.inputs = [
-            x.detach().to(in_precision(x.dtype, torch.float64))
-            for x in self.call.tensors
-        ]
-        self.inputs = [
-            torch.randn_like(x) if redraw and _real(x) else x for x in self.inputs
-        ]
-        # the sites whose weights in the copy may differ from the origin's
-        self.changed = set[str]()
-        self._load(self._own, constant)
+    def __init__(self, copy: _Copy, origin: Weights, inputs: list[Tensor]):
+        self.copy, self.origin, self.inputs = copy, origin, inputs
+        self.copy.load(self, self._own, ())
         self.before: dict[bool, list[Tensor] | None] = {
             train: self._run(train) for train in (False, True)
         }
-        for output in (outputs := self.before[False] or []):
-            if (
-                _real(output)
-                and output.numel()
-                and (output.isnan().any() or not output.isfinite().any())
-            ):
-                raise InconclusiveError(
-                    f"inconclusive: the outputs of {type(net).__name__} are no finite "
-                    "numbers"
-                )
+        network = type(copy.net).__name__
+        outputs = self.before[False] or []
         if not outputs:
-            raise InconclusiveError(
-                f"inconclusive: {type(net).__name__} returns no tensor"
-            )
+            raise InconclusiveError(f"inconclusive: {network} returns no tensor")
+        for output in outputs:
+            if not _real(output) or not output.numel():
+                continue
+            if output.isnan().any() or not output.isfinite().any():
+                raise InconclusiveError(
+                    f"inconclusive: the outputs of {network} are no finite numbers"
+                )
         if difference(outputs, self.before[True]) == 0:  # both modes are one
             self.before[True] = None
         self.tolerance, self.measured = TOLERANCE, False
@@ -543,19 +715,21 @@ class _Outputs:
         """
         group = element.group
         eval_only = {
-            one.name
-            for one in group.units.values()
-            if any(a.buffer and a.exponent for a in one.axes)
+            units.name
+            for units in group.units.values()
+            if any(axis.buffer and axis.exponent for axis in units.axes)
         }
         eval_only &= set(group.names("scale"))
         both = [
-            one
-            for one in moves_in(group)
-            if one[0] != "scale" or one[1] not in eval_only
+            (move, name)
+            for move, name in moves_in(group)
+            if move != "scale" or name not in eval_only
         ]
         first = only(element, both) if eval_only else element
-        self._load(
-            lambda site: first.on_site(site, self._own(site)), _moved_sites(element)
+        self.copy.load(
+            self,
+            lambda site: first.on_site(site, self._own(site)),
+            _moved_sites(element),
         )
         size = self._difference(True)
         if eval_only:
@@ -565,11 +739,13 @@ class _Outputs:
                 for name in eval_only
             }
             second = Element(scalings, log_scales=logs, dtype=torch.float64)
-            for site in {
-                axis.site for one in scalings.units.values() for axis in one.axes
-            }:
+            weights = self.copy.weights
+            scaled = {
+                axis.site for units in scalings.units.values() for axis in units.axes
+            }
+            for site in scaled:
                 with torch.no_grad():
-                    self.weights[site].copy_(second.on_site(site, self.weights[site]))
+                    weights[site].copy_(second.on_site(site, weights[site]))
         size = max(size, self._difference(False))
         if not size < self.tolerance:
             again = self._changes(self._own)
@@ -592,12 +768,11 @@ class _Outputs:
         """
 
         def nudged(site: str) -> Tensor:
-            own = self._own(site)
-            return (
-                own * (1 + torch.finfo(own.dtype).eps * (2 * torch.rand_like(own) - 1))
-                if _real(own)
-                else own
-            )
+            value = self._own(site)
+            if not _real(value):
+                return value
+            digit = torch.finfo(value.dtype).eps
+            return value * (1 + digit * (2 * torch.rand_like(value) - 1))
 
         size = max(self._changes(nudged) for _ in range(3))
         if not ROUNDINGS * size < HOPELESS:
@@ -608,72 +783,69 @@ class _Outputs:
             )
         return max(TOLERANCE, ROUNDINGS * size)
 
+    def off(self, group: Group, names: Iterable[str]) -> list[str]:
+        """Return those of some units of which no weight has a gradient here: none of
+        them is on; none if the network has no derivatives.
+        """
+        self.copy.load(self, self._own, ())
+        weights = {
+            site: value
+            for site, value in self.copy.weights.items()
+            if _real(value) and value.is_leaf and site not in group.buffers
+        }
+        required = {site: value.requires_grad for site, value in weights.items()}
+        try:
+            for value in weights.values():
+                value.requires_grad_()
+            with torch.enable_grad():
+                outputs = self.copy.run(self.inputs, False) or []
+                terms = [
+                    (out * torch.randn_like(out)).real.sum()
+                    for out in outputs
+                    if out.requires_grad
+                ]
+                gradients = torch.autograd.grad(
+                    torch.stack(terms).sum(), [*weights.values()], allow_unused=True
+                )
+        except (RuntimeError, TypeError, InconclusiveError):
+            return []
+        finally:
+            for site, value in weights.items():
+                value.requires_grad_(required[site])
+        gradient_of = dict(zip(weights, gradients, strict=True))
+        return [name for name in names if not _is_on(group[name], gradient_of)]
+
     def _own(self, site: str) -> Tensor:
         """Put a site's own weights into the copy, and return them: each further array
         of a large site takes time.
         """
-        return self.weights[site].copy_(self.origin[site])
+        return self.copy.weights[site].copy_(self.origin[site])
 
     def _changes(self, weights: Callable[[str], Tensor]) -> float:
         """Return the largest relative change of an output, in either mode, at other
         weights, given by site.
         """
-        self._load(weights, self.weights)
+        self.copy.load(self, weights, self.copy.weights)
         return max(self._difference(train) for train in (False, True))
 
     def _difference(self, train: bool) -> float:
-        return (
-            0.0
-            if self.before[train] is None
-            else difference(self.before[train], self._run(train))
-        )
-
-    def _load(self, weights: Callable[[str], Tensor], sites: Iterable[str]) -> None:
-        """Put weights, site by site, into the copy: those of some sites, and of all
-        that were changed before.
-        """
-        changed, self.changed = self.changed, {*sites}
-        with torch.no_grad():
-            for site in changed | self.changed:
-                self.weights[site].copy_(weights(site))
+        before = self.before[train]
+        return 0.0 if before is None else difference(before, self._run(train))
 
     def _run(self, train: bool) -> list[Tensor] | None:
-        """Run the copy, and restore its buffers; None if it has no train mode (at a
-        batch of one, say).
+        with torch.no_grad():
+            return self.copy.run(self.inputs, train)
 
-        :raises InconclusiveError: if it doesn't run in eval mode.
-        """
-        buffers = {name: value.clone() for name, value in self.net.named_buffers()}
-        devices = {value.device for value in (*self.weights.values(), *self.inputs)}
-        refreshed(self.net, train)
-        try:
-            with (
-                torch.no_grad(),
-                without_fast_attention(),
-                with_both_branches(),
-                without_warnings(),
-                forked(self.seed, *devices, host=True),
-                Deterministic(torch.float64, noise=not train),
-            ):
-                outputs = self.call(*self.inputs)
-        except Exception as error:
-            if not train:
-                raise InconclusiveError(
-                    f"inconclusive: {type(self.net).__name__} doesn't run ({error!r})"
-                ) from error
-            if not isinstance(error, ValueError | RuntimeError):
-                raise
-            return None
-        finally:
-            with torch.no_grad():
-                for name, value in self.net.named_buffers():
-                    if name in buffers and value.shape == buffers[name].shape:
-                        value.copy_(buffers[name])
-        return (
-            [out.log_softmax(-1) if out.dim() else out for out in outputs]
-            if self.logits
-            else outputs
-        )
+
+def _is_on(units: Units, gradient_of: Mapping[str, Tensor | None]) -> bool:
+    """Return whether any weight of some units has a gradient."""
+    for axis in units.axes:
+        gradient = gradient_of.get(axis.site)
+        if gradient is not None:
+            along = gradient.flatten(axis.dim, axis.dim + axis.span - 1)
+            if bool(along.movedim(axis.dim, 0)[axis.index].any()):
+                return True
+    return False
 
 
 def _moved_sites(element: Element) -> set[str]:
