@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether all units were found, and no others."""
+        """The verdict: all units were found, and no others."""
         whole = not self.case.not_expressed
         return whole and units_of(self.symmetry) == self.case.units
 

@@ -6,9 +6,10 @@ unchanged becomes units with their moves, verified at generic points in the supp
 Nothing of the program is read: discrete sites that are summed out, masks, supports and
 plates of any kind count as the density shows them.
 
-The number of evaluations is about ``4**d * s**2`` for the first pair of units and
-``n`` for each further unit, with ``s`` sites that share an axis length ``n`` along
-``d`` axes each; an evaluation costs one pass through the data.
+With ``s`` sites that share an axis length ``n``, along ``d`` axes each, some ``4**d *
+s**2`` evaluations of the density show whether all ``n`` positions permute; each
+evaluation is one pass through the data. If they don't, about ``n * s`` more tell
+positions apart that differ by their data.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from pyro_symmetric.discovery.symmetry import (
 )
 from pyro_symmetric.discovery.valid_sets import (
     Candidates,
+    Cycle,
     Exchange,
-    Involution,
     Place,
     PlaceSet,
     Searcher,
     SignChange,
+    SiteMove,
 )
 from pyro_symmetric.discovery.verify import Change, broken_moves
 from pyro_symmetric.groups import Axis, Element, Group, Units
@@ -214,19 +216,41 @@ def _by_length(shapes: Mapping[str, torch.Size]) -> dict[int, dict[str, list[Pla
 def _permutations(
     searcher: Searcher, count: int, candidates: Candidates
 ) -> list[Factor]:
-    """Return the units of ``count`` positions that permute."""
+    """Return the units of ``count`` positions that permute.
+
+    An exchange of two positions and a cycle of all of them generate all permutations.
+    Only where that fails, positions are compared with one another.
+    """
+    factors = list[Factor]()
+    for places in searcher.valid_sets(Exchange(0, 1, count), candidates):
+        units = tuple(range(count))
+        if all(searcher.holds([(Cycle(units, count), places)])):
+            factors.append(Factor(units, places, count))
+    settled = {place for factor in factors for place in factor.places}
+    remaining = dict[str, list[Place]]()
+    for site, site_places in candidates.items():
+        unsettled = [place for place in site_places if place not in settled]
+        if unsettled:
+            remaining[site] = unsettled
+    if remaining:
+        factors += _compared_permutations(searcher, count, remaining)
+    return factors
+
+
+def _compared_permutations(
+    searcher: Searcher, count: int, candidates: Candidates
+) -> list[Factor]:
+    """Return the units that permute, where positions may differ from one another."""
     classes = _position_classes(searcher, count, candidates)
     exchangeable = _Exchangeable(count)
     for second in range(count):
-        for first in exchangeable.representatives:
+        for first in exchangeable.similar(second, candidates, classes):
             alike = _alike(candidates, classes, first, second)
-            if not alike:
-                continue
             exchange = Exchange(first, second, count)
             if not exchangeable.known_hold(searcher, exchange, alike):
                 valid = searcher.valid_sets(exchange, alike)
                 exchangeable.add(first, second, valid)
-        exchangeable.close(second)
+        exchangeable.close(second, classes)
     return [*exchangeable.factors()]
 
 
@@ -234,13 +258,29 @@ class _Exchangeable:
     """Positions that exchange along known sets of places.
 
     :ivar pairs: set of places -> pairs of positions that exchange along it.
-    :ivar representatives: one position of each class, for some set of places.
+    :ivar representatives: one position of each class, for some set of places;
+        ``by_class``: those in a class of positions that look alike at a place.
     """
 
     def __init__(self, count: int):
         self.count = count
         self.pairs: dict[PlaceSet, list[tuple[int, int]]] = {}
         self.representatives: list[int] = []
+        self.by_class: dict[tuple[Place, int], list[int]] = {}
+
+    def similar(
+        self,
+        position: int,
+        candidates: Candidates,
+        classes: Mapping[Place, Sequence[int]],
+    ) -> list[int]:
+        """Return the representatives that aren't known to differ at all places."""
+        similar = set[int]()
+        for place in itertools.chain.from_iterable(candidates.values()):
+            if place not in classes:
+                return [*self.representatives]
+            similar.update(self.by_class.get((place, classes[place][position]), ()))
+        return sorted(similar)
 
     def add(self, first: int, second: int, valid: Iterable[PlaceSet]) -> None:
         for places in valid:
@@ -260,14 +300,17 @@ class _Exchangeable:
         self.add(exchange.first, exchange.second, [*self.pairs])
         return True
 
-    def close(self, position: int) -> None:
+    def close(self, position: int, classes: Mapping[Place, Sequence[int]]) -> None:
         """Keep a position that stands in a class of its own as a representative."""
         joined = [
             any(second == position for _, second in pairs)
             for pairs in self.pairs.values()
         ]
-        if not joined or not all(joined):
-            self.representatives.append(position)
+        if joined and all(joined):
+            return
+        self.representatives.append(position)
+        for place, labels in classes.items():
+            self.by_class.setdefault((place, labels[position]), []).append(position)
 
     def factors(self) -> Iterator[Factor]:
         """Yield the classes of two positions or more."""
@@ -357,18 +400,16 @@ def _levelled(
 
 
 def _classes(density: ModelDensity, terms: Terms) -> list[int]:
-    """Number the classes of equal rows."""
-    labels = [-1] * len(terms.values)
-    for number in range(len(labels)):
-        if labels[number] >= 0:
-            continue
-        row = Terms(*(part[[number]].expand_as(part) for part in terms))
-        equal = density.same(terms, row).tolist()
-        for other_row, is_equal in enumerate(equal):
-            if is_equal and labels[other_row] < 0:
-                labels[other_row] = number
-        labels[number] = number
-    return labels
+    """Number the classes of equal rows, which follow one another if they are sorted by
+    their sum.
+    """
+    order = terms.values.sum(1).argsort()
+    following = Terms(*(part[order[1:]] for part in terms))
+    before = Terms(*(part[order[:-1]] for part in terms))
+    differs = ~density.same(following, before)
+    labels = torch.zeros_like(order)
+    labels[order[1:]] = differs.cumsum(0)
+    return labels.tolist()
 
 
 def _blocks(searcher: Searcher, factors: Sequence[Factor]) -> list[Factor]:
@@ -698,17 +739,19 @@ def _hold(searcher: Searcher, moves: Moves) -> list[bool]:
     """Return for each factor, then for each flip, whether its generators hold."""
     results = list[bool]()
     for factor in moves.factors:
-        pairs = itertools.pairwise(factor.units)
-        generators = [Exchange(first, second, factor.length) for first, second in pairs]
-        results.append(_all_hold(searcher, generators, factor.places))
+        first, second = factor.units[:2]
+        exchange = Exchange(first, second, factor.length)
+        cycle = Cycle(factor.units, factor.length)
+        results.append(_all_hold(searcher, [exchange, cycle], factor.places))
     for flip in moves.flips:
-        flipped = [SignChange(p) for p in flip.positions] or [SignChange(None)]
+        flipped: list[SiteMove] = [SignChange(p) for p in flip.positions]
+        flipped = flipped or [SignChange(None)]
         results.append(_all_hold(searcher, flipped, flip.places))
     return results
 
 
 def _all_hold(
-    searcher: Searcher, generators: Sequence[Involution], places: PlaceSet
+    searcher: Searcher, generators: Sequence[SiteMove], places: PlaceSet
 ) -> bool:
     return all(searcher.holds([(generator, places) for generator in generators]))
 

@@ -67,8 +67,8 @@ PlaceSet = frozenset[Place]
 Candidates = Mapping[str, Sequence[Place]]  # site -> its places
 
 
-class Involution(Protocol):
-    """A move that undoes itself, along any set of places of a site."""
+class SiteMove(Protocol):
+    """A move along any set of places of a site."""
 
     def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
         """Move a value without batch dimensions."""
@@ -88,6 +88,24 @@ class Exchange:
             order = torch.arange(index.numel(), device="cpu")
             order[index[:, self.first]] = index[:, self.second]
             order[index[:, self.second]] = index[:, self.first]
+            value = value.index_select(place.dim, order)
+        return value
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """A cycle of some of ``count`` units."""
+
+    units: tuple[int, ...]
+    count: int
+
+    def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
+        from_units = torch.tensor(self.units, device="cpu")
+        to_units = from_units.roll(1)
+        for place in places:
+            index = place.index(self.count)
+            order = torch.arange(index.numel(), device="cpu")
+            order[index[:, to_units]] = index[:, from_units]
             value = value.index_select(place.dim, order)
         return value
 
@@ -151,9 +169,7 @@ class Searcher:
         """The point at which pairs of sites vary."""
         return {site: value[0] for site, value in self.points.items()}
 
-    def moved(
-        self, involution: Involution, places: PlaceSet, point: Weights
-    ) -> Weights:
+    def moved(self, involution: SiteMove, places: PlaceSet, point: Weights) -> Weights:
         """Move a point along a set of places."""
         result = dict(point)
         for site in {place.site for place in places}:
@@ -161,7 +177,7 @@ class Searcher:
         return result
 
     def valid_sets(
-        self, involution: Involution, candidates: Candidates
+        self, involution: SiteMove, candidates: Candidates
     ) -> list[PlaceSet]:
         """Return a basis of the sets of places along which the density is invariant."""
         places = [place for site in candidates for place in candidates[site]]
@@ -179,7 +195,7 @@ class Searcher:
         ]
         return self._verified(involution, basis)
 
-    def holds(self, moves: Sequence[tuple[Involution, PlaceSet]]) -> list[bool]:
+    def holds(self, moves: Sequence[tuple[SiteMove, PlaceSet]]) -> list[bool]:
         """Return for each move whether the density is invariant at the generic
         points.
         """
@@ -202,7 +218,7 @@ class Searcher:
         return same.reshape(len(moves), count).all(1).tolist()
 
     def _valid_in_pairs(
-        self, involution: Involution, candidates: Candidates
+        self, involution: SiteMove, candidates: Candidates
     ) -> list[_PairChecks]:
         """Try all subsets of the places of each pair of sites, with the other sites at
         a fixed point.
@@ -242,7 +258,7 @@ class Searcher:
         return checks
 
     def _subsets_inside(
-        self, involution: Involution, site: str, places: Sequence[Place], value: Tensor
+        self, involution: SiteMove, site: str, places: Sequence[Place], value: Tensor
     ) -> list[tuple[Place, ...]]:
         """Return the subsets of a site's places that keep it in its support."""
         subsets = list[tuple[Place, ...]]()
@@ -254,7 +270,7 @@ class Searcher:
 
     def _fixed(
         self,
-        involution: Involution,
+        involution: SiteMove,
         site: str,
         subsets: Sequence[tuple[Place, ...]],
         value: Tensor,
@@ -275,9 +291,7 @@ class Searcher:
             value = value.index_select(place.dim, order)
         return value
 
-    def _verified(
-        self, involution: Involution, basis: list[PlaceSet]
-    ) -> list[PlaceSet]:
+    def _verified(self, involution: SiteMove, basis: list[PlaceSet]) -> list[PlaceSet]:
         """Return a basis of the verified sets in the span of a basis."""
         good = self.holds([(involution, places) for places in basis])
         if all(good):
