@@ -12,9 +12,11 @@ standardised by the statistics of its training rows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import did_you_mean
 from pyro_symmetric.networks import import_torchvision
+from pyro_symmetric.store import load_pickled, require_stored
 
 Task = Literal["classification", "regression"]
 SKLEARN = ("digits", "wine", "breast-cancer", "diabetes")
@@ -34,6 +37,11 @@ IMAGES = {
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
+# An image of more pixels than this must have a byte of its file for each hundred: one
+# colour alone compresses better.
+MANY_PIXELS = 2**22
+PIXELS_A_BYTE = 100
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 TEST_SHARE = 0.2  # of the rows of a data set without an official test part
 # a target with at most this many different whole numbers holds classes
 MOST_CLASSES = 20
@@ -469,11 +477,30 @@ def read_images(name: str, root: Path, download: bool) -> Raw:
     parts: list[Any] = ["train", "test"] if name == "svhn" else [True, False]
     option = "split" if name == "svhn" else "train"
     try:
+        # read instead of the data's own files if it's there, as old versions left it
+        for file in (root / IMAGES[name] / "processed").glob("*.pt"):
+            images, labels = load_pickled(file)
+            require_stored({"images": images, "labels": labels}, file)
         train, test = (
             getattr(datasets, IMAGES[name])(root, download=download, **{option: part})
             for part in parts
         )
-    except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
+        for part in (train, test):
+            images, labels = _arrays(part)
+            if len(images) != len(labels):
+                raise ValueError(f"{len(images)} images have {len(labels)} labels")
+    # of whatever torchvision meets in damaged files
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        EOFError,
+        OSError,
+        UnpicklingError,
+    ) as error:
         raise FileNotFoundError(
             f"{name} can't be read under {root.resolve()} ({error}); pass "
             "download=True (--download) to fetch it, or "
@@ -510,7 +537,7 @@ def read_folder(name: str, side: int) -> Raw:
         root / part for part in ("train", "test", "val") if (root / part).is_dir()
     ]
     parts = [
-        datasets.ImageFolder(folder, crop, allow_empty=True)
+        datasets.ImageFolder(folder, crop, loader=_open_image, allow_empty=True)
         for folder in (folders[:2] or [root])
     ]
     parts = parts if parts[0].classes == parts[-1].classes else parts[:1]
@@ -524,6 +551,22 @@ def read_folder(name: str, side: int) -> Raw:
         (rows[: len(parts[0])], rows[len(parts[0]) :]) if len(parts) > 1 else None
     )
     return Raw(x, y, tuple(parts[0].classes), official)
+
+
+def _open_image(path: str) -> Any:
+    """Read an image in colours; refuse one whose header names far more pixels than its
+    file can hold.
+    """
+    from PIL import Image
+
+    with Image.open(path) as image:
+        size, pixels = os.path.getsize(path), image.width * image.height
+        if pixels > max(MANY_PIXELS, PIXELS_A_BYTE * size):
+            raise ValueError(
+                f"{path} has {size:,} bytes for {image.width} x {image.height} pixels; "
+                "scale it down, or remove it"
+            )
+        return image.convert("RGB")
 
 
 def _arrays(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -572,8 +615,10 @@ def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
     import pandas as pd  # takes half a second to import
 
     path = Path(name.removeprefix("csv:")).expanduser()
+    _require_full_rows(path)
     table = pd.read_csv(
         path,
+        compression=None,
         usecols=columns,
         index_col=False,
         skipinitialspace=True,
@@ -582,6 +627,26 @@ def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
     if (missing := table.columns[table.isna().any()]).any():
         raise ValueError(f"{path} has missing values in the columns {list(missing)}")
     return table
+
+
+def _require_full_rows(path: Path) -> None:
+    """Raise ``ValueError`` if a table could take far more memory than its file has
+    bytes: it is compressed, or most of its rows are shorter than its header, which
+    pandas would fill.
+    """
+    if path.suffix in COMPRESSED:
+        raise ValueError(f"{path} is compressed; unpack it first")
+    with open(path, "rb") as file:
+        num_columns = file.readline().count(b",") + 1
+        num_rows = sum(
+            line.count(b"\n") for line in iter(lambda: file.read(2**20), b"")
+        )
+    # each cell ends with a comma or a new line
+    if num_columns * num_rows > path.stat().st_size:
+        raise ValueError(
+            f"{path} has {path.stat().st_size:,} bytes for {num_rows:,} rows of "
+            f"{num_columns:,} columns, as its header has it: some rows are too short"
+        )
 
 
 def numbers(table: Any) -> np.ndarray:
@@ -621,7 +686,7 @@ def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw
             f"{name} wasn't found in {root.resolve()}; set root (--data-root) to the "
             "folder of uci"
         )
-    data = np.loadtxt(folder / "data.txt", ndmin=2)
+    data = _read_numbers(folder / "data.txt")
     features, target = (
         _indices(folder / f"index_{part}.txt", data.shape[1])
         for part in ("features", "target")
@@ -655,9 +720,18 @@ def _indices(path: Path, size: int) -> np.ndarray:
     """Read indices of rows or columns; some of the files write them as floats
     ("3.000000e+00").
     """
-    values = np.loadtxt(path, ndmin=1).ravel()
-    if not set(values) <= set(range(size)) or len(set(values)) < len(values):
+    values = _read_numbers(path).ravel()
+    is_index = (values >= 0) & (values < size) & (values == np.floor(values))
+    if not is_index.all() or len(np.unique(values)) < len(values):
         raise ValueError(
             f"{path} must hold different whole numbers from 0 to {size - 1}"
         )
     return values.astype(np.int64)
+
+
+def _read_numbers(path: Path) -> np.ndarray:
+    """Read a table of numbers; NumPy would unpack ``path + ".gz"`` if it were given the
+    path alone.
+    """
+    with open(path) as file:
+        return np.loadtxt(file, ndmin=2)

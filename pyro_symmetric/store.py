@@ -7,7 +7,8 @@ opens by ``xarray.open_datatree(folder, engine="zarr")``::
     zarr.json                        the group; metadata as attributes
     posterior/<site>/c/0/0           all draws of a site, one chunk, draws first
     sample_stats/<name>/c/0/0        all draws of a statistic, likewise
-    checkpoint.safetensors           the number of valid draws, their checksums, the state to resume from
+    checkpoint.safetensors           the number of valid draws, their checksums, and
+                                     the state to resume from
     .pyro_symmetric.lock             held by the process that writes
 
 Draws are appended as they come and mapped when they are read, so neither needs memory
@@ -23,12 +24,14 @@ detects accidents (flipped bits, zeros after a power cut, truncation), not forge
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import secrets
 import tempfile
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -73,6 +76,8 @@ NUMBERS = (
     "bool",
 )
 DTYPES = {name: getattr(torch, name) for name in NUMBERS}
+# the bytes of a file's tensors for each of its own: one storage may be two weights
+MOST_EXPANDED = 3
 # in place, into a new or an old file but no link
 WRITE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -101,8 +106,7 @@ def save_store(path: PathLike, contents: Contents) -> None:
     """Write a posterior to a folder, which appears whole or not at all; see
     :meth:`.Posterior.save`.
     """
-    *parts, metadata = contents
-    path, draws = Path(path), next(iter(parts[0].values())).shape[1]
+    path = Path(path)
     if path.is_symlink() or (
         path.exists()
         and (not (path / CHECKPOINT).is_file() or Checkpoint.read(path).state)
@@ -110,29 +114,45 @@ def save_store(path: PathLike, contents: Contents) -> None:
         raise FileExistsError(
             f"{path} is something else than a saved posterior; it was left as it is"
         )
-    with tempfile.TemporaryDirectory(
-        prefix=f".{path.name}.", dir=path.parent
-    ) as temporary:
-        new = Path(temporary) / "new"
-        with Recorder(new, draws) as recorder:
-            for begin in range(0, max(draws, 1), DRAWS_AT_ONCE):
-                rows = slice(begin, begin + DRAWS_AT_ONCE)
-                recorder.write(
-                    [
-                        {n: v[:, rows].transpose(0, 1) for n, v in part.items()}
-                        for part in parts
-                    ]
-                )
-            recorder.commit(draws, lambda: metadata, bytes)
-        (new / LOCK).unlink()
-        old = path.rename(Path(temporary) / "old") if path.exists() else None
-        try:
-            new.rename(path)
-        except BaseException:
-            if old is not None:
-                old.rename(path)
-            raise
-        sync(path.parent)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", dir=path.parent
+        ) as temporary:
+            _save_by_way_of(Path(temporary), path, contents)
+    except OSError as error:
+        # the error names files under the temporary name, which are gone
+        raise OSError(
+            error.errno,
+            f"the posterior couldn't be written to {path}: "
+            f"{os.strerror(error.errno or 0)}. What was there before is unchanged, and "
+            "nothing was left behind",
+        ) from error
+
+
+def _save_by_way_of(temporary: Path, path: Path, contents: Contents) -> None:
+    """Write a posterior to a temporary folder, and rename it to ``path`` at the end."""
+    *parts, metadata = contents
+    draws = next(iter(parts[0].values())).shape[1]
+    new = temporary / "new"
+    with Recorder(new, draws) as recorder:
+        for begin in range(0, max(draws, 1), DRAWS_AT_ONCE):
+            rows = slice(begin, begin + DRAWS_AT_ONCE)
+            recorder.write(
+                [
+                    {n: v[:, rows].transpose(0, 1) for n, v in part.items()}
+                    for part in parts
+                ]
+            )
+        recorder.commit(draws, lambda: metadata, bytes)
+    (new / LOCK).unlink()
+    old = path.rename(temporary / "old") if path.exists() else None
+    try:
+        new.rename(path)
+    except BaseException:
+        if old is not None:
+            old.rename(path)
+        raise
+    sync(path.parent)
 
 
 # writing draws ------------------------------------------------------------------------
@@ -570,8 +590,10 @@ class Array:
         if size:
             content = torch.from_file(str(path), size=size, dtype=torch.uint8)
         if verify and zlib.crc32(content.numpy().data) != self.crc:
-            advice = "Restore it from a copy; Posterior.load(path, verify=False) reads it as it is"
-            raise StoreError(f"{damaged} differs from its checksum. {advice}")
+            raise StoreError(
+                f"{damaged} differs from its checksum. Restore it from a copy; "
+                "Posterior.load(path, verify=False) reads it as it is"
+            )
         return content.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
 
     def zarr(self, draws: int, room: int) -> dict[str, Any]:
@@ -698,6 +720,50 @@ def load_tensors(
         ) from error
 
 
+def load_pickled(
+    source: PathLike | bytes | memoryview, map_location: str | None = "cpu"
+) -> Any:
+    """Read what ``torch.save`` wrote, tensors and plain containers, without running
+    code.
+
+    A tensor can still be larger than the file, as an expanded one is.
+
+    :param source: a file, or the bytes of one.
+    :param map_location: device of the tensors. ``None``: the one they were on.
+    :raises ValueError: if it unpacks to more bytes than it has. ``torch.save`` doesn't
+        compress, and a compressed file can hold a thousand times its own size.
+    """
+    file: Any
+    if isinstance(source, str | os.PathLike):
+        file, size = source, os.path.getsize(source)
+    else:
+        file, size = io.BytesIO(source), len(source)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(record.file_size for record in archive.infolist())
+        if unpacked > size:
+            raise ValueError(
+                f"it has {size:,} bytes and would unpack to {unpacked:,}, but "
+                "torch.save doesn't compress"
+            )
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def require_stored(tensors: Mapping[str, Tensor], path: PathLike) -> None:
+    """Raise ``ValueError`` if the dense tensors read from a file are much larger than
+    the file: an expanded tensor takes a few bytes there and any number in memory.
+    """
+    size = os.path.getsize(path)
+    claimed = sum(value.nbytes for value in tensors.values())
+    if claimed > MOST_EXPANDED * size:
+        raise ValueError(
+            f"{path} has {size:,} bytes, but its tensors would take {claimed:,}: they "
+            "are expanded; save value.clone()"
+        )
+
+
 def _with_checksum(content: bytes, before: str, after: str) -> bytes:
     """Replace the checksum in the header, where it occurs first."""
     return content.replace(
@@ -737,7 +803,8 @@ def write_whole(path: PathLike, content: bytes, kind: str = "file") -> None:
         sync(path.parent)
     except OSError as error:
         raise OSError(
-            error.errno, f"the {kind} couldn't be saved to {path}: {error}"
+            error.errno,
+            f"the {kind} couldn't be saved to {path}: {error.strerror or error}",
         ) from error
     finally:
         temporary.unlink(missing_ok=True)

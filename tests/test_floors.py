@@ -14,8 +14,8 @@ GRAPH = grimp.build_graph("pyro_symmetric", cache_dir=None)
 FLOORS = [
     ["_process", "errors"],
     ["_version", "arguments", "networks"],
-    ["datasets", "store", "weights"],
-    ["models"],
+    ["store", "weights"],
+    ["datasets", "models"],
     ["density"],
     ["posterior"],
     ["mcmc"],

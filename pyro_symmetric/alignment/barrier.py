@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
+from pyro_symmetric._process import drawn_seed
 from pyro_symmetric.alignment.moments import (
     GaussianWeights,
     barycentre_gaussians,
@@ -173,13 +174,14 @@ def loss_barrier(
     else:
         scores = {"loss": functools.partial(_of_function, log_likelihood)}
     values = list(first.loc.values())
-    if not any(
+    random = any(
         bool(scale.any()) for end in (first, second) for scale in end.scale.values()
-    ):
+    )
+    if not random:
         num_samples = 1
     size = max(1, CHUNK_WEIGHTS // sum(value.numel() for value in values))
     parts = [min(size, num_samples - start) for start in range(0, num_samples, size)]
-    seed = int(torch.randint(2**62, (), device="cpu"))
+    seed = drawn_seed() if random else 0
     t = torch.linspace(0, 1, num_points, dtype=torch.float64, device="cpu")
     curve = BarrierCurve(t, {}, {})
     for k, position in enumerate(tqdm(t.tolist(), desc="path", disable=not progress)):

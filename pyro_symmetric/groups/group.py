@@ -712,13 +712,9 @@ class Group:
         def axis_of(given: Mapping[str, Any]) -> Axis:
             dim, index = given["dim"], given["index"]
             if index is None:
-                index = [
-                    list(
-                        range(
-                            math.prod(shapes[given["site"]][dim : dim + given["span"]])
-                        )
-                    )
-                ]
+                length = math.prod(shapes[given["site"]][dim : dim + given["span"]])
+                filling = torch.arange(length, device="cpu")[None]
+                return Axis(**{**given, "index": filling})
             return Axis(**{**given, "index": torch.tensor(index, device="cpu")})
 
         units = (

@@ -103,6 +103,7 @@ def load_guide(
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
+        _require_sizes(header, tensors)
         loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
         positions = [
             tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)
@@ -117,7 +118,7 @@ def load_guide(
             estimator = ESTIMATORS[fields.pop("name")](**fields)
             guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
             guide._raw_model = None  # only its sites are known
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
     return guide
 
@@ -150,6 +151,43 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
     ]
 
 
+def _require_sizes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` if a header names sizes that the file's tensors don't have,
+    before anything of these sizes is made.
+    """
+    # An honest site has as many unconstrained coordinates as moments. Entries that its
+    # support determines, such as the upper half of a Cholesky factor, come on top.
+    most, num_coordinates = 4 * sum(value.numel() for value in tensors.values()), 0
+    shapes = {site["name"]: torch.Size(site["shape"]) for site in header["sites"]}
+    for site in header["sites"]:
+        shape = shapes[site["name"]]
+        batch_shape = shape[: len(shape) - site["event_dim"]]
+        bijection = biject_to(_support_from_dict(site["support"]))
+        num_coordinates += bijection.inverse_shape(shape).numel()
+        for name, _, size, dim in site["plates"]:
+            if dim is not None and size != batch_shape[dim]:
+                raise ValueError(f"plate {name!r} of size {size} around shape {shape}")
+    if num_coordinates != tensors["loc"].numel():
+        raise ValueError(f"{num_coordinates} coordinates, but {tensors['loc'].numel()}")
+    for number in range((len(tensors) - 2) // 2):
+        positions = tensors[f"positions_{number}"].shape
+        if tensors[f"scale_tril_{number}_unconstrained"].shape != (
+            *positions,
+            positions[-1],
+        ):
+            raise ValueError(f"the blocks {number} have other sizes than their factors")
+    if header["group"] is not None:
+        named = header["group"]["site_shapes"].values()
+        shapes |= {f"group {n}": torch.Size(shape) for n, shape in enumerate(named)}
+        for units in header["group"]["units"]:
+            shapes[f"units {units['name']}"] = torch.Size(
+                [units["size"], units["copies"]]
+            )
+    for name, shape in shapes.items():
+        if not 0 <= shape.numel() <= most:
+            raise ValueError(f"{name} of shape {tuple(shape)}")
+
+
 def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
     """Set up a guide of a model with these sites and no data, with the device and dtype
     of a tensor.
@@ -164,7 +202,9 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
             with ExitStack() as stack:
                 for name, size, subsample, dim in site["plates"]:
                     if name not in plates:
-                        plates[name] = pyro.plate(name, size, subsample, dim=dim)
+                        # drawing rows would permute all of them
+                        rows = torch.arange(subsample, device=like.device)
+                        plates[name] = pyro.plate(name, size, subsample=rows, dim=dim)
                     stack.enter_context(plates[name])
                 pyro.sample(
                     site["name"],

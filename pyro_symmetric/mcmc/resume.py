@@ -18,7 +18,7 @@ import pickle
 import platform
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.digest import complete_digest, digest, is_installed
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.store import StoreError
+from pyro_symmetric.store import MOST_EXPANDED, StoreError, load_pickled
 
 if TYPE_CHECKING:
     from pyro_symmetric.mcmc.run import Settings
@@ -241,13 +241,36 @@ def unpack(
         if is_dataclass(k) and k.__module__ in modules and not issubclass(k, Kernel)
     ]
     with LOCK, torch.serialization.safe_globals(allowed):  # a list of the whole process
-        saved = torch.load(io.BytesIO(content), weights_only=True)
+        saved = load_pickled(content, map_location=None)
     fields = saved["at"]
+    _require_sizes([fields, saved["energies"]], len(content))
     generator = torch.Generator(fields["state"].z.device)
     generator.set_state(fields["generator"])
     return {**fields, "state": replace(fields["state"], generator=generator)}, saved[
         "energies"
     ]
+
+
+def _require_sizes(values: Iterable[Any], size: int) -> None:
+    """Raise ``ValueError`` if a tensor within the values is larger than the file of
+    ``size`` bytes it was read from, as an expanded one can be.
+
+    Those of an honest state are at most as large as its positions, which are in the
+    file.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.nbytes > MOST_EXPANDED * size:
+                raise ValueError(
+                    f"the state has {size:,} bytes, and a tensor of shape "
+                    f"{tuple(value.shape)} within it would take {value.nbytes:,}"
+                )
+        elif isinstance(value, Mapping):
+            _require_sizes(value.values(), size)
+        elif isinstance(value, list | tuple):
+            _require_sizes(value, size)
+        elif is_dataclass(value):
+            _require_sizes(vars(value).values(), size)
 
 
 def require_storable(fields: Mapping[str, Any], kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.store import PathLike
+from pyro_symmetric.store import NUMBERS, PathLike, load_pickled, require_stored
 from pyro_symmetric.weights import Weights
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
@@ -57,7 +57,8 @@ def read_checkpoints(
         ``not_finite``.
     :raises OSError: if there is no such folder or file, or no checkpoint in it.
     :raises ValueError: naming the file that can't be read or has other sites than the
-        first one.
+        first one; has other numbers than dense, real ones of 16 bits at least; or is
+        much smaller than its tensors.
     """
     files = _files(source, pattern)
     if not files:
@@ -127,7 +128,7 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = load_pickled(file)
     except OSError:
         raise
     except Exception as error:  # a damaged file may raise any exception
@@ -163,11 +164,27 @@ def _sites(
     sites: Weights = {}
     for name, value in state.items():
         site = name if rename is None else rename(name)
-        if site is None or not value.is_floating_point():
+        if site is None or not (value.is_floating_point() or value.is_complex()):
             continue
         if site in sites:
             raise ValueError(
                 f"{file}: rename gives {site!r} to two tensors, the second is {name!r}"
             )
+        if problem := _problem(value):
+            raise ValueError(
+                f"{file}: {name!r} is {problem}; save a dense tensor of numbers, or "
+                "leave it out by rename="
+            )
         sites[site] = value
+    require_stored(sites, file)
     return sites
+
+
+def _problem(value: Tensor) -> str:
+    """Describe why a floating-point tensor can't become draws; empty if it can."""
+    if value.is_nested or value.layout != torch.strided:
+        return "sparse or nested"
+    if value.is_meta:
+        return "on the device 'meta', without data"
+    kind = str(value.dtype).removeprefix("torch.")
+    return "" if kind in NUMBERS else f"of dtype {kind}"

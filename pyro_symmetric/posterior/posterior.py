@@ -32,7 +32,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.posterior.statistics import chain_statistics
-from pyro_symmetric.posterior.tables import summary_tables, to_arviz
+from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
 from pyro_symmetric.weights import Shapes, Weights
 
@@ -127,7 +127,19 @@ class Posterior:
             each.
         """
         arguments.weights("weights", weights)
-        shape = (num_chains, len(next(iter(weights.values()))) // num_chains)
+        arguments.whole("num_chains", num_chains, 1)
+        first, total = next((site, v.shape[:1]) for site, v in weights.items())
+        for site, value in weights.items():
+            if value.shape[:1] != total or value.dim() == 0:
+                raise ValueError(
+                    f"weights[{site!r}] has shape {tuple(value.shape)}; it must begin "
+                    f"with the draws, and weights[{first!r}] has {total.numel():,}"
+                )
+        if total.numel() % num_chains:
+            raise ValueError(
+                f"num_chains is {num_chains}; it must divide the {total.numel():,} draws"
+            )
+        shape = (num_chains, total.numel() // num_chains)
         return cls(
             {site: value.unflatten(0, shape) for site, value in weights.items()},
             kind=kind,
@@ -413,6 +425,7 @@ class Posterior:
             folder), or would replace other files.
         :raises ValueError: if the metadata can't be written as JSON.
         """
+        metadata_as_json(self.metadata)  # refuses before anything is written
         save_store(
             path, (self.samples, self.statistics, {**self.metadata, "kind": self.kind})
         )

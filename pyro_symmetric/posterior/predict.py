@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric._process import LOCK
+from pyro_symmetric._process import LOCK, forked
 from pyro_symmetric.arguments import described_call
 from pyro_symmetric.density.enumeration import masked_log_prob
 from pyro_symmetric.density.traced import (
@@ -313,8 +313,11 @@ class TracedPredictor(Traced):
             else [leaf.device for leaf in (*tensors, *parameters)]
         )
         self.device: torch.device | None = torch.device(devices[0]) if devices else None
+        # The trace draws sites for their shapes only: what isn't random takes nothing
+        # from the caller's generator.
+        draws_are_kept = kind in ("samples", "discrete")
         with (
-            LOCK,
+            LOCK if draws_are_kept else forked(None, self.device),
             poutine.block(),
             explaining(self.model, args, kwargs),
             PriorMessenger(self.device, self.dtype),

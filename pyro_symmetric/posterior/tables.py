@@ -17,7 +17,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_symmetric._process import LOCK
+from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import as_tensor, described
 from pyro_symmetric.density.traced import PriorMessenger, placed, promoted
 from pyro_symmetric.models import BayesianModel
@@ -210,7 +210,7 @@ def to_arviz(
     }
     attributes = {
         "/": {
-            "metadata": json.dumps(posterior.metadata),
+            "metadata": metadata_as_json(posterior.metadata),
             "inference_library": "pyro_symmetric",
         }
     }
@@ -219,6 +219,19 @@ def to_arviz(
     return arviz_base.from_dict(
         arrays, dims=dims, coords=coords, check_conventions=False, attrs=attributes
     )
+
+
+def metadata_as_json(metadata: Mapping[str, Any]) -> str:
+    """Convert metadata to JSON; raise ``ValueError`` naming an entry that can't be."""
+    for name, value in metadata.items():
+        try:
+            json.dumps({name: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"metadata[{name!r}] is {described(value)}, which JSON can't represent "
+                f"({error}); it must consist of dictionaries, lists, strings and numbers"
+            ) from error
+    return json.dumps(dict(metadata))
 
 
 def _array(value: Tensor) -> np.ndarray:
@@ -259,6 +272,12 @@ def _observed(
         posterior.source and posterior.source.device,
     )
     model, args, kwargs = placed(model, args, dict(kwargs), device, dtype)
-    with LOCK, torch.no_grad(), poutine.block(), PriorMessenger(device, dtype):
+    # the trace draws latent sites, which aren't read
+    with (
+        forked(None, device),
+        torch.no_grad(),
+        poutine.block(),
+        PriorMessenger(device, dtype),
+    ):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return {site: as_tensor(trace.nodes[site]["value"]) for site in sites}

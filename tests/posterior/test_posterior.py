@@ -67,6 +67,51 @@ def test_from_samples_cuts_consecutive_draws_into_chains():
     assert torch.equal(posterior.get_samples()["w"], w)
 
 
+@pytest.mark.parametrize(
+    ("weights", "num_chains", "words"),
+    [
+        ({"w": torch.zeros(12, 2)}, 0, "num_chains is 0"),
+        ({"w": torch.zeros(12, 2)}, -3, "num_chains is -3"),
+        ({"w": torch.zeros(12, 2)}, 2.0, "num_chains is 2.0"),
+        ({"w": torch.zeros(12, 2)}, 5, "num_chains is 5; it must divide the 12 draws"),
+        ({"w": torch.zeros(12), "b": torch.zeros(6)}, 3, r"weights\['b'\] has shape"),
+        ({"w": torch.zeros(())}, 1, r"weights\['w'\] has shape \(\)"),
+    ],
+)
+def test_from_samples_says_which_draws_are_not_chains(weights, num_chains, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Posterior.from_samples(weights, kind="chains", num_chains=num_chains)
+
+
+@pytest.mark.parametrize(
+    "value", [{1, 2}, torch.zeros(2), {"a": [b"x"]}, {(1, 2): 3}, print]
+)
+def test_metadata_that_json_lacks_are_named_before_anything_is_written(value, tmp_path):
+    posterior = Posterior({"w": torch.zeros(1, 4)}, {}, {"mine": value}, kind="chains")
+    with pytest.raises(ValueError, match=r"metadata\['mine'\] is .* JSON can't"):
+        posterior.save(tmp_path / "draws")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"metadata\['mine'\] is .* JSON can't"):
+        posterior.to_arviz()
+
+
+def test_a_save_that_fails_names_the_folder_and_no_temporary_one(posterior, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"File too large\. What was there") as full:
+            posterior.save(tmp_path / "draws")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(FileNotFoundError) as missing:
+        posterior.save(tmp_path / "nowhere" / "draws")
+    for error, folder in ((full, "draws"), (missing, "nowhere/draws")):
+        assert f"to {tmp_path / folder}: " in str(error.value)
+        assert "/." not in str(error.value)
+        assert "resumes" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
 # diagnostics --------------------------------------------------------------------------
 
 
