@@ -9,15 +9,19 @@ values allowed. What Python, PyTorch or Pyro refuse anyway isn't checked.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def whole(
@@ -208,6 +212,51 @@ def did_you_mean(found: Any, names: Iterable[str]) -> str:
         else ()
     )
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def require_keywords(
+    title: str,
+    known: Collection[str],
+    keywords: Iterable[str],
+    guesses: Mapping[str, str],
+    advice: str = "",
+) -> None:
+    """Require keywords that a function has.
+
+    :param title: its name in messages.
+    :param known: the keywords that it has.
+    :param guesses: names in other libraries, and the names here.
+    :param advice: for a keyword that resembles none.
+    """
+    for keyword in keywords:
+        if keyword in known:
+            continue
+        hint = did_you_mean(keyword, known)
+        if guesses.get(keyword) in known:
+            hint = f"; did you mean {guesses[keyword]!r}?"
+        elif not hint and advice:
+            hint = f"; {advice}"
+        raise TypeError(f"{title} has no argument {keyword!r}{hint}")
+
+
+def checks_keywords(
+    guesses: Mapping[str, str], advice: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a decorator of functions whose error of a wrong keyword names the right one;
+    see :func:`require_keywords`.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            require_keywords(function.__name__, known, kwargs, guesses, advice)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def as_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:

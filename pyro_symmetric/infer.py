@@ -12,106 +12,27 @@ the rest.
 >>> mcmc.get_samples()["mean"].shape
 torch.Size([200])
 
-:class:`MCMC` runs all chains in one batch by :func:`~pyro_symmetric.sample`, and
-    accepts this library's kernels.
-:func:`HMC` and :func:`NUTS` take Pyro's arguments and return such kernels.
+:class:`MCMC` runs all chains in one batch by :func:`~pyro_symmetric.sample`. The
+kernels are this library's, with Pyro's names of arguments and defaults of their own:
+``target_accept_prob`` is 0.9, and the times of ``HMC``'s trajectories are uniform with
+the mean ``trajectory_length``, :math:`\pi / 2`, which avoids resonance.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 from pyro_symmetric import arguments, mcmc
-from pyro_symmetric.mcmc import Kernel
+from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights
 
 __all__ = ["HMC", "MCMC", "NUTS"]
 
-# Arguments of Pyro's kernels that are accepted and ignored.
-IGNORED = {
-    "max_plate_nesting",
-    "jit_compile",
-    "jit_options",
-    "ignore_jit_warnings",
-    "use_multinomial_sampling",
-}
-RENAMED = {"adapt_mass_matrix": "adapt_mass", "target_accept_prob": "target_accept"}
-
-
-def HMC(
-    model: Callable[..., Any],
-    *,
-    step_size: float = 1.0,
-    trajectory_length: float | None = None,
-    num_steps: int | None = None,
-    **settings: Any,
-) -> mcmc.HMC:
-    r"""Make a Hamiltonian Monte Carlo kernel from Pyro's arguments.
-
-    >>> from pyro_symmetric.infer import HMC, MCMC
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> mcmc = MCMC(HMC(model, trajectory_length=1.0), num_samples=200)
-
-    :param step_size: step size of the leapfrog integrator; warm-up finds another unless
-        ``adapt_step_size=False``.
-    :param trajectory_length: mean integration time of a trajectory. The time of each
-        trajectory is uniform between 0 and twice the mean, which avoids resonance; in
-        Pyro it is constant.
-    :param num_steps: sets the length to ``step_size * num_steps``. With neither, the
-        length is :math:`2 \pi`.
-    :param settings: as for :func:`NUTS`.
-    """
-    if trajectory_length is None:
-        trajectory_length = 2 * math.pi if num_steps is None else step_size * num_steps
-    return mcmc.HMC(
-        model,
-        trajectory_length=trajectory_length,
-        max_steps=1024,
-        **_settings(step_size, **settings),
-    )
-
-
-def NUTS(
-    model: Callable[..., Any],
-    *,
-    step_size: float = 1.0,
-    max_tree_depth: int = 10,
-    **settings: Any,
-) -> mcmc.NUTS:
-    """Make a No-U-Turn sampler from Pyro's arguments.
-
-    >>> from pyro_symmetric.infer import MCMC, NUTS
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> mcmc = MCMC(NUTS(model, full_mass=True), num_samples=500, num_chains=4)
-
-    :param max_tree_depth: a trajectory has at most ``2 ** max_tree_depth - 1`` steps.
-    :param settings: ``adapt_step_size=True``; ``adapt_mass_matrix=True``;
-        ``full_mass=False``, or ``True`` for a dense mass matrix;
-        ``target_accept_prob=0.8``. Pyro's ``jit`` arguments and the like are ignored.
-    """
-    return mcmc.NUTS(
-        model, max_treedepth=max_tree_depth, **_settings(step_size, **settings)
-    )
-
-
-def _settings(step_size: float, **given: Any) -> dict[str, Any]:
-    """Translate Pyro's arguments to settings of our Hamiltonian kernels."""
-    used = {
-        "target_accept_prob": 0.8,
-        **{name: value for name, value in given.items() if name not in IGNORED},
-    }
-    settings = {RENAMED.get(name, name): value for name, value in used.items()}
-    settings |= {"mass": "dense"} if settings.pop("full_mass", False) else {}
-    return (
-        settings
-        if settings.get("adapt_step_size", True) is True
-        else {**settings, "step_size": step_size}
-    )
+# of ``sample``, and the names here; what isn't among its options belongs to ``run``
+GUESSES = {"num_warmup": "warmup_steps", "progress": "disable_progbar"}
+NO_OPTIONS = {"kernel_or_model", "args", "kwargs", "num_warmup", "progress"}
 
 
 class MCMC:
@@ -127,8 +48,7 @@ class MCMC:
     >>> mcmc.get_samples()["mean"].shape
     torch.Size([320])
 
-    :param kernel: :func:`HMC` or :func:`NUTS` of this module, or any kernel of this
-        library.
+    :param kernel: any kernel of this library.
     :param num_samples: draws per chain.
     :param warmup_steps: warm-up iterations per chain. ``None``: ``num_samples``.
     :param options: of :func:`~pyro_symmetric.sample`: ``initial``, ``hook``, ``seed``,
@@ -151,6 +71,7 @@ class MCMC:
             Kernel,
             "HMC(model), NUTS(model) or another kernel of ours",
         )
+        _require_options(options)
         self.num_samples, self.num_chains = num_samples, num_chains
         self._options = {
             "num_warmup": num_samples if warmup_steps is None else warmup_steps,
@@ -195,3 +116,10 @@ class MCMC:
     def summary(self, prob: float = 0.9) -> None:
         """Print a table of the sites; see ``Posterior.summary``."""
         self.posterior.summary(prob)
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    """Require options of :func:`~pyro_symmetric.sample`."""
+    known = inspect.signature(mcmc.sample).parameters.keys() - NO_OPTIONS
+    own = inspect.signature(MCMC).parameters.keys() - {"options"}
+    arguments.require_keywords("MCMC", {*known, *own}, options, GUESSES)

@@ -128,9 +128,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     # samplers and posteriors
     "sample": (lambda: sampled(X), "y"),
     "sample, an array": (lambda: ps.sample(conjugate, np.zeros(3)), "torch.as_tensor"),
-    "NUTS": (lambda: ps.NUTS(MODEL, target_accept=1.5), "target_accept"),
+    "NUTS": (lambda: ps.NUTS(MODEL, target_accept_prob=1.5), "target_accept_prob"),
     "HMC": (lambda: ps.HMC(MODEL, trajectory_length=NAN), "trajectory_length"),
-    "AdaptiveHMC": (lambda: ps.AdaptiveHMC(MODEL, target_accept=NAN), "target_accept"),
+    "AdaptiveHMC": (
+        lambda: ps.AdaptiveHMC(MODEL, target_accept_prob=NAN),
+        "target_accept_prob",
+    ),
     "MCLMC": (lambda: ps.MCLMC(MODEL, energy_error=-1.0), "energy_error"),
     "SGHMC": (lambda: ps.SGHMC(MODEL, step_size=0.1, friction=NAN), "friction"),
     "Posterior": (

@@ -4,6 +4,7 @@ it makes of the draws.
 
 import functools
 import math
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -74,19 +75,56 @@ def test_our_own_kernels_are_run_as_sample_runs_them():
 # what Pyro's kernels are asked for ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("asked", "length"),
-    [
-        ({}, 2 * math.pi),
-        ({"trajectory_length": 1.5}, 1.5),
-        ({"trajectory_length": 1.5, "num_steps": 7}, 1.5),
-        ({"num_steps": 4, "step_size": 0.25}, 1.0),
-    ],
-)
-def test_the_length_of_trajectories_is_pyros(asked, length):
-    theirs = pyro.infer.HMC(conjugate, **asked)
-    assert theirs.trajectory_length == pytest.approx(length)
-    assert HMC(conjugate, **asked).trajectory_length == pytest.approx(length)
+def test_the_kernels_are_the_librarys_and_take_pyros_arguments():
+    assert (HMC, NUTS) == (ps.HMC, ps.NUTS)
+    arguments = {
+        "step_size": 0.5,
+        "adapt_step_size": False,
+        "adapt_mass_matrix": False,
+        "full_mass": True,
+        "target_accept_prob": 0.7,
+        "jit_compile": False,
+        "jit_options": None,
+        "ignore_jit_warnings": True,
+        "max_plate_nesting": 1,
+    }
+    of_hmc = {**arguments, "trajectory_length": 1.5}
+    of_nuts = {**arguments, "max_tree_depth": 4, "use_multinomial_sampling": True}
+    for kind, given in (("HMC", of_hmc), ("NUTS", of_nuts)):
+        theirs = getattr(pyro.infer, kind)(conjugate, **given)
+        ours = getattr(ps.infer, kind)(conjugate, **given)
+        assert theirs.step_size == ours.step_size == 0.5
+        assert (
+            ours.settings().items() <= given.items() | ps.HMC(None).settings().items()
+        )
+    assert ours.max_tree_depth == 4
+
+
+WRONG = {
+    "target_accept_prob": lambda: ps.NUTS(conjugate, target_accept=0.8),
+    "max_tree_depth": lambda: ps.NUTS(conjugate, max_treedepth=5),
+    "full_mass": lambda: ps.AdaptiveHMC(conjugate, mass="dense"),
+    "adapt_mass_matrix": lambda: ps.HMC(conjugate, adapt_mass=False),
+    "trajectory_length": lambda: ps.HMC(conjugate, trajectory_lenght=1.0),
+    "num_steps": lambda: ps.HMC(conjugate, num_integration_steps=3),
+    "step_size": lambda: ps.SGLD(conjugate, learning_rate=3),
+    "pass it to sample": lambda: ps.NUTS(conjugate, num_chains=4),
+    "num_warmup": lambda: ps.sample(ps.NUTS(conjugate), warmup_steps=5),
+    "num_samples": lambda: ps.sample(ps.NUTS(conjugate), num_sample=5),
+    "progress": lambda: ps.sample(ps.NUTS(conjugate), disable_progbar=True),
+    "kwargs={...}": lambda: ps.sample(ps.NUTS(conjugate), y=torch.ones(3)),
+    "warmup_steps": lambda: ps.MCMC(ps.NUTS(conjugate), 5, num_warmup=5),
+    "disable_progbar": lambda: ps.MCMC(ps.NUTS(conjugate), 5, progress=False),
+    "engine": lambda: ps.MCMC(ps.NUTS(conjugate), 5, engin="eager"),
+}
+
+
+@pytest.mark.parametrize("right", WRONG)
+def test_the_error_of_a_wrong_keyword_names_the_right_one(right):
+    with pytest.raises(
+        TypeError, match=rf"has no argument '\w+'; .*{re.escape(right)}"
+    ):
+        WRONG[right]()
 
 
 # what is made of the draws ------------------------------------------------------------

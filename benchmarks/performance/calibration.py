@@ -187,7 +187,7 @@ STOCHASTIC: dict[str, Any] = {"tolerance": 0.02}
 # kernel, thinning, mini-batch
 SAMPLERS: dict[str, tuple[ps.mcmc.Kernel, int, int | None]] = {
     "HMC": (ps.HMC(model), 3, None),
-    "NUTS": (ps.NUTS(model, max_treedepth=DEPTH), 2, None),
+    "NUTS": (ps.NUTS(model, max_tree_depth=DEPTH), 2, None),
     "AdaptiveHMC": (ps.AdaptiveHMC(model), 3, None),
     "MCLMC": (ps.MCLMC(model), 20, None),
     "SGHMC, all rows": (ps.SGHMC(model, **STOCHASTIC), 3, None),
@@ -236,7 +236,7 @@ def all_chains_in_every_batch() -> Iterator[None]:
 CONTESTANTS: dict[str, Callable[..., tuple[float, float]]] = {
     **{name: partial(right, name) for name in SAMPLERS},
     "accepts twice as often": partial(
-        accepting, lambda error: error - 0.7, ps.HMC(model, target_accept=0.6)
+        accepting, lambda error: error - 0.7, ps.HMC(model, target_accept_prob=0.6)
     ),
     "accepts always": partial(
         accepting,

@@ -35,7 +35,7 @@ from pyro_symmetric.store import CHECKPOINT, Checkpoint, raw_bytes
 KERNELS = ["HMC", "NUTS", "AdaptiveHMC", "MCLMC", "SGLD", "pSGLD", "SGHMC"]
 SHORT_TRAJECTORIES: dict[str, dict[str, Any]] = {
     "HMC": {"num_steps": 5},
-    "NUTS": {"max_treedepth": 4},
+    "NUTS": {"max_tree_depth": 4},
     "AdaptiveHMC": {"max_steps": 16},
     "MCLMC": {"max_steps": 16},
 }

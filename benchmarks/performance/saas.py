@@ -92,7 +92,7 @@ def pyro_jit(problem: Problem, warmup: int, draws: int) -> Run:
 MASSES = ("diagonal", "dense")
 CONTESTANTS: dict[str, Callable[[Problem, int, int], Run]] = {
     f"{kind.__name__}, {mass}, {chains} chain{'s' * (chains > 1)}": partial(
-        ours, kind=partial(kind, mass=mass), chains=chains
+        ours, kind=partial(kind, full_mass=mass == "dense"), chains=chains
     )
     for kind, mass, chains in (
         *((ps.NUTS, "dense", chains) for chains in (1, 4, 16, 64)),

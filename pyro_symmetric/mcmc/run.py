@@ -91,6 +91,10 @@ MAX_NUMBERS = 2**19
 DENSE = 200  # coordinates
 
 
+@arguments.checks_keywords(
+    {"warmup_steps": "num_warmup", "disable_progbar": "progress", "hook_fn": "hook"},
+    "arguments of the model go into args, or kwargs={...}",
+)
 def sample(
     kernel_or_model: Kernel | Callable[..., Any],
     *args: Any,
@@ -829,17 +833,17 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
     chains = 1 << (limits[why].bit_length() - 1)
     if num_chains is not None:
         chains, why = num_chains, "as asked"
-    mass = "dense" if density.dim <= DENSE and not density.is_network else "diagonal"
+    full_mass = density.dim <= DENSE and not density.is_network
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"
     choice = (
-        f"{kind.__name__} with {count} ({why}), mass={mass!r} "
+        f"{kind.__name__} with {count} ({why}), full_mass={full_mass} "
         f"(for {density.dim:,} dimensions)"
     )
     # a run that resumes keeps its engine
     if settings.store is None or not settings.store.exists():
         choice += f", engine {density.engine!r}"
-    kernel = kind(settings.kernel.model, mass=mass)
+    kernel = kind(settings.kernel.model, full_mass=full_mass)
     return replace(settings, kernel=kernel, num_chains=chains, chosen=choice), density
 
 
@@ -857,7 +861,7 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
         warnings.warn(
             f"interrupted: the posterior holds {size}{advice}",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     latent = {
         s: value
@@ -882,4 +886,4 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
     if any(check.status != "pass" for check in early):
         failures = [*early, *(check for check in failures if check.name != "weights")]
     for check in failures:
-        warnings.warn(check.words, RuntimeWarning, stacklevel=3)
+        warnings.warn(check.words, RuntimeWarning, stacklevel=4)

@@ -203,7 +203,7 @@ def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
             worst["warmup_r_hat"],
         )
         finding = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
-        advice = f"{RELABELLED}. If not, pass mass='dense' or a larger num_warmup, or reparametrise the model"
+        advice = f"{RELABELLED}. If not, pass full_mass=True or a larger num_warmup, or reparametrise the model"
         yield checked("warm-up", r_hat, (R_HAT[1], math.inf), finding, advice)
 
 
@@ -234,7 +234,7 @@ def sampler_checks(
         smaller = (
             f"a smaller step_size or {size}"
             if size
-            else "a smaller step_size or a larger target_accept"
+            else "a smaller step_size or a larger target_accept_prob"
         )
         advice = f"parts of the posterior are missed. Use {smaller}, a longer warm-up, or reparametrise the model"
         yield checked(
@@ -254,7 +254,7 @@ def sampler_checks(
             share,
             CUT_OFF,
             finding,
-            "raise max_treedepth, or reparametrise",
+            "raise max_tree_depth, or reparametrise",
         )
     if "energy" in statistics and statistics["energy"].shape[1] > 2:
         worst = float(missing_energy(statistics["energy"]).min())

@@ -56,8 +56,8 @@ def hmc(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
 
 @register(
     "nuts",
-    {**CHAINS, "warmup": 200, "draws": 100, "max_treedepth": 7},
-    quick={"chains": 8, "warmup": 40, "draws": 30, "max_treedepth": 5},
+    {**CHAINS, "warmup": 200, "draws": 100, "max_tree_depth": 7},
+    quick={"chains": 8, "warmup": 40, "draws": 30, "max_tree_depth": 5},
     **MOST,
 )
 def nuts(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:

@@ -23,7 +23,11 @@ def test_an_iteration_is_judged_by_whitened_distances_from_each_chains_own_centr
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
     deviations = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
     kernel = AdaptiveHMC(
-        None, step_size=1.4, max_steps=64, adapt_step_size=False, adapt_mass=False
+        None,
+        step_size=1.4,
+        max_steps=64,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
     )
     state = kernel.init(density, density.sample(40), 10, generator)
     length = replace(state.tuning.length, centre=density.sample(40))

@@ -161,7 +161,7 @@ def test_every_window_is_one_of_the_longest_warm_up():
 
 @pytest.mark.parametrize(
     "kernel",
-    [HMC(normal), NUTS(normal, max_treedepth=3), AdaptiveHMC(normal, max_steps=16)],
+    [HMC(normal), NUTS(normal, max_tree_depth=3), AdaptiveHMC(normal, max_steps=16)],
 )
 def test_a_warm_up_that_ends_itself_is_draw_for_draw_the_one_of_its_length(kernel):
     found = sample(kernel, seed=0, **RUN)

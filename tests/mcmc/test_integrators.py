@@ -149,7 +149,7 @@ def test_a_step_size_is_found_from_either_side(generator):
     density = GaussianPotential(
         torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64), rotated=False
     )
-    z, kernel = density.sample(2000), HMC(None, target_accept=0.8)
+    z, kernel = density.sample(2000), HMC(None, target_accept_prob=0.8)
     for first in (1e-4, 50.0):
         state = kernel.init(density, z, 0, generator)
         found = kernel._find_step_size(
@@ -183,7 +183,7 @@ def test_each_chain_finds_the_step_that_it_would_find_alone(generator):
     """
     units = torch.tensor([1e-6, 1.0, 1e4], dtype=torch.float64)[:, None]
     density = ToyPotential(lambda z: 0.5 * (z / units).square().sum(-1))
-    state = HMC(None, target_accept=0.8).init(
+    state = HMC(None, target_accept_prob=0.8).init(
         density, units.expand(3, 2).clone(), 100, generator
     )
     ratio = state.tuning.step_size / units[:, 0]

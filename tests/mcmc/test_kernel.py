@@ -34,8 +34,8 @@ X, Y = (
 MINI = {"batch_size": 5}
 EVERY_KERNEL = [
     HMC(NETWORK, max_steps=4),
-    HMC(NETWORK, num_steps=3, mass="dense"),
-    NUTS(NETWORK, mass="dense", max_treedepth=3),
+    HMC(NETWORK, num_steps=3, full_mass=True),
+    NUTS(NETWORK, full_mass=True, max_tree_depth=3),
     AdaptiveHMC(NETWORK, max_steps=4),
     MCLMC(NETWORK, max_steps=4),
     SGLD(NETWORK, **MINI),

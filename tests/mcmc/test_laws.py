@@ -26,7 +26,7 @@ from .conftest import Banana, GaussianPotential, ToyPotential, drive
 
 KERNELS = {
     "HMC": HMC(None, step_size=0.75, num_steps=3),
-    "NUTS": NUTS(None, step_size=0.75, max_treedepth=5),
+    "NUTS": NUTS(None, step_size=0.75, max_tree_depth=5),
     "AdaptiveHMC": AdaptiveHMC(None, step_size=0.8),
 }
 
@@ -213,7 +213,7 @@ def test_draws_after_warm_up_match_the_moments_of_a_banana(name):
     # At 0.95 the step is half of that, and 100 iterations of warm-up reach the tails.
     density, kernel = (
         Banana(),
-        replace(KERNELS[name], step_size=None, target_accept=0.95),
+        replace(KERNELS[name], step_size=None, target_accept_prob=0.95),
     )
     draws, statistics, _ = drive(
         kernel, density, torch.randn(200, 2, dtype=torch.float64), 100, 30
@@ -248,13 +248,13 @@ def test_draws_after_warm_up_match_the_moments_of_a_banana(name):
 
 LONG = pytest.mark.slow
 ILL_CONDITIONED = [
-    (HMC(None, mass="dense"), 32, 300, 90),
-    (AdaptiveHMC(None, mass="dense"), 32, 300, 90),
+    (HMC(None, full_mass=True), 32, 300, 90),
+    (AdaptiveHMC(None, full_mass=True), 32, 300, 90),
     pytest.param(
         HMC(None, trajectory_length=10.0, max_steps=1000), 64, 600, 200, marks=LONG
     ),
     pytest.param(NUTS(None), 64, 250, 60, marks=LONG),  # of trees of depth 9
-    pytest.param(NUTS(None, mass="dense"), 64, 250, 60, marks=LONG),
+    pytest.param(NUTS(None, full_mass=True), 64, 250, 60, marks=LONG),
     pytest.param(AdaptiveHMC(None), 64, 600, 200, marks=LONG),
 ]
 
@@ -446,7 +446,7 @@ def scales() -> Problem:
     ("kernel", "problem"),
     [
         (HMC, noise),
-        (functools.partial(HMC, target_accept=0.9), schools),
+        (functools.partial(HMC, target_accept_prob=0.9), schools),
         (HMC, network),
         (AdaptiveHMC, network),
         pytest.param(NUTS, network, marks=LONG),
@@ -478,7 +478,7 @@ def test_adaptation_reaches_its_target_acceptance(target):
     density = GaussianPotential(
         torch.linspace(0.1, 1, 100, dtype=torch.float64).square(), rotated=False
     )
-    kernel = HMC(None, target_accept=target, num_steps=3, adapt_mass=False)
+    kernel = HMC(None, target_accept_prob=target, num_steps=3, adapt_mass_matrix=False)
     _, statistics, _ = drive(
         kernel, density, torch.randn(40, 100, dtype=torch.float64), 200, 25
     )

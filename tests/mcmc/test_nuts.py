@@ -151,7 +151,7 @@ def test_one_chain_does_exactly_what_a_naive_search_of_all_subtrees_does(
     )
     if masked:
         density.fast = AsTheyAre(density)
-    kernel = NUTS(None, step_size=step, max_treedepth=7)
+    kernel = NUTS(None, step_size=step, max_tree_depth=7)
     depths = set()
     for seed in range(10):
         generator = torch.Generator(torch.empty(0).device).manual_seed(seed)
@@ -231,7 +231,7 @@ def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only
 
     density = ToyPotential(energy)
     density.fast = AsTheyAre(density)  # batches of all chains
-    kernel = NUTS(None, step_size=0.2, max_treedepth=10**12)
+    kernel = NUTS(None, step_size=0.2, max_tree_depth=10**12)
     state = kernel.init(
         density,
         -torch.rand(30, 2, dtype=torch.float64, generator=generator),
@@ -246,7 +246,7 @@ def test_a_chain_that_leaves_the_support_is_evaluated_there_in_one_doubling_only
 
 def test_a_trajectory_ends_at_the_largest_depth_and_says_so(generator):
     density = GaussianPotential(torch.ones(3, dtype=torch.float64))
-    kernel = NUTS(None, step_size=1e-3, max_treedepth=4)
+    kernel = NUTS(None, step_size=1e-3, max_tree_depth=4)
     state = kernel.step(density, kernel.init(density, density.sample(6), 0, generator))
     assert (state.statistics["tree_depth"] == 4).all()
     assert (state.statistics["n_steps"] == 15).all()

@@ -42,7 +42,7 @@ TOTAL = 24 + 2 * 8
 SETTINGS = {
     "HMC": {"num_steps": 2},
     "Walk": {},
-    "NUTS": {"max_treedepth": 2, "mass": "dense"},
+    "NUTS": {"max_tree_depth": 2, "full_mass": True},
     "AdaptiveHMC": {"max_steps": 4},
     "MCLMC": {"max_steps": 4},
 }
@@ -343,8 +343,8 @@ CHANGES = {
         (Y,),
         {},
     ),
-    "settings.target_accept: 0.9 there, 0.8 here": lambda: (
-        hmc(target_accept=0.8),
+    "settings.target_accept_prob: 0.9 there, 0.8 here": lambda: (
+        hmc(target_accept_prob=0.8),
         (Y,),
         {},
     ),

@@ -91,7 +91,7 @@ def test_the_step_follows_the_mean_acceptance_and_ends_at_its_average(
     density, generator
 ):
     draws, acceptances = numbers(15)  # too few for a window
-    kernel = HMC(None, step_size=0.1, target_accept=0.7)
+    kernel = HMC(None, step_size=0.1, target_accept_prob=0.7)
     state = kernel.init(density, torch.tensor(draws[0]), 15, generator)
     states, log_step, sums, gain = (
         fed(kernel, density, state, draws, acceptances, 15),
@@ -229,12 +229,12 @@ def test_windows_lie_within_warmup_and_leave_time_to_adapt_the_step(num_warmup):
 
 def test_what_isnt_to_be_adapted_stays(density, generator):
     draws, acceptances = numbers(60)
-    for options in ({"adapt_step_size": False}, {"adapt_mass": False}):
+    for options in ({"adapt_step_size": False}, {"adapt_mass_matrix": False}):
         kernel = HMC(None, step_size=0.1, **options)
         state = kernel.init(density, torch.tensor(draws[0]), 60, generator)
         last = fed(kernel, density, state, draws, acceptances, 60)[-1].tuning
         assert bool((last.step_size == 0.1).all()) == ("adapt_step_size" in options)
         assert torch.equal(last.mass.variance, torch.ones(D, dtype=torch.float64)) == (
-            "adapt_mass" in options
+            "adapt_mass_matrix" in options
         )
-        assert state.tuning.blind == ("adapt_mass" not in options)
+        assert state.tuning.blind == ("adapt_mass_matrix" not in options)

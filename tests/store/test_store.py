@@ -439,7 +439,11 @@ def sampled(path: Path) -> Posterior:
         "progress": False,
     }
     kernel = HMC(
-        model, step_size=0.5, num_steps=2, adapt_step_size=False, adapt_mass=False
+        model,
+        step_size=0.5,
+        num_steps=2,
+        adapt_step_size=False,
+        adapt_mass_matrix=False,
     )
     return sample(kernel, store=path, **options)
 

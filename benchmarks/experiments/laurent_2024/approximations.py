@@ -53,7 +53,7 @@ BUDGETS: dict[str, dict[str, float]] = {
     # without momentum chains move slowly
     "langevin": {"warmup": 60, "draws": 60, "num_steps": 40, "batch_size": 64},
     "hmc": {"warmup": 30, "draws": 30, "num_steps": 8},
-    "nuts": {"warmup": 20, "draws": 20, "max_treedepth": 4},
+    "nuts": {"warmup": 20, "draws": 20, "max_tree_depth": 4},
 }
 KIND = {
     **dict.fromkeys((REFERENCE, *AROUND_MODES), "networks"),

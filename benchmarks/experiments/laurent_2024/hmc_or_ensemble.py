@@ -67,7 +67,7 @@ def run(noise: float, seed: int, options: Any) -> Row:
     )
     group = ps.find_symmetry(net, x[:2]).permutations
     chains = ps.sample(
-        ps.NUTS(model, max_treedepth=options.depth),
+        ps.NUTS(model, max_tree_depth=options.depth),
         x,
         y,
         num_samples=options.draws,

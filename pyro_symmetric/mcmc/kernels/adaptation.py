@@ -27,9 +27,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,6 +61,15 @@ PRIOR_DRAWS, PRIOR_VARIANCE = 5.0, 1e-3  # shrinkage of variances, as in Stan
 LIMIT = R_HAT[1]
 OUTLIERS = 32  # one in so many chains may be stuck in a lower mode
 LARGEST = 999.0  # R-hat of chains that don't move
+# arguments of Pyro's kernels that mean nothing here, so that its programs run as they
+# are
+IGNORED = (
+    "max_plate_nesting",
+    "jit_compile",
+    "jit_options",
+    "ignore_jit_warnings",
+    "use_multinomial_sampling",
+)
 # limits of the thinned history; an even number of draws
 CHAINS, COORDINATES, DRAWS = 64, 512, 512
 
@@ -93,15 +102,19 @@ class TunedKernel(Kernel):
     warmups = (150, 200, 300, 500, 900, 1700)  # with common windows
 
     model: Callable[..., Any]
+    _: KW_ONLY
     step_size: float | None = None
     adapt_step_size: bool = True
-    adapt_mass: bool = True
-    mass: str = "diagonal"
+    adapt_mass_matrix: bool = True
+    full_mass: bool = False
+
+    ignored: ClassVar[tuple[str, ...]] = IGNORED
 
     def __post_init__(self) -> None:
         super().__post_init__()
         arguments.positive("step_size", self.step_size, none="one that is found")
-        arguments.one_of("mass", self.mass, ("diagonal", "dense"))
+        for name in ("adapt_step_size", "adapt_mass_matrix", "full_mass"):
+            arguments.one_of(name, getattr(self, name), (True, False))
 
     # for subclasses to define ---------------------------------------------------------
 
@@ -126,18 +139,17 @@ class TunedKernel(Kernel):
     def init(
         self, density: Density, z: Tensor, num_warmup: int, generator: torch.Generator
     ) -> State:
-        if self.mass == "dense" and z.shape[-1] > MAX_DENSE:
+        if self.full_mass and z.shape[-1] > MAX_DENSE:
             raise ValueError(
-                f"mass is 'dense', but the model has {z.shape[-1]} coordinates; a "
-                "matrix of that size fills the "
-                "memory. Use mass='diagonal'"
+                f"full_mass is True, but the model has {z.shape[-1]} coordinates; a "
+                "matrix of that size fills the memory. Use full_mass=False"
             )
         energy, gradient = evaluated_once(density, z)
         step = torch.full_like(
             energy, 0.1 if self.step_size is None else self.step_size
         )
-        blind = self.adapt_mass and len(window_ends(num_warmup)[1]) > 0
-        mass = MassEstimate.start(z, self.mass).mass()
+        blind = self.adapt_mass_matrix and len(window_ends(num_warmup)[1]) > 0
+        mass = self._empty_estimate(z).mass()
         tuning = HamiltonianTuning(step, self.search(step, blind), mass, None, blind)
         state = State(z, torch.zeros_like(z), energy, gradient, tuning, generator)
         return (
@@ -152,7 +164,7 @@ class TunedKernel(Kernel):
         tuning: HamiltonianTuning = state.tuning
         done, (begin, ends) = (
             iteration + 1,
-            window_ends(num_warmup) if self.adapt_mass else (num_warmup, ()),
+            window_ends(num_warmup) if self.adapt_mass_matrix else (num_warmup, ()),
         )
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
@@ -177,10 +189,13 @@ class TunedKernel(Kernel):
             if self.adapt_step_size:
                 state = self._find_step_size(density, state, _average_step_size(state))
         if ends and (done == begin or done in ends[:-1]):
-            state = tuned(state, estimate=MassEstimate.start(state.z, self.mass))
+            state = tuned(state, estimate=self._empty_estimate(state.z))
         if done == num_warmup and self.adapt_step_size:
             state = tuned(state, step_size=_average_step_size(state))
         return state
+
+    def _empty_estimate(self, z: Tensor) -> MassEstimate:
+        return MassEstimate.start(z, "dense" if self.full_mass else "diagonal")
 
     def _find_step_size(self, density: Density, state: State, step: Tensor) -> State:
         """Double or halve step sizes ``(C,)`` until the acceptance of one step crosses
@@ -215,14 +230,14 @@ class TunedKernel(Kernel):
 class HamiltonianKernel(TunedKernel):
     """Base class of kernels with an acceptance rate."""
 
-    target_accept: float = 0.9
+    target_accept_prob: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.fraction("target_accept", self.target_accept)
+        arguments.fraction("target_accept_prob", self.target_accept_prob)
 
     def search(self, step_size: Tensor, follow: bool) -> StepSizeAdaptation:
-        return StepSizeAdaptation.start(step_size, self.target_accept, follow)
+        return StepSizeAdaptation.start(step_size, self.target_accept_prob, follow)
 
     def trial_acceptance(
         self, density: Density, state: State, step_size: Tensor

@@ -10,7 +10,8 @@ determines all later states.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import inspect
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric import arguments
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
@@ -69,7 +71,45 @@ class State:
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Kernel(ABC):
+# names in other libraries, and the names here
+GUESSES = {
+    "mass": "full_mass",
+    "dense_mass": "full_mass",
+    "adapt_mass": "adapt_mass_matrix",
+    "adapt_delta": "target_accept_prob",
+    "target_acceptance_rate": "target_accept_prob",
+    "max_num_doublings": "max_tree_depth",
+    "num_integration_steps": "num_steps",
+    "learning_rate": "step_size",
+}
+OF_SAMPLE = {
+    "num_samples",
+    "num_warmup",
+    "warmup_steps",
+    "num_chains",
+    "seed",
+    "engine",
+}
+
+
+class _KernelType(ABCMeta):
+    """Class of kernels, whose calls name the right argument for a wrong one."""
+
+    ignored: tuple[str, ...]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        for name in cls.ignored:
+            kwargs.pop(name, None)
+        known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        if all(
+            argument.kind is not argument.VAR_KEYWORD for argument in known.values()
+        ):
+            advice = "pass it to sample" if kwargs.keys() & OF_SAMPLE else ""
+            arguments.require_keywords(cls.__name__, known, kwargs, GUESSES, advice)
+        return super().__call__(*args, **kwargs)
+
+
+class Kernel(metaclass=_KernelType):
     """Base class of samplers. Subclasses are frozen dataclasses whose first field is
     ``model``.
 
@@ -89,6 +129,7 @@ class Kernel(ABC):
     # approximate number of gradients in an iteration, if known in advance
     num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
+    ignored: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing
 
     def __post_init__(self) -> None:
         # a kernel without a model can be run by hand on a Density

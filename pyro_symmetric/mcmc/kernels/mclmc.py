@@ -98,7 +98,7 @@ class MCLMC(TunedKernel):
     >>> bool((posterior.samples["w"].std() - 1).abs() < 0.05)
     True
 
-    Other settings, except ``target_accept``, are those of
+    Other settings, except ``target_accept_prob``, are those of
     :class:`~pyro_symmetric.mcmc.NUTS`.
 
     :param energy_error: :math:`\eta_0`, the mean squared energy error per step and

@@ -79,30 +79,32 @@ class NUTS(HamiltonianKernel):
         ``adapt_step_size=False``. ``None``: found by doubling or halving at the initial
         positions.
     :param adapt_step_size: whether warm-up adapts the step size.
-    :param adapt_mass: whether warm-up adapts the mass matrix; otherwise it is the
-        identity.
-    :param mass: form of the mass matrix: ``"diagonal"``, or ``"dense"`` for up to a few
-        hundred dimensions.
-    :param target_accept: mean acceptance rate that the step size is adapted to. Larger
-        values suit varying curvature, and are slower elsewhere.
-    :param max_treedepth: a trajectory has at most ``2 ** max_treedepth - 1`` leapfrog
+    :param adapt_mass_matrix: whether warm-up adapts the mass matrix; otherwise it is
+        the identity.
+    :param full_mass: whether the mass matrix is dense, for up to a few hundred
+        dimensions, instead of diagonal.
+    :param target_accept_prob: mean acceptance rate that the step size is adapted to.
+        Larger values suit varying curvature, and are slower elsewhere.
+    :param max_tree_depth: a trajectory has at most ``2 ** max_tree_depth - 1`` leapfrog
         steps.
+
+    Pyro's ``jit_compile`` and the like may be given, and mean nothing.
     """
 
-    max_treedepth: int = 10
+    max_tree_depth: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        arguments.whole("max_treedepth", self.max_treedepth, 1)
+        arguments.whole("max_tree_depth", self.max_tree_depth, 1)
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
         most = (
-            min(self.max_treedepth, BLIND_STEPS.bit_length())
+            min(self.max_tree_depth, BLIND_STEPS.bit_length())
             if tuning.blind
-            else self.max_treedepth
+            else self.max_tree_depth
         )
-        forest = _Forest(density, state, self.max_treedepth)
+        forest = _Forest(density, state, self.max_tree_depth)
         depth = 0
         while depth < most and forest.double(depth):
             depth += 1
@@ -115,7 +117,7 @@ class NUTS(HamiltonianKernel):
             "step_size": tuning.step_size,
             "n_steps": tree.cost.steps,
             "tree_depth": tree.depth,
-            "reached_max_treedepth": tree.depth >= self.max_treedepth,
+            "reached_max_treedepth": tree.depth >= self.max_tree_depth,
         }
         return State(*tree.draw, tuning, state.generator, statistics)
 
@@ -172,7 +174,7 @@ class _Branch(NamedTuple):
 class _Forest:
     """Trajectories of all chains, which double in batches of the unfinished ones."""
 
-    def __init__(self, density: Density, state: State, max_treedepth: int):
+    def __init__(self, density: Density, state: State, max_tree_depth: int):
         self.density, self.mass, self.generator = (
             density,
             state.tuning.mass,
@@ -202,7 +204,9 @@ class _Forest:
         self.growing, self.finished = no_steps == 0, list[_Tree]()
         self.fixed_batch = compiles(density)
         self.fused = self.fixed_batch and state.z.numel() <= FUSED_NUMBERS
-        self.levels = torch.arange(min(max_treedepth, MAX_LEVELS), device=energy.device)
+        self.levels = torch.arange(
+            min(max_tree_depth, MAX_LEVELS), device=energy.device
+        )
 
     def double(self, depth: int) -> bool:
         """Add ``2 ** depth`` states to each trajectory; return whether any is
