@@ -43,6 +43,10 @@ class Terms(NamedTuple):
     values: Tensor
     norms: Tensor
 
+    def at(self, points: Any) -> Terms:
+        """Select points, by an index or a slice."""
+        return Terms(self.values[points], self.norms[points])
+
 
 class ModelDensity:
     """The log-density of a Pyro model at points of its continuous latent sites.
@@ -73,10 +77,9 @@ class ModelDensity:
     def _prepare(self) -> None:
         example = self.target.prior_weights(1)
         self.shapes = {site: value.shape[1:] for site, value in example.items()}
-        self.rows = {
-            plate: torch.randperm(full, device="cpu")[:size]
-            for plate, (full, size) in self.target.row_counts.items()
-        }
+        self.rows = dict[str, Tensor]()
+        for plate, (full, size) in self.target.row_counts.items():
+            self.rows[plate] = torch.randperm(full, device="cpu")[:size]
         self.names: tuple[str, ...] = ()
         self.generic, self.before = self._generic_points()
 
@@ -144,10 +147,10 @@ class ModelDensity:
         starts: Iterable[int] = range(0, count, CHUNK)
         if self.target.one_by_one and count > CHUNK:
             starts = tqdm(starts, desc="find_symmetry", leave=False)
-        chunks = [
-            self._mapped({site: v[start : start + CHUNK] for site, v in points.items()})
-            for start in starts
-        ]
+        chunks = list[Tensor]()
+        for start in starts:
+            chunk = slice(start, start + CHUNK)
+            chunks.append(self._mapped({s: v[chunk] for s, v in points.items()}))
         if not chunks:
             empty = torch.zeros(0, len(self.names), dtype=torch.float64, device="cpu")
             return Terms(empty, empty)

@@ -14,21 +14,21 @@ positions apart that differ by their data.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
+from pyro_symmetric.discovery.model_group import Built, built_group
+from pyro_symmetric.discovery.model_permutations import Factor, permuting_units
+from pyro_symmetric.discovery.model_signs import SignFlip, flipping_signs
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
@@ -37,7 +37,6 @@ from pyro_symmetric.discovery.symmetry import (
     named,
 )
 from pyro_symmetric.discovery.valid_sets import (
-    Candidates,
     Cycle,
     Exchange,
     Place,
@@ -45,52 +44,19 @@ from pyro_symmetric.discovery.valid_sets import (
     Searcher,
     SignChange,
     SiteMove,
+    axes_by_length,
+    stacked,
 )
 from pyro_symmetric.discovery.verify import Change, broken_moves
-from pyro_symmetric.groups import Axis, Element, Group, Units
-from pyro_symmetric.groups.units import Move
+from pyro_symmetric.groups import Element, Group, Units
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 
 PRIOR_DRAWS = 8  # at which the prior of a network is compared
 DATA_SETS = 3  # that are simulated if data are discrete
-PERMUTE: frozenset[Move] = frozenset({"permute"})
-FLIP: frozenset[Move] = frozenset({"flip"})
-TRIED_SIGNS = 64  # positions of an axis, from the first on, whose signs are searched
 
 
 _NO_CODE = (lambda: None).__code__
-
-
-class Factor(NamedTuple):
-    """Units that permute.
-
-    :param units: their positions.
-    :param places: the axes along which they exchange.
-    :param length: the number of units along these axes.
-    :param outer: the places of the units in each of which these permute by themselves.
-    """
-
-    units: tuple[int, ...]
-    places: PlaceSet
-    length: int
-    outer: PlaceSet | None = None
-
-
-class SignFlip(NamedTuple):
-    """Positions whose signs flip, one by one, or whole sites.
-
-    :param positions: empty if the sites flip as wholes.
-    """
-
-    positions: tuple[int, ...]
-    places: PlaceSet
-
-    @property
-    def sites(self) -> frozenset[str]:
-        """The sites whose signs change if all positions flip."""
-        names = [place.site for place in self.places]
-        return frozenset(name for name in names if names.count(name) % 2)
 
 
 @dataclass
@@ -133,7 +99,7 @@ def find_model_symmetry(
     dropped = Moves()
     if not accidents and (moves.factors or moves.flips):
         moves, dropped = _without_accidents(moves, searcher, model, args, kwargs)
-    built = _built(moves, density.shapes)
+    built = built_group(moves.factors, moves.flips, density.shapes)
     repaired = _repaired(built.group, density)
     remarks = [*moves.remarks, *built.remarks, *repaired.remarks]
     explanation = _explained(searcher, repaired.group, dropped)
@@ -173,10 +139,9 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
     """Restrict the symmetry of a network to that of its posterior: to moves that leave
     the prior unchanged.
     """
-    draws = {
-        site: prior.sample((PRIOR_DRAWS,)).double()
-        for site, prior in model.priors().items()
-    }
+    draws = dict[str, Tensor]()
+    for site, prior in model.priors().items():
+        draws[site] = prior.sample((PRIOR_DRAWS,)).double()
     # no proper prior is invariant under scales or shifts
     group = symmetry.finite.without_buffers(symmetry.buffers)
     verdict = check_function(group, model.log_prior, draws)
@@ -192,404 +157,10 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
 
 
 def _all_moves(searcher: Searcher) -> Moves:
-    factors = list[Factor]()
-    for count, candidates in _by_length(searcher.movable_shapes).items():
-        factors += _permutations(searcher, count, candidates)
-    factors += _blocks(searcher, factors)
-    factors = [_placed_inside(factor, factors, searcher) for factor in factors]
-    moves = Moves(factors, _signs(searcher, factors))
+    factors = permuting_units(searcher)
+    moves = Moves(factors, flipping_signs(searcher, factors))
     moves.remarks += _whole_sites(searcher)
     return moves
-
-
-def _by_length(shapes: Mapping[str, torch.Size]) -> dict[int, dict[str, list[Place]]]:
-    """Return the axes by their length, of two positions or more."""
-    by_length = dict[int, dict[str, list[Place]]]()
-    for site, shape in shapes.items():
-        for dim, length in enumerate(shape):
-            if length > 1:
-                candidates = by_length.setdefault(length, {})
-                candidates.setdefault(site, []).append(Place(site, dim))
-    return by_length
-
-
-def _permutations(
-    searcher: Searcher, count: int, candidates: Candidates
-) -> list[Factor]:
-    """Return the units of ``count`` positions that permute.
-
-    An exchange of two positions and a cycle of all of them generate all permutations.
-    Only where that fails, positions are compared with one another.
-    """
-    factors = list[Factor]()
-    for places in searcher.valid_sets(Exchange(0, 1, count), candidates):
-        units = tuple(range(count))
-        if all(searcher.holds([(Cycle(units, count), places)])):
-            factors.append(Factor(units, places, count))
-    settled = {place for factor in factors for place in factor.places}
-    remaining = dict[str, list[Place]]()
-    for site, site_places in candidates.items():
-        unsettled = [place for place in site_places if place not in settled]
-        if unsettled:
-            remaining[site] = unsettled
-    if remaining:
-        factors += _compared_permutations(searcher, count, remaining)
-    return factors
-
-
-def _compared_permutations(
-    searcher: Searcher, count: int, candidates: Candidates
-) -> list[Factor]:
-    """Return the units that permute, where positions may differ from one another."""
-    classes = _position_classes(searcher, count, candidates)
-    exchangeable = _Exchangeable(count)
-    for second in range(count):
-        for first in exchangeable.similar(second, candidates, classes):
-            alike = _alike(candidates, classes, first, second)
-            exchange = Exchange(first, second, count)
-            if not exchangeable.known_hold(searcher, exchange, alike):
-                valid = searcher.valid_sets(exchange, alike)
-                exchangeable.add(first, second, valid)
-        exchangeable.close(second, classes)
-    return [*exchangeable.factors()]
-
-
-class _Exchangeable:
-    """Positions that exchange along known sets of places.
-
-    :ivar pairs: set of places -> pairs of positions that exchange along it.
-    :ivar representatives: one position of each class, for some set of places;
-        ``by_class``: those in a class of positions that look alike at a place.
-    """
-
-    def __init__(self, count: int):
-        self.count = count
-        self.pairs: dict[PlaceSet, list[tuple[int, int]]] = {}
-        self.representatives: list[int] = []
-        self.by_class: dict[tuple[Place, int], list[int]] = {}
-
-    def similar(
-        self,
-        position: int,
-        candidates: Candidates,
-        classes: Mapping[Place, Sequence[int]],
-    ) -> list[int]:
-        """Return the representatives that aren't known to differ at all places."""
-        similar = set[int]()
-        for place in itertools.chain.from_iterable(candidates.values()):
-            if place not in classes:
-                return [*self.representatives]
-            similar.update(self.by_class.get((place, classes[place][position]), ()))
-        return sorted(similar)
-
-    def add(self, first: int, second: int, valid: Iterable[PlaceSet]) -> None:
-        for places in valid:
-            self.pairs.setdefault(places, []).append((first, second))
-
-    def known_hold(
-        self, searcher: Searcher, exchange: Exchange, alike: Candidates
-    ) -> bool:
-        """Add an exchange along all known sets if they all hold, and use all places
-        that look alike; return whether they do.
-        """
-        places = {place for site in alike for place in alike[site]}
-        if not self.pairs or places != frozenset().union(*self.pairs):
-            return False
-        if not all(searcher.holds([(exchange, known) for known in self.pairs])):
-            return False
-        self.add(exchange.first, exchange.second, [*self.pairs])
-        return True
-
-    def close(self, position: int, classes: Mapping[Place, Sequence[int]]) -> None:
-        """Keep a position that stands in a class of its own as a representative."""
-        joined = [
-            any(second == position for _, second in pairs)
-            for pairs in self.pairs.values()
-        ]
-        if joined and all(joined):
-            return
-        self.representatives.append(position)
-        for place, labels in classes.items():
-            self.by_class.setdefault((place, labels[position]), []).append(position)
-
-    def factors(self) -> Iterator[Factor]:
-        """Yield the classes of two positions or more."""
-        for places, pairs in self.pairs.items():
-            smallest = list(range(self.count))
-            for first, second in pairs:
-                low, high = sorted((smallest[first], smallest[second]))
-                smallest = [low if label == high else label for label in smallest]
-            for label in sorted(set(smallest)):
-                units = tuple(u for u in range(self.count) if smallest[u] == label)
-                if len(units) > 1:
-                    yield Factor(units, places, self.count)
-
-
-def _alike(
-    candidates: Candidates,
-    classes: Mapping[Place, Sequence[int]],
-    first: int,
-    second: int,
-) -> dict[str, list[Place]]:
-    """Return the places along which two positions aren't known to differ."""
-    alike = dict[str, list[Place]]()
-    for site, places in candidates.items():
-        for place in places:
-            if place not in classes or classes[place][first] == classes[place][second]:
-                alike.setdefault(site, []).append(place)
-    return alike
-
-
-def _position_classes(
-    searcher: Searcher, count: int, candidates: Candidates
-) -> dict[Place, list[int]]:
-    """Group the positions of each place by the density with one odd position, all other
-    positions and places of these sites being alike.
-
-    Positions of different classes never exchange, so that the groups of a plate that
-    differ by their data cost ``n`` values, not ``n**2``.
-    """
-    density, point = searcher.density, searcher.first_point
-    level_point = dict(point)
-    for site, places in candidates.items():
-        for place in places:
-            level_point[site] = _levelled(density, level_point[site], place, count, 0)
-    trials, numbers = list[Weights](), dict[Place, slice]()
-    for site, places in candidates.items():
-        for place in places:
-            value = _levelled(density, point[site], place, count, 1)
-            for beside in places:
-                if beside != place:
-                    value = _levelled(density, value, beside, count, 0)
-            images = [value]
-            for position in range(1, count):
-                images.append(Exchange(0, position, count).act(value, [place]))
-            if not bool(density.site_inside(site, torch.stack(images)).all()):
-                continue  # nothing is known of the place alone
-            numbers[place] = slice(len(trials), len(trials) + count)
-            trials += [{**level_point, site: image} for image in images]
-    if not trials:
-        return {}
-    stacked = {site: torch.stack([t[site] for t in trials]) for site in trials[0]}
-    terms = density.terms(stacked)
-    return {
-        place: _classes(density, Terms(*(part[chosen] for part in terms)))
-        for place, chosen in numbers.items()
-    }
-
-
-def _levelled(
-    density: ModelDensity, value: Tensor, place: Place, count: int, start: int
-) -> Tensor:
-    """Make the units from ``start`` on alike: by their mean if that lies in the
-    support, else by copies of one.
-    """
-    index = place.index(count)
-    by_unit = value.index_select(place.dim, index.flatten())
-    by_unit = by_unit.unflatten(place.dim, index.shape)
-    axis = place.dim + 1
-    head = by_unit.narrow(axis, 0, start)
-    tail = by_unit.narrow(axis, start, count - start)
-    for representative in (tail.mean(axis, keepdim=True), tail.narrow(axis, 0, 1)):
-        level = torch.cat([head, representative.expand_as(tail)], axis)
-        level = level.flatten(place.dim, axis)
-        level = level.index_select(place.dim, index.flatten().argsort())
-        if bool(density.site_inside(place.site, level[None])):
-            return level
-    return value
-
-
-def _classes(density: ModelDensity, terms: Terms) -> list[int]:
-    """Number the classes of equal rows, which follow one another if they are sorted by
-    their sum.
-    """
-    order = terms.values.sum(1).argsort()
-    following = Terms(*(part[order[1:]] for part in terms))
-    before = Terms(*(part[order[:-1]] for part in terms))
-    differs = ~density.same(following, before)
-    labels = torch.zeros_like(order)
-    labels[order[1:]] = differs.cumsum(0)
-    return labels.tolist()
-
-
-def _blocks(searcher: Searcher, factors: Sequence[Factor]) -> list[Factor]:
-    """Return the units that lie as blocks along an axis, several positions of which
-    belong to one unit.
-    """
-    shapes = searcher.movable_shapes
-    moved = {(place.site, place.dim) for factor in factors for place in factor.places}
-    free = [
-        (site, dim)
-        for site, shape in shapes.items()
-        for dim in range(len(shape))
-        if shape[dim] > 1 and (site, dim) not in moved
-    ]
-    lengths = sorted({shapes[site][dim] for site, dim in free})
-    in_blocks = list[Factor]()
-    for count in _divisors(lengths):
-        for interleaved in (False, True):
-            candidates = _block_candidates(free, shapes, count, interleaved)
-            if candidates:
-                in_blocks += _permutations(searcher, count, candidates)
-                taken = {(p.site, p.dim) for factor in in_blocks for p in factor.places}
-                free = [axis for axis in free if axis not in taken]
-    return in_blocks
-
-
-def _block_candidates(
-    free: Sequence[tuple[str, int]],
-    shapes: Mapping[str, torch.Size],
-    count: int,
-    interleaved: bool,
-) -> dict[str, list[Place]]:
-    """Return the free axes that hold ``count`` units, if some of them hold blocks."""
-    candidates = dict[str, list[Place]]()
-    for site, dim in free:
-        blocks, remainder = divmod(shapes[site][dim], count)
-        if remainder == 0:
-            place = Place(site, dim, blocks, interleaved and blocks > 1)
-            candidates.setdefault(site, []).append(place)
-    places = [place for site in candidates for place in candidates[site]]
-    return candidates if any(place.blocks > 1 for place in places) else {}
-
-
-def _divisors(lengths: Iterable[int]) -> list[int]:
-    """Return the numbers of units, larger ones first, that lengths may hold blocks
-    of.
-    """
-    divisors = {
-        count
-        for length in lengths
-        if length <= TRIED_SIGNS
-        for count in range(2, length // 2 + 1)
-        if length % count == 0
-    }
-    return sorted(divisors, reverse=True)
-
-
-def _placed_inside(
-    factor: Factor, factors: Sequence[Factor], searcher: Searcher
-) -> Factor:
-    """Note the units in each of which these permute by themselves: their axes lie
-    beside those of the outer units, and an exchange in one outer unit alone holds.
-    """
-    for outer in factors:
-        outer_dims = {place.site: place.dim for place in outer.places}
-        sites = {place.site for place in factor.places}
-        nested = (
-            outer.places != factor.places
-            and len(outer_dims) == len(outer.places)
-            and len(sites) == len(factor.places)
-            and sites <= outer_dims.keys()
-        )
-        if nested:
-            inner = _ExchangeInside(factor, outer_dims, outer.units[0])
-            if all(searcher.holds([(inner, factor.places)])):
-                return factor._replace(outer=outer.places)
-    return factor
-
-
-@dataclass(frozen=True)
-class _ExchangeInside:
-    """The exchange of the first two units of a factor within one outer unit."""
-
-    factor: Factor
-    outer_dims: Mapping[str, int]
-    outer_unit: int
-
-    def act(self, value: Tensor, places: Sequence[Place]) -> Tensor:
-        exchange = Exchange(
-            self.factor.units[0], self.factor.units[1], self.factor.length
-        )
-        for place in places:
-            dim = self.outer_dims[place.site]
-            exchanged = exchange.act(value, [place])
-            result = value.clone()
-            result.select(dim, self.outer_unit).copy_(
-                exchanged.select(dim, self.outer_unit)
-            )
-            value = result
-        return value
-
-
-# signs --------------------------------------------------------------------------------
-
-
-def _signs(searcher: Searcher, factors: Sequence[Factor]) -> list[SignFlip]:
-    density = searcher.density
-    movable = searcher.movable_shapes
-    real = {site: shape for site, shape in movable.items() if density.is_real(site)}
-    flips = list[SignFlip]()
-    for count, candidates in _by_length(real).items():
-        flips += _position_signs(searcher, count, candidates, factors)
-    whole = {site: [Place(site, 0)] for site in real}
-    if not whole:
-        return flips
-    spanned = [flip.sites for flip in flips if _covers_axis(flip, density.shapes)]
-    for places in searcher.valid_sets(SignChange(None), whole):
-        flip = SignFlip((), places)
-        if _is_independent(flip.sites, spanned):
-            spanned.append(flip.sites)
-            flips.append(flip)
-    return flips
-
-
-def _position_signs(
-    searcher: Searcher, count: int, candidates: Candidates, factors: Sequence[Factor]
-) -> list[SignFlip]:
-    """Return the sets of places along which signs of single positions flip.
-
-    Positions that exchange along all places have the same signs, so that one of them is
-    searched.
-    """
-    alike = _exchangeable_everywhere(count, candidates, factors)
-    flipping = dict[PlaceSet, list[int]]()
-    for position in range(count):
-        if alike[position] != position:  # its representative was searched before
-            for positions in flipping.values():
-                if alike[position] in positions:
-                    positions.append(position)
-            continue
-        if not flipping and position >= TRIED_SIGNS:
-            break
-        change = SignChange(position)
-        holds = searcher.holds([(change, places) for places in flipping])
-        valid = [*flipping] if flipping and all(holds) else None
-        for places in valid or searcher.valid_sets(change, candidates):
-            flipping.setdefault(places, []).append(position)
-    return [SignFlip(tuple(p), places) for places, p in flipping.items()]
-
-
-def _exchangeable_everywhere(
-    count: int, candidates: Candidates, factors: Sequence[Factor]
-) -> list[int]:
-    """Return for each position the first one with which it exchanges along each of the
-    places.
-    """
-    places = {place for site in candidates for place in candidates[site]}
-    labels = [[0] * count for _ in places]
-    for place, label in zip(places, labels, strict=True):
-        label[:] = range(count)
-        for factor in factors:
-            if place in factor.places and factor.outer is None:
-                for unit in factor.units:
-                    label[unit] = factor.units[0]
-    columns = [*zip(*labels, strict=True)]
-    return [columns.index(column) for column in columns]
-
-
-def _covers_axis(flip: SignFlip, shapes: Mapping[str, torch.Size]) -> bool:
-    return all(
-        len(flip.positions) == shapes[place.site][place.dim] for place in flip.places
-    )
-
-
-def _is_independent(sites: frozenset[str], spanned: Sequence[frozenset[str]]) -> bool:
-    """Return whether a flip of whole sites is no product of others."""
-    names = sorted(sites.union(*spanned))
-    rows = np.array([[n in chosen for n in names] for chosen in (*spanned, sites)], int)
-    rank_before = len(echelon(rows[:-1], modulo_two=True)[1]) if spanned else 0
-    return len(echelon(rows, modulo_two=True)[1]) > rank_before
 
 
 # whole sites --------------------------------------------------------------------------
@@ -621,10 +192,9 @@ class _StackedDensity:
     def site_inside(self, site: str, values: Tensor) -> Tensor:
         if site != self.stack:
             return self.density.site_inside(site, values)
-        inside = [
-            self.density.site_inside(member, values[:, number])
-            for number, member in enumerate(self.members)
-        ]
+        inside = list[Tensor]()
+        for member, value in zip(self.members, values.unbind(1), strict=True):
+            inside.append(self.density.site_inside(member, value))
         return torch.stack(inside).all(0)
 
     def _unstacked(self, points: Weights) -> Weights:
@@ -640,17 +210,14 @@ def _whole_sites(searcher: Searcher) -> list[str]:
     for stack, members in _families(searcher).items():
         density: Any = _StackedDensity(searcher.density, stack, members)
         points = density.stacked(searcher.points)
-        stacked = Searcher(density, points, searcher.before, searcher.movable)
+        of_stack = Searcher(density, points, searcher.before, searcher.movable)
         count = len(members)
-        by_length = _by_length(searcher.movable_shapes)
-        candidates = {
-            site: places
-            for site, places in by_length.get(count, {}).items()
-            if site not in members
-        }
+        candidates = axes_by_length(searcher.movable_shapes).get(count, {})
+        for member in members:
+            candidates.pop(member, None)
         candidates[stack] = [Place(stack, 0)]
         exchange = Exchange(0, 1, count)
-        for places in stacked.valid_sets(exchange, candidates):
+        for places in of_stack.valid_sets(exchange, candidates):
             if Place(stack, 0) not in places:
                 continue
             beside = sorted(str(place) for place in places if place.site != stack)
@@ -756,163 +323,6 @@ def _all_hold(
     return all(searcher.holds([(generator, places) for generator in generators]))
 
 
-# the group ----------------------------------------------------------------------------
-
-
-class Built(NamedTuple):
-    """A group, and what it couldn't take in."""
-
-    group: Group
-    remarks: list[str]
-
-
-def _built(moves: Moves, shapes: Mapping[str, torch.Size]) -> Built:
-    """Build the group of all moves."""
-    builder = _Builder(shapes)
-    outermost = [factor for factor in moves.factors if factor.outer is None]
-    flips = list(moves.flips)
-    for factor in outermost:
-        flips = builder.add_outer(factor, flips)
-    for factor in moves.factors:
-        if factor.outer is not None:
-            builder.add_inner(factor)
-    for flip in flips:
-        builder.add_flip(flip)
-    return builder.built()
-
-
-class _Builder:
-    """Collects units for a group.
-
-    :ivar names: the places of outermost factors -> the names of their units.
-    """
-
-    def __init__(self, shapes: Mapping[str, torch.Size]):
-        self.shapes = shapes
-        self.units: dict[str, Units] = {}
-        self.names: dict[PlaceSet, str] = {}
-        self.remarks: list[str] = []
-
-    def add_outer(self, factor: Factor, flips: list[SignFlip]) -> list[SignFlip]:
-        """Add units that permute, with their signs if these flip along some of the same
-        places; return the flips that are left.
-        """
-        joint = [
-            flip
-            for flip in flips
-            if flip.places <= factor.places and set(factor.units) <= set(flip.positions)
-        ]
-        flip = joint[0] if len(joint) == 1 else SignFlip((), frozenset())
-        chosen = torch.tensor(factor.units, device="cpu")
-        axes = tuple(
-            Axis(
-                place.site,
-                place.dim,
-                place.index(factor.length)[:, chosen],
-                exponent=int(place in flip.places),
-            )
-            for place in sorted(factor.places)
-        )
-        moves = PERMUTE | FLIP if flip.places else PERMUTE
-        name = self._name(factor.places)
-        self.units[name] = Units(name, len(factor.units), axes, moves=moves)
-        self.names[factor.places] = name
-        if not flip.places:
-            return flips
-        left = tuple(p for p in flip.positions if p not in factor.units)
-        others = [other_flip for other_flip in flips if other_flip is not flip]
-        return [*others, SignFlip(left, flip.places)] if left else others
-
-    def add_inner(self, factor: Factor) -> None:
-        """Add units that permute inside others."""
-        assert factor.outer is not None
-        parent = self.units[self.names[factor.outer]]
-        outer_dims = {place.site: place.dim for place in factor.outer}
-        axes = list[Axis]()
-        for place in sorted(factor.places):
-            first, last = sorted((place.dim, outer_dims[place.site]))
-            if last != first + 1 or place.blocks > 1:
-                self.remarks.append(
-                    f"units along {place} permute in each of the {parent.size} units "
-                    f"of {parent.name!r}; a group can express that if the two axes are "
-                    "neighbours"
-                )
-                return
-            shape = self.shapes[place.site]
-            grid = torch.arange(shape[first] * shape[last], device="cpu")
-            grid = grid.reshape(shape[first], shape[last])
-            by_outer = grid if outer_dims[place.site] < place.dim else grid.T
-            index = by_outer[:, list(factor.units)].reshape(1, -1)
-            axes.append(Axis(place.site, first, index, span=2))
-        name = self._name(factor.places)
-        self.units[name] = Units(
-            name,
-            len(factor.units),
-            tuple(axes),
-            parent=parent.name,
-            copies=parent.size,
-        )
-
-    def add_flip(self, flip: SignFlip) -> None:
-        """Add units, or whole sites, that only change their signs."""
-        scalars = sorted(p.site for p in flip.places if not self.shapes[p.site])
-        if scalars:
-            names = ", ".join(sorted({place.site for place in flip.places}))
-            self.remarks.append(
-                f"the signs of {names} flip together, which no group here can express, "
-                f"as {scalars[0]!r} has no axis: give it one, with .expand([1])"
-            )
-            return
-        if not flip.positions:
-            self._add_whole(flip)
-            return
-        index = torch.tensor([flip.positions], device="cpu")
-        axes = tuple(
-            Axis(place.site, place.dim, index, exponent=1)
-            for place in sorted(flip.places)
-        )
-        name, count = self._name(flip.places), len(flip.positions)
-        for places, around in self.names.items():
-            parent = self.units[around]
-            if flip.places <= places and parent.size == count and parent.copies == 1:
-                self.units[name] = Units(name, 1, axes, around, count, FLIP)
-                return
-        self.units[name] = Units(name, count, axes, moves=FLIP)
-
-    def built(self) -> Built:
-        """Return the group, without the flips that don't fit its permutations."""
-        try:
-            return Built(Group(self.units.values(), self.shapes), self.remarks)
-        except ValueError as error:
-            permuting = [
-                replace(
-                    units,
-                    moves=PERMUTE,
-                    axes=tuple(replace(axis, exponent=0) for axis in units.axes),
-                )
-                for units in self.units.values()
-                if "permute" in units.moves
-            ]
-            remark = f"signs are left out, which don't fit the permutations: {error}"
-            return Built(Group(permuting, self.shapes), [*self.remarks, remark])
-
-    def _add_whole(self, flip: SignFlip) -> None:
-        axes = list[Axis]()
-        for site in sorted(flip.sites):
-            entries = torch.arange(self.shapes[site].numel(), device="cpu")
-            axes.append(
-                Axis(site, 0, entries[:, None], exponent=1, span=len(self.shapes[site]))
-            )
-        name = self._name(flip.places)
-        self.units[name] = Units(name, 1, tuple(axes), moves=FLIP)
-
-    def _name(self, places: PlaceSet) -> str:
-        """Return a new name: that of the first site, with a number if it is taken."""
-        site = min(place.site for place in places)
-        numbered = (f"{site}~{number}" for number in itertools.count(2))
-        return next(n for n in itertools.chain([site], numbered) if n not in self.units)
-
-
 def _repaired(group: Group, density: ModelDensity) -> Built:
     """Try random elements at generic points, and drop the moves that change the
     density, with a remark for each.
@@ -992,17 +402,10 @@ def _reason(searcher: Searcher, place: Place, length: int, moved: Sequence[int])
         return "it has one position"
     staying = [position for position in range(length) if position not in moved]
     first, second = (*staying, *moved)[:2]
-    point = searcher.first_point
     exchange = Exchange(first, second, length)
-    after = searcher.density.terms(
-        {
-            site: value[None]
-            for site, value in searcher.moved(
-                exchange, frozenset({place}), point
-            ).items()
-        }
-    )
-    before = Terms(*(part[:1] for part in searcher.before))
+    moved_point = searcher.moved(exchange, frozenset({place}), searcher.first_point)
+    after = searcher.density.terms(stacked([moved_point]))
+    before = searcher.before.at(slice(1))
     changed = [name for name in searcher.density.changed_terms(after, before) if name]
     if not changed:
         return "exchanging its positions changes the density"

@@ -155,7 +155,7 @@ class Searcher:
     def of(cls, density: ModelDensity, movable: set[str]) -> Searcher:
         """Create a searcher of a density at one generic point of each scale."""
         points = {site: value[: len(SCALES)] for site, value in density.generic.items()}
-        before = Terms(*(part[: len(SCALES)] for part in density.before))
+        before = density.before.at(slice(len(SCALES)))
         return cls(density, points, before, movable)
 
     @property
@@ -164,10 +164,14 @@ class Searcher:
         shapes = self.density.shapes
         return {site: shape for site, shape in shapes.items() if site in self.movable}
 
+    def point(self, number: int) -> Weights:
+        """Return one of the generic points."""
+        return {site: value[number] for site, value in self.points.items()}
+
     @property
     def first_point(self) -> Weights:
         """The point at which pairs of sites vary."""
-        return {site: value[0] for site, value in self.points.items()}
+        return self.point(0)
 
     def moved(self, involution: SiteMove, places: PlaceSet, point: Weights) -> Weights:
         """Move a point along a set of places."""
@@ -187,12 +191,7 @@ class Searcher:
             pair_checks = np.zeros((len(passed.checks), len(places)), dtype=int)
             pair_checks[:, columns] = passed.checks
             checks = np.vstack([checks, pair_checks])
-        basis = [
-            frozenset(
-                place for place, chosen in zip(places, row, strict=True) if chosen
-            )
-            for row in annihilator(checks)
-        ]
+        basis = [_chosen(places, row) for row in annihilator(checks)]
         return self._verified(involution, basis)
 
     def holds(self, moves: Sequence[tuple[SiteMove, PlaceSet]]) -> list[bool]:
@@ -200,21 +199,16 @@ class Searcher:
         points.
         """
         count = len(self.before.values)
-        trials = [
-            self.moved(
-                involution,
-                places,
-                {site: value[number] for site, value in self.points.items()},
-            )
-            for involution, places in moves
-            for number in range(count)
-        ]
+        trials = list[Weights]()
+        for involution, places in moves:
+            for number in range(count):
+                trials.append(self.moved(involution, places, self.point(number)))
         if not trials:
             return []
-        stacked = _stacked(trials)
-        before = Terms(*(part.repeat(len(moves), 1) for part in self.before))
-        same = self.density.same(self.density.terms(stacked), before)
-        same &= self.density.inside(stacked)
+        moved = stacked(trials)
+        before = self.before.at(list(range(count)) * len(moves))
+        same = self.density.same(self.density.terms(moved), before)
+        same &= self.density.inside(moved)
         return same.reshape(len(moves), count).all(1).tolist()
 
     def _valid_in_pairs(
@@ -240,12 +234,12 @@ class Searcher:
                 places = frozenset(itertools.chain.from_iterable(chosen))
                 moved = self.moved(involution, places, around)
                 trials.append(Trial(sites, places, moved))
-        terms = self.density.terms(_stacked([trial.point for trial in trials]))
+        terms = self.density.terms(stacked([trial.point for trial in trials]))
         checks = list[_PairChecks]()
         for sites, numbers in _grouped_by_sites(trials):
             unmoved = numbers[0]  # the first subset of each pair is empty
-            before = Terms(*(part[[unmoved] * len(numbers)] for part in terms))
-            after = Terms(*(part[numbers] for part in terms))
+            before = terms.at([unmoved] * len(numbers))
+            after = terms.at(numbers)
             same = self.density.same(after, before).tolist()
             valid = [
                 trials[number].places
@@ -310,6 +304,19 @@ class _PairChecks(NamedTuple):
     checks: np.ndarray
 
 
+def axes_by_length(
+    shapes: Mapping[str, torch.Size],
+) -> dict[int, dict[str, list[Place]]]:
+    """Return the axes by their length, of two positions or more."""
+    by_length = dict[int, dict[str, list[Place]]]()
+    for site, shape in shapes.items():
+        for dim, length in enumerate(shape):
+            if length > 1:
+                candidates = by_length.setdefault(length, {})
+                candidates.setdefault(site, []).append(Place(site, dim))
+    return by_length
+
+
 # linear algebra modulo two ------------------------------------------------------------
 
 
@@ -333,10 +340,12 @@ def reduced(sets: Sequence[PlaceSet]) -> list[PlaceSet]:
     if not rows.size:
         return []
     echelon_rows, _ = echelon(rows, modulo_two=True)
-    return [
-        frozenset(place for place, entry in zip(places, row, strict=True) if entry)
-        for row in echelon_rows
-    ]
+    return [_chosen(places, row) for row in echelon_rows]
+
+
+def _chosen(places: Sequence[Place], row: np.ndarray) -> PlaceSet:
+    """Return the places whose entries in a row aren't zero."""
+    return frozenset(place for place, entry in zip(places, row, strict=True) if entry)
 
 
 def _span(basis: Sequence[PlaceSet]) -> list[PlaceSet]:
@@ -351,7 +360,8 @@ def _of_site(places: PlaceSet, site: str) -> list[Place]:
     return sorted(place for place in places if place.site == site)
 
 
-def _stacked(points: Sequence[Weights]) -> Weights:
+def stacked(points: Sequence[Weights]) -> Weights:
+    """Stack points of a density to one batch."""
     return {site: torch.stack([point[site] for point in points]) for site in points[0]}
 
 

@@ -1,0 +1,177 @@
+"""The group of the moves that were found in a Pyro model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from pyro_symmetric.discovery.model_permutations import Factor
+from pyro_symmetric.discovery.model_signs import SignFlip
+from pyro_symmetric.discovery.valid_sets import PlaceSet
+from pyro_symmetric.groups import Axis, Group, Units
+from pyro_symmetric.groups.units import Move
+
+PERMUTE: frozenset[Move] = frozenset({"permute"})
+FLIP: frozenset[Move] = frozenset({"flip"})
+
+
+class Built(NamedTuple):
+    """A group, and what it couldn't take in."""
+
+    group: Group
+    remarks: list[str]
+
+
+def built_group(
+    factors: Sequence[Factor],
+    flips: Sequence[SignFlip],
+    shapes: Mapping[str, torch.Size],
+) -> Built:
+    """Build the group of units that permute, and of signs."""
+    builder = _Builder(shapes)
+    remaining = list(flips)
+    for factor in factors:
+        if factor.outer is None:
+            remaining = builder.add_outer(factor, remaining)
+    for factor in factors:
+        if factor.outer is not None:
+            builder.add_inner(factor)
+    for flip in remaining:
+        builder.add_flip(flip)
+    return builder.built()
+
+
+class _Builder:
+    """Collects units for a group.
+
+    :ivar names: the places of outermost factors -> the names of their units.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size]):
+        self.shapes = shapes
+        self.units: dict[str, Units] = {}
+        self.names: dict[PlaceSet, str] = {}
+        self.remarks: list[str] = []
+
+    def add_outer(self, factor: Factor, flips: list[SignFlip]) -> list[SignFlip]:
+        """Add units that permute, with their signs if these flip along some of the same
+        places; return the flips that are left.
+        """
+        flip = self._joint_flip(factor, flips)
+        chosen = torch.tensor(factor.units, device="cpu")
+        axes = list[Axis]()
+        for place in sorted(factor.places):
+            index = place.index(factor.length)[:, chosen]
+            exponent = int(place in flip.places)
+            axes.append(Axis(place.site, place.dim, index, exponent))
+        moves = PERMUTE | FLIP if flip.places else PERMUTE
+        name = self._name(factor.places)
+        self.units[name] = Units(name, len(factor.units), tuple(axes), moves=moves)
+        self.names[factor.places] = name
+        if not flip.places:
+            return flips
+        remaining = [sign for sign in flips if sign is not flip]
+        outside = tuple(p for p in flip.positions if p not in factor.units)
+        if outside:
+            remaining.append(SignFlip(outside, flip.places))
+        return remaining
+
+    def add_inner(self, factor: Factor) -> None:
+        """Add units that permute inside others."""
+        assert factor.outer is not None
+        parent = self.units[self.names[factor.outer]]
+        outer_dims = {place.site: place.dim for place in factor.outer}
+        axes = list[Axis]()
+        for place in sorted(factor.places):
+            first, last = sorted((place.dim, outer_dims[place.site]))
+            if last != first + 1 or place.blocks > 1:
+                self.remarks.append(
+                    f"units along {place} permute in each of the {parent.size} units "
+                    f"of {parent.name!r}; a group can express that if the two axes are "
+                    "neighbours"
+                )
+                return
+            shape = self.shapes[place.site]
+            grid = torch.arange(shape[first] * shape[last], device="cpu")
+            grid = grid.reshape(shape[first], shape[last])
+            by_outer = grid if outer_dims[place.site] < place.dim else grid.T
+            index = by_outer[:, list(factor.units)].reshape(1, -1)
+            axes.append(Axis(place.site, first, index, span=2))
+        name = self._name(factor.places)
+        self.units[name] = Units(
+            name,
+            len(factor.units),
+            tuple(axes),
+            parent=parent.name,
+            copies=parent.size,
+        )
+
+    def add_flip(self, flip: SignFlip) -> None:
+        """Add units, or whole sites, that only change their signs."""
+        scalars = sorted(p.site for p in flip.places if not self.shapes[p.site])
+        if scalars:
+            names = ", ".join(sorted({place.site for place in flip.places}))
+            self.remarks.append(
+                f"the signs of {names} flip together, which no group here can express, "
+                f"as {scalars[0]!r} has no axis: give it one, with .expand([1])"
+            )
+            return
+        if not flip.positions:
+            self._add_whole(flip)
+            return
+        index = torch.tensor([flip.positions], device="cpu")
+        axes = tuple(
+            Axis(place.site, place.dim, index, exponent=1)
+            for place in sorted(flip.places)
+        )
+        name, count = self._name(flip.places), len(flip.positions)
+        for places, around in self.names.items():
+            parent = self.units[around]
+            if flip.places <= places and parent.size == count and parent.copies == 1:
+                self.units[name] = Units(name, 1, axes, around, count, FLIP)
+                return
+        self.units[name] = Units(name, count, axes, moves=FLIP)
+
+    def _joint_flip(self, factor: Factor, flips: Sequence[SignFlip]) -> SignFlip:
+        """Return the flips of all units of a factor along some of its places; empty if
+        there are none or several.
+        """
+        joint = list[SignFlip]()
+        for flip in flips:
+            covers = set(factor.units) <= set(flip.positions)
+            if covers and flip.places <= factor.places:
+                joint.append(flip)
+        return joint[0] if len(joint) == 1 else SignFlip((), frozenset())
+
+    def built(self) -> Built:
+        """Return the group, without the flips that don't fit its permutations."""
+        try:
+            return Built(Group(self.units.values(), self.shapes), self.remarks)
+        except ValueError as error:
+            permuting = list[Units]()
+            for units in self.units.values():
+                if "permute" in units.moves:
+                    axes = tuple(replace(axis, exponent=0) for axis in units.axes)
+                    permuting.append(replace(units, moves=PERMUTE, axes=axes))
+            remark = f"signs are left out, which don't fit the permutations: {error}"
+            return Built(Group(permuting, self.shapes), [*self.remarks, remark])
+
+    def _add_whole(self, flip: SignFlip) -> None:
+        axes = list[Axis]()
+        for site in sorted(flip.sites):
+            entries = torch.arange(self.shapes[site].numel(), device="cpu")
+            axes.append(
+                Axis(site, 0, entries[:, None], exponent=1, span=len(self.shapes[site]))
+            )
+        name = self._name(flip.places)
+        self.units[name] = Units(name, 1, tuple(axes), moves=FLIP)
+
+    def _name(self, places: PlaceSet) -> str:
+        """Return a new name: that of the first site, with a number if it is taken."""
+        site = min(place.site for place in places)
+        numbered = (f"{site}~{number}" for number in itertools.count(2))
+        return next(n for n in itertools.chain([site], numbered) if n not in self.units)

@@ -1,0 +1,118 @@
+"""Signs of a Pyro model's sites that flip, from values of its joint density."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pyro_symmetric.discovery.integer_algebra import echelon
+from pyro_symmetric.discovery.model_permutations import Factor
+from pyro_symmetric.discovery.valid_sets import (
+    Candidates,
+    Place,
+    PlaceSet,
+    Searcher,
+    SignChange,
+    axes_by_length,
+)
+
+TRIED_SIGNS = 64  # positions of an axis, from the first on, whose signs are searched
+
+
+class SignFlip(NamedTuple):
+    """Positions whose signs flip, one by one, or whole sites.
+
+    :param positions: empty if the sites flip as wholes.
+    """
+
+    positions: tuple[int, ...]
+    places: PlaceSet
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """The sites whose signs change if all positions flip."""
+        names = [place.site for place in self.places]
+        return frozenset(name for name in names if names.count(name) % 2)
+
+
+def flipping_signs(searcher: Searcher, factors: Sequence[Factor]) -> list[SignFlip]:
+    """Return the signs that flip: of single positions, and of whole sites."""
+    density = searcher.density
+    movable = searcher.movable_shapes
+    real = {site: shape for site, shape in movable.items() if density.is_real(site)}
+    flips = list[SignFlip]()
+    for count, candidates in axes_by_length(real).items():
+        flips += _position_signs(searcher, count, candidates, factors)
+    whole = {site: [Place(site, 0)] for site in real}
+    if not whole:
+        return flips
+    spanned = [flip.sites for flip in flips if _covers_axis(flip, density.shapes)]
+    for places in searcher.valid_sets(SignChange(None), whole):
+        flip = SignFlip((), places)
+        if _is_independent(flip.sites, spanned):
+            spanned.append(flip.sites)
+            flips.append(flip)
+    return flips
+
+
+def _position_signs(
+    searcher: Searcher, count: int, candidates: Candidates, factors: Sequence[Factor]
+) -> list[SignFlip]:
+    """Return the sets of places along which signs of single positions flip.
+
+    Positions that exchange along all places have the same signs, so that one of them is
+    searched.
+    """
+    representative = _exchangeable_everywhere(count, candidates, factors)
+    flipping = dict[PlaceSet, list[int]]()
+    for position in range(count):
+        if (
+            representative[position] != position
+        ):  # its representative was searched before
+            for positions in flipping.values():
+                if representative[position] in positions:
+                    positions.append(position)
+            continue
+        if not flipping and position >= TRIED_SIGNS:
+            break
+        change = SignChange(position)
+        holds = searcher.holds([(change, places) for places in flipping])
+        valid = [*flipping] if flipping and all(holds) else None
+        for places in valid or searcher.valid_sets(change, candidates):
+            flipping.setdefault(places, []).append(position)
+    return [SignFlip(tuple(p), places) for places, p in flipping.items()]
+
+
+def _exchangeable_everywhere(
+    count: int, candidates: Candidates, factors: Sequence[Factor]
+) -> list[int]:
+    """Return for each position the first one with which it exchanges along each of the
+    places.
+    """
+    places = {place for site in candidates for place in candidates[site]}
+    labels = [[0] * count for _ in places]
+    for place, label in zip(places, labels, strict=True):
+        label[:] = range(count)
+        for factor in factors:
+            if place in factor.places and factor.outer is None:
+                for unit in factor.units:
+                    label[unit] = factor.units[0]
+    columns = [*zip(*labels, strict=True)]
+    return [columns.index(column) for column in columns]
+
+
+def _covers_axis(flip: SignFlip, shapes: Mapping[str, torch.Size]) -> bool:
+    return all(
+        len(flip.positions) == shapes[place.site][place.dim] for place in flip.places
+    )
+
+
+def _is_independent(sites: frozenset[str], spanned: Sequence[frozenset[str]]) -> bool:
+    """Return whether a flip of whole sites is no product of others."""
+    names = sorted(sites.union(*spanned))
+    rows = np.array([[n in chosen for n in names] for chosen in (*spanned, sites)], int)
+    rank_before = len(echelon(rows[:-1], modulo_two=True)[1]) if spanned else 0
+    return len(echelon(rows, modulo_two=True)[1]) > rank_before
