@@ -376,12 +376,10 @@ def _objective(
     x, y = (part.to(next(net.parameters()).device) for part in data)
     if isinstance(net, BayesianModel):
         return _negative_log_joint(net, x, y)
-    named_loss = (
-        LOSSES[arguments.one_of("loss", loss, LOSSES, "a function")]
-        if isinstance(loss, str)
-        else loss
-    )
-    return _loss_of_network(net, named_loss, x, y)
+    if not isinstance(loss, str):
+        return _loss_of_network(net, loss, x, y)
+    arguments.one_of("loss", loss, LOSSES, "a function")
+    return _loss_of_network(net, _refusing(LOSSES[loss], _misfit(loss, y)), x, y)
 
 
 def _negative_log_joint(model: BayesianModel, x: Tensor, y: Tensor) -> Objective:
@@ -435,6 +433,36 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
             "'binary_cross_entropy' for two classes"
         )
     return nn.functional.cross_entropy(outputs, targets)
+
+
+def _misfit(loss: str, y: Tensor) -> str:
+    """Return what is wrong with targets that a loss would score without a meaning;
+    empty if nothing is."""
+    low, high = y.min().item(), y.max().item()
+    if loss == "binary_cross_entropy" and not 0 <= low <= high <= 1:
+        return (
+            f"data: targets of 'binary_cross_entropy' lie from {low:g} to {high:g}; "
+            "they must be 0 or 1, or probabilities between them"
+        )
+    # PyTorch leaves out labels of -100, and takes negative probabilities.
+    if loss == "cross_entropy" and low < 0:
+        return (
+            f"data: a target of 'cross_entropy' is {low:g}; labels are whole numbers "
+            "from 0 on, and probabilities aren't negative"
+        )
+    return ""
+
+
+def _refusing(loss: Loss, misfit: str) -> Loss:
+    """Let a loss refuse its targets, after the shapes that it refuses itself."""
+
+    def evaluate(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if misfit:
+            raise ValueError(misfit)
+        return value
+
+    return evaluate
 
 
 def _of_values(loss: Loss) -> Loss:

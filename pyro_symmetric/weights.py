@@ -179,10 +179,11 @@ def unflatten(vector: Tensor, shapes: Shapes) -> Weights:
 # flat vectors -------------------------------------------------------------------------
 
 ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
+SECTORS = 12  # of a circle
 
 
 class Layout:
-    """The order, shapes and transforms of the sites in a flat unconstrained vector of
+    r"""The order, shapes and transforms of the sites in a flat unconstrained vector of
     shape ``batch_shape + (dim,)``.
 
     :param site_shapes: site -> shape of its constrained value, in the order of
@@ -192,6 +193,7 @@ class Layout:
     :ivar unconstrained_shapes: site -> shape of its unconstrained value; a simplex of 3
         has 2 coordinates.
     :ivar dim: length ``D`` of the vector.
+    :ivar angles: sites on a circle, which is cut at :math:`\pm\pi`.
     """
 
     def __init__(
@@ -210,6 +212,7 @@ class Layout:
             site: torch.Size(self.transforms[site].inverse_shape(shape))
             for site, shape in self.site_shapes.items()
         }
+        self.angles: list[str] = []
         self.dim = sum(shape.numel() for shape in self.unconstrained_shapes.values())
         self._transformed = tuple(
             site
@@ -228,7 +231,11 @@ class Layout:
             site: torch.Size(fn.batch_shape) + torch.Size(fn.event_shape)
             for site, fn in sites.items()
         }
-        return cls(shapes, {site: transform_of(site, fn) for site, fn in sites.items()})
+        layout = cls(
+            shapes, {site: transform_of(site, fn) for site, fn in sites.items()}
+        )
+        layout.angles = [site for site, fn in sites.items() if is_angle(fn)]
+        return layout
 
     def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
         """Concatenate unconstrained values by site into vectors."""
@@ -291,15 +298,35 @@ def is_identity(transform: Transform) -> bool:
     )
 
 
+def is_angle(fn: Distribution) -> bool:
+    """Return whether the values of a distribution lie on a circle."""
+    return isinstance(_base(fn), ANGLES)
+
+
+def _base(fn: Distribution) -> Distribution:
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def turns_back(draws: Tensor) -> bool:
+    r"""Return whether more draws of an angle lie around the cut at :math:`\pm\pi` than
+    in the emptiest sector of the circle, so that the cut parts a mode."""
+    angles = draws.double().flatten(0, 1).reshape(draws.shape[:2].numel(), -1)
+    sectors = ((angles + math.pi) / (2 * math.pi) * SECTORS).round().long() % SECTORS
+    for entry in sectors.T:  # the cut is in the middle of sector 0
+        counts = entry.bincount(minlength=SECTORS)
+        if counts[0] > max(len(entry) / 100, 4 * int(counts[1:].min())):
+            return True
+    return False
+
+
 def transform_of(site: str, fn: Distribution) -> Transform:
     """Return the bijection from unconstrained values to a site's support.
 
     :raises ValueError: naming a site whose support has none.
     """
-    base = fn
-    while isinstance(base, Independent | MaskedDistribution | ExpandedDistribution):
-        base = base.base_dist
-    if isinstance(base, Delta):
+    if isinstance(_base(fn), Delta):
         raise ValueError(
             f"site {site!r} is a Delta, which leaves nothing to sample; use "
             "pyro.deterministic"
@@ -307,7 +334,7 @@ def transform_of(site: str, fn: Distribution) -> Transform:
     try:
         support: Any = fn.support
         # whose support in Pyro is the real line, where a periodic density is improper
-        if isinstance(base, ANGLES):
+        if is_angle(fn):
             support = constraints.independent(
                 constraints.interval(-math.pi, math.pi), len(fn.event_shape)
             )

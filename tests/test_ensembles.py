@@ -483,3 +483,18 @@ def test_a_loss_that_is_zero_for_all_weights_is_refused():
     x = torch.randn(6, 2)
     with pytest.raises(ValueError, match="zero for a network of one output"):
         ensemble(nn.Linear(2, 1), (x, x[:, :1]), 2, epochs=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [
+        ("binary_cross_entropy", [0.0, 3.0]),
+        ("binary_cross_entropy", [-1.0, 1.0]),
+        ("cross_entropy", [-100, 1]),
+    ],
+)
+def test_labels_that_a_loss_would_score_without_a_meaning_are_refused(loss, labels):
+    net = perceptron(1 if loss == "binary_cross_entropy" else 2)
+    data = torch.randn(2, 2), torch.tensor(labels)
+    with pytest.raises(ValueError, match=f"'{loss}'"):
+        ensemble(net, data, 2, loss=loss, epochs=1, progress=False)

@@ -33,7 +33,7 @@ FLOORS = [
 # Floors inside a room, likewise.
 INSIDE = {
     "density": [
-        ["enumeration"],
+        ["enumeration", "site_checks"],
         ["traced"],
         ["eager"],
         ["compiled", "layers"],

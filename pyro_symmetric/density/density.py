@@ -32,6 +32,7 @@ from pyro_symmetric.density.eager import (
     in_chunks,
     same_evaluation,
 )
+from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
@@ -44,6 +45,7 @@ some seconds to compile, more for long models, and are cached."""
 # leapfrog steps of a trajectory in one dimension, typical of regressions; in D they
 # grow as D^(1/4)
 STEPS = 4
+REPEATS = 8  # evaluations that must agree if the model draws random numbers
 CACHE_BYTES = 2**22  # limit of an intermediate result of a chunk of chains, on a CPU
 
 
@@ -63,10 +65,13 @@ def log_joint(
     :param model: a Pyro model, whose discrete sites are summed out, or a
         ``BayesianModel``; ``args`` and ``kwargs`` are its arguments.
     :return: function of constrained weights ``batch_shape + site_shape``, with values
-        ``batch_shape`` on the device of the weights, computed on that of the model.
+        ``batch_shape`` on the device of the weights, computed on that of the model. It
+        is ``-inf`` outside of the support of a site: off the simplex, say.
     """
     density = Density(model, args, kwargs, engine="eager")
     shapes = density.layout.site_shapes
+
+    inner = density.layout.constrain(torch.zeros(1, density.dim, device=density.device))
 
     def log_density(weights: Weights) -> Tensor:
         arguments.weights("weights", weights)
@@ -76,11 +81,26 @@ def log_joint(
             site: weights[site].to(density.device).reshape(-1, *shape)
             for site, shape in shapes.items()
         }
-        return (
-            density.target.log_joint(flat, None)
-            .reshape(batch)
-            .to(weights[next(iter(shapes))].device)
-        )
+        rows = len(flat[next(iter(shapes))])
+        is_possible = torch.ones(rows, dtype=torch.bool, device=density.device)
+        is_nan = torch.zeros_like(is_possible)
+        for site, value in flat.items():
+            inside = in_support(density.target.sites[site], value.nan_to_num(nan=0.0))
+            is_possible = is_possible & inside.reshape(rows, -1).all(-1)
+            is_nan = is_nan | value.isnan().reshape(rows, -1).any(-1)
+        # A distribution may fail outside of its support, or give a finite density.
+        possible = {
+            site: torch.where(
+                (is_possible & ~is_nan).reshape(-1, *[1] * len(shape)),
+                flat[site],
+                inner[site].to(flat[site]),
+            )
+            for site, shape in shapes.items()
+        }
+        values = density.target.log_joint(possible, None)
+        outside = torch.where(is_nan, torch.nan, -torch.inf).to(values)
+        log_probs = torch.where(is_possible & ~is_nan, values, outside)
+        return log_probs.reshape(batch).to(weights[next(iter(shapes))].device)
 
     return log_density
 
@@ -333,6 +353,7 @@ class Density:
         if isinstance(target, NetworkTarget):
             return evaluate(z, rows)
         target.one_by_one = "not known yet"
+        generator_state = torch.get_rng_state()
         try:
             alone = evaluate(z, rows)
         except RuntimeError as error:
@@ -340,6 +361,12 @@ class Density:
             raise ValueError(
                 f"the model's density, or its gradient, can't be evaluated: {message}"
             ) from error
+        # A model whose sites all have values draws no numbers, except for sites that
+        # it hides; a discrete one seldom shows in the density.
+        if not torch.equal(generator_state, torch.get_rng_state()):
+            repeated = [evaluate(z, rows) for _ in range(REPEATS)]
+            if not all(same_evaluation(again, alone) for again in repeated):
+                raise target.is_random()
         target.one_by_one, failure = "", None
         try:
             mapped = evaluate(z, rows)
@@ -349,12 +376,7 @@ class Density:
             return mapped
         target.one_by_one = "the results differ"
         if not same_evaluation(evaluate(z, rows), alone):
-            raise ValueError(
-                "the model's density isn't a function of its sites: two evaluations at "
-                "one point differ. Usual causes: "
-                "dropout in train mode (call .eval()), or random numbers drawn outside "
-                "of pyro.sample"
-            )
+            raise target.is_random()
         target.give_up_map(failure or target.one_by_one)
         return alone
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from pyro_symmetric._process import forked, running_pyro
 from pyro_symmetric.arguments import described, described_call
+from pyro_symmetric.density.site_checks import require_possible_targets
 from pyro_symmetric.density.traced import TracedTarget, explaining
 from pyro_symmetric.models import (
     UNMAPPABLE,
@@ -221,7 +223,13 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
             outputs = model.call(weights, x)
     categorical = type(model.likelihood) is CategoricalLikelihood
     if not categorical and type(model.likelihood) is not GaussianLikelihood:
-        return  # other likelihoods may have outputs and targets of any shape
+        # Other likelihoods may have outputs and targets of any shape.
+        with forked(0), running_pyro(), torch.no_grad():
+            priors = model.likelihood.latents(outputs)
+            latents = {name: prior.sample() for name, prior in priors.items()}
+            distribution = model.likelihood.distribution(outputs, latents)
+        require_possible_targets(distribution, model.likelihood.targets(y))
+        return
     size = outputs.shape[-1]
     if categorical and size < 2:
         raise ValueError(
@@ -238,8 +246,8 @@ def require_data(model: BayesianModel, x: Any, y: Any) -> None:
             f"y has shape {tuple(y.shape)}; for outputs {output_shape} it must have "
             f"shape {shape}"
         )
-    if not categorical and y.isnan().any():
-        raise ValueError("y contains NaN; leave these rows out")
+    if not categorical and not y.isfinite().all():
+        raise ValueError("y contains NaN or infinite values; leave these rows out")
     if categorical and y.is_floating_point():
         raise ValueError(
             f"y is {described(y)}; class labels are whole numbers: pass y.long()"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro.distributions as dist
 import torch
@@ -33,6 +33,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_ENTRIES = 2**27  # of the largest table of one chain
+
+
+class Assignment(NamedTuple):
+    """Values of the discrete sites, and the unscaled log-density of each site there."""
+
+    values: dict[str, Tensor]
+    log_probs: dict[str, Tensor]
 
 
 class Enumeration(EnumMessenger):
@@ -105,50 +112,106 @@ class Enumeration(EnumMessenger):
             )
         return draws, others + scale * (log_sum + log_prob)
 
+    def random_assignment(self, trace: poutine.Trace) -> Assignment:
+        """Draw values of the discrete sites, each with equal probability and apart from
+        the others, also those of one plate, and score them by the factors of an
+        enumerated trace."""
+        trace.symbolize_dims()
+        draws, indices = dict[str, Tensor](), dict[str, Tensor]()
+        nodes = dict[str, Any](trace.nodes)
+        for name, batch_shape in self.batch_shapes.items():
+            site = nodes[name]
+            support = site["value"].reshape(-1, *site["fn"].event_shape)
+            index = torch.randint(len(support), batch_shape, device=support.device)
+            draws[name] = support[index]
+            if symbol := site["infer"].get("_enumerate_symbol"):
+                indices[symbol] = pack(index, site["infer"]["_dim_to_symbol"])
+        log_probs = {}
+        for name, site in nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site):
+                continue
+            factor = self._factor(site)
+            for symbol in [dim for dim in factor._pyro_dims if dim in indices]:
+                factor = gather(factor, indices[symbol], symbol)
+            log_probs[name] = factor.sum()
+        return Assignment(draws, log_probs)
+
+    def require_plates(self, trace: poutine.Trace) -> None:
+        """Raise ``ValueError`` that names a site that depends on a discrete site of a
+        plate, but lies outside of that plate: it must reduce the plate's values, which
+        enumeration lays along other axes."""
+        nodes = dict[str, Any](trace.nodes)
+        owners = {
+            nodes[name]["infer"].get("_enumerate_symbol"): name
+            for name in self.batch_shapes
+        }
+        for name, site in nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site):
+                continue
+            log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
+            for dim, symbol in symbols.items():
+                depends = symbol in owners and log_prob.dim() >= -dim
+                if not depends or log_prob.shape[dim] == 1:
+                    continue
+                owner = owners[symbol]
+                outside = _plates(nodes[owner]) - _plates(site)
+                if outside:
+                    raise ValueError(
+                        f"the site {name!r} depends on the discrete site {owner!r}, "
+                        f"but lies outside of its plates {sorted(outside)}, so that it "
+                        "reduces values that are summed out one by one; put it into "
+                        "these plates, or write the reduced value as a discrete site "
+                        "of its own (a Binomial for a sum of Bernoullis)"
+                    )
+
     def _contract(self, trace: poutine.Trace) -> tuple[Any, Any, Any, _Elimination]:
         """Return the log-density of the sites that depend on no discrete site, the log
         of the sum over the discrete sites of the others, its scale, and the
         elimination."""
+        others, factors, scale = self._factors(trace)
+        elimination = _Elimination(list(trace.symbol_to_dim))
+        if not factors:
+            return others, 0.0, 1.0, elimination
+        enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
+        log_sum = contract_to_tensor(factors, enumerated, ring=elimination)
+        return others, log_sum, scale, elimination
+
+    def _factors(self, trace: poutine.Trace) -> tuple[Any, OrderedDict[Any, Any], Any]:
+        """Return the log-density of the sites that depend on no discrete site, the
+        packed log-densities of the others by their plates, and the scale of these."""
         trace.symbolize_dims()
         nodes: dict[str, Any] = dict(trace.nodes)
-        elimination = _Elimination(list(trace.symbol_to_dim))
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
-        others, factors, scales = (
-            torch.zeros((), device="cpu"),
-            OrderedDict[Any, list[Any]](),
-            [],
-        )
+        others = torch.zeros((), device="cpu")
+        factors, scales = OrderedDict[Any, list[Any]](), []
         for site in nodes.values():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
-            # Batch dimensions that are neither plates nor enumerated belong to one
-            # site: sum over them.
-            dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
-            extra = [
-                dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1
-            ]
-            factor = pack(
-                log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols
-            )
+            factor = self._factor(site)
             if enumerated.isdisjoint(factor._pyro_dims):
-                others = others + (log_prob * site["scale"]).sum()
+                others = others + (masked_log_prob(site) * site["scale"]).sum()
             else:
-                plates = (
-                    frame.name for frame in site["cond_indep_stack"] if frame.vectorized
+                plates = frozenset(
+                    trace.plate_to_symbol[name] for name in _plates(site)
                 )
-                factors.setdefault(
-                    frozenset(trace.plate_to_symbol[name] for name in plates), []
-                ).append(factor)
+                factors.setdefault(plates, []).append(factor)
                 scales.append(site["scale"])
-        if not factors:
-            return others, 0.0, 1.0, elimination
-        return (
-            others,
-            contract_to_tensor(factors, enumerated, ring=elimination),
-            _get_common_scale(scales),
-            elimination,
-        )
+        return others, factors, _get_common_scale(scales) if scales else 1.0
+
+    def _factor(self, site: Any) -> Any:
+        """Return a site's unscaled log-density, packed by its plates and the discrete
+        sites that it depends on."""
+        log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
+        # Batch dimensions that are neither plates nor enumerated belong to one site:
+        # sum over them.
+        dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
+        extra = [dim for dim in dims if dim not in symbols and log_prob.shape[dim] > 1]
+        return pack(log_prob.sum(extra, keepdim=True) if extra else log_prob, symbols)
+
+
+def _plates(site: Any) -> set[str]:
+    """Return the names of the plates that a site lies in."""
+    return {frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
 
 
 def masked_log_prob(site: Any) -> Any:

@@ -15,18 +15,14 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Number
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, hmm
-from pyro.distributions.torch_distribution import (
-    MaskedDistribution,
-    TorchDistributionMixin,
-)
+from pyro.distributions import hmm
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.ops import gaussian, special, tensor_utils
@@ -39,7 +35,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor, described, described_call
-from pyro_symmetric.density.enumeration import Enumeration, LimitedTables
+from pyro_symmetric.density.enumeration import (
+    Enumeration,
+    LimitedTables,
+    masked_log_prob,
+)
+from pyro_symmetric.density.site_checks import (
+    check_observed,
+    hidden_sites,
+    is_deterministic,
+    require_declared_axes,
+    require_possible_data,
+)
 from pyro_symmetric.weights import Weights, transform_of
 
 LAYOUT_RUNS = 10  # runs of a model whose sites, shapes and supports must agree
@@ -130,7 +137,7 @@ class Traced:
                 sites, [site for site in sites if is_enumerated(site)]
             )
             names = ", ".join(map(repr, list(self.enumeration.batch_shapes)[:3]))
-            refused = f"the discrete sites {names} can't be summed out: the model"
+            refused = f"the discrete sites {names} can't be summed out:"
             try:
                 with LimitedTables():
                     trace = self.run(given)
@@ -139,7 +146,7 @@ class Traced:
             except Exception as error:
                 message = (str(error).strip() or repr(error)).splitlines()[0]
                 raise ValueError(
-                    f"{refused} fails on all of their values at once "
+                    f"{refused} the model fails on all of their values at once "
                     f"({type(error).__name__}: {message}). Usual "
                     "causes: Python control flow on a discrete value (write "
                     "torch.where), indexing that doesn't "
@@ -152,19 +159,32 @@ class Traced:
                 for name, s in nodes
                 if s["type"] == "sample" and site_is_subsample(s)
             }
+            try:
+                self.enumeration.require_plates(trace)
+            except ValueError as error:
+                raise ValueError(f"{refused} {error}") from error
             for _ in range(DISCRETE_DRAWS):
-                draws, log_prob = self.enumeration.draw(trace)
-                expected = as_tensor(
-                    self.run({**given, **rows, **draws}, drawing=True).log_prob_sum()
+                likely, log_prob = self.enumeration.draw(trace)
+                plain = self.run({**given, **rows, **likely}, drawing=True)
+                agrees = _is_same_log_prob(log_prob, as_tensor(plain.log_prob_sum()))
+                # Likely values may all be alike in a plate, or those of one site weigh
+                # so much that others aren't seen.
+                values, log_probs = self.enumeration.random_assignment(trace)
+                plain = self.run({**given, **rows, **values}, drawing=True)
+                agrees = agrees and all(
+                    _is_same_log_prob(
+                        site_log_prob,
+                        as_tensor(masked_log_prob(plain.nodes[site])).sum(),
+                    )
+                    for site, site_log_prob in log_probs.items()
                 )
-                if bool(expected.isfinite()) and not _is_close(log_prob, expected):
+                if not agrees:
                     raise ValueError(
-                        f"{refused} has another density with all of their values at "
-                        "once than with one value of each. "
-                        "Usual cause: a site sums or averages over a discrete value's "
-                        "dimensions, as .sum() or .mean() "
-                        "without dim= does; put the sites that depend on a plate's "
-                        "discrete site into that plate"
+                        f"{refused} the model has another density with all of their "
+                        "values at once than with one value of each. Usual cause: a "
+                        "site sums or averages over a discrete value's dimensions, as "
+                        ".sum() or .mean() without dim= does; put the sites that "
+                        "depend on a plate's discrete site into that plate"
                     )
 
     def log_prob(self, trace: poutine.Trace) -> Tensor:
@@ -222,6 +242,7 @@ class TracedTarget(Traced):
             )
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
         check_observed(site for site in observed if not is_deterministic(site))
+        require_declared_axes(trace.nodes.values())
         self.row_counts = _subsampled_plates(trace)
         given = {
             site["name"]: site["value"] for site in latent if site["name"] in self.sites
@@ -232,6 +253,7 @@ class TracedTarget(Traced):
         if len(self.sites) < len(latent):
             self.sum_out(given)
         with _stand_ins():
+            require_possible_data(trace.nodes.values())
             if self.enumeration is not None:
                 self._require_same_layout(self.run(given))
             self.computed: Mapping[str, torch.Size] = (
@@ -246,6 +268,24 @@ class TracedTarget(Traced):
         if self.one_by_one:  # the model may branch on values
             self._require_same_layout(trace)
         return self.log_prob(trace)
+
+    def is_random(self) -> ValueError:
+        """Return the error that two evaluations at one point differ, with the likely
+        cause."""
+        found = (
+            "the model's density isn't a function of its sites: two evaluations at one "
+            "point differ"
+        )
+        if hidden := hidden_sites(self._prior_run):
+            return ValueError(
+                f"{found}. The model draws the sites {hidden} anew each time, as "
+                "poutine.block hides them; leave them visible (a sampler moves "
+                "continuous sites, and discrete ones are summed out)"
+            )
+        return ValueError(
+            f"{found}. Usual causes: dropout in train mode (call .eval()), or random "
+            "numbers drawn outside of pyro.sample"
+        )
 
     def compute(self, weights: Weights) -> Weights:
         """Compute the sites of :attr:`computed` for weights of batch shape ``(C,)``, by
@@ -482,6 +522,12 @@ def _enumerate_in_parallel(site: Any) -> Any:
     )
 
 
+def _is_same_log_prob(log_prob: Tensor, expected: Tensor) -> bool:
+    """Return whether two log-densities agree; NaN, or ``-inf`` twice, tells nothing."""
+    is_possible = bool((log_prob > -torch.inf) | (expected > -torch.inf))
+    return not is_possible or _is_close(log_prob, expected)
+
+
 def _is_close(value: Any, other: Any) -> bool:
     """Return whether two values agree but for rounding; NaN agrees with NaN."""
     value, other = as_tensor(value), as_tensor(other)
@@ -489,58 +535,6 @@ def _is_close(value: Any, other: Any) -> bool:
     return same_shape and bool(
         torch.isclose(value.double(), other.double(), 1e-4, 1e-6, equal_nan=True).all()
     )
-
-
-def is_deterministic(site: Any) -> bool:
-    """Return whether a site is deterministic: from ``pyro.deterministic``, or a site
-    that ``poutine.reparam`` replaced.
-
-    Pyro makes both observed sample sites: the distribution is a
-    :class:`~pyro.distributions.Delta` at the value, whose density is masked out, or is
-    the Jacobian of a change of variables.
-    """
-    if site["type"] != "sample" or not site["is_observed"]:
-        return False
-    fn = site["fn"]
-    masked_out = (
-        isinstance(fn, MaskedDistribution)
-        and fn._mask is False
-        and isinstance(fn.base_dist, Delta)
-    )
-    at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
-    return bool(site["infer"].get("_deterministic")) or masked_out or at_its_value
-
-
-def check_observed(observed: Iterable[Any]) -> None:
-    """Raise ``ValueError`` that names observed sites with complex values, or with lists
-    or NumPy arrays, which only a user-defined distribution may score."""
-    sites = {site["name"]: site for site in observed}
-    values = {
-        name: site["value"]
-        for name, site in sites.items()
-        if isinstance(site["value"], Tensor | Number)
-    }
-    packages = {
-        name: type(site["fn"]).__module__.partition(".")[0]
-        for name, site in sites.items()
-    }
-    if others := [
-        name
-        for name in sites
-        if name not in values and packages[name] in ("pyro", "torch")
-    ]:
-        types = ", ".join(described(sites[name]["value"]) for name in others)
-        raise ValueError(
-            f"the observed sites {others} hold {types}; pass tensors (torch.as_tensor)"
-        )
-    if complex_sites := [
-        name for name, value in values.items() if as_tensor(value).is_complex()
-    ]:
-        raise ValueError(
-            f"the observed sites {complex_sites} hold complex numbers, whose imaginary "
-            "parts would be lost; observe "
-            "both parts (torch.view_as_real)"
-        )
 
 
 def require_model(model: Any) -> None:
@@ -681,11 +675,21 @@ def _multinomial_log_prob(self: Any, value: Tensor) -> Tensor:
     return log_coefficient + (logits * value).sum(-1)
 
 
+_exponential_log_prob = torch.distributions.Exponential.log_prob
+
+
+def _supported_exponential_log_prob(self: Any, value: Tensor) -> Tensor:
+    """Return the log-density, ``-inf`` for negative values, where PyTorch's is finite:
+    below the scale of a Pareto, say, which may be a latent site."""
+    return torch.where(value >= 0, _exponential_log_prob(self, value), -torch.inf)
+
+
 _STAND_INS: list[tuple[Any, str, Any]] = [
     (special, "_SafeLog", _SafeLog),
     (gaussian, "safe_cholesky", _safe_cholesky),
     (hmm, "safe_cholesky", _safe_cholesky),
     (dist.OrderedLogistic, "__init__", _ordered_logistic),
     (torch.distributions.Multinomial, "log_prob", _multinomial_log_prob),
+    (torch.distributions.Exponential, "log_prob", _supported_exponential_log_prob),
     (Distribution, "_validate_sample", _unvalidated_here),
 ]

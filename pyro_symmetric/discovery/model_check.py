@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.density import Density
-from pyro_symmetric.density.traced import check_observed
+from pyro_symmetric.density.site_checks import check_observed, require_declared_axes
 from pyro_symmetric.discovery.verify import (
     BrokenMove,
     Change,
@@ -259,6 +259,7 @@ class JointDensity:
         self.model, self.tolerance = model, tolerance
         nodes = _sampled(self.model)
         check_observed(site for site in nodes.values() if site["is_observed"])
+        require_declared_axes(nodes.values())
         unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
         rows = {name for name, site in unseen.items() if site_is_subsample(site)}
         discrete = {

@@ -58,7 +58,7 @@ from pyro_symmetric.store import (
     Recorder,
     StoreError,
 )
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Weights, batch_shape, require_sites, turns_back
 
 MINIMUM = {"num_samples": 1, "num_warmup": 0, "num_chains": 1, "thinning": 1, "seed": 0}
 PLACEHOLDERS = {"num_warmup": "auto", "seed": None}  # allowed instead of a number
@@ -73,6 +73,7 @@ RADIUS = 2.0
 # relative error of initial weights that are mapped to unconstrained coordinates and
 # back
 ROUNDING = 1e-3
+FAR, MOST_FLAT = 30.0, 100  # a distance from all bounds; entries that are tried there
 Initial = (
     str
     | Mapping[str, Tensor]
@@ -593,6 +594,7 @@ def metadata(
         "chain_chunk": density.chain_chunk,
         "versions": dict(VERSIONS),
         "deterministic": list(density.target.computed),
+        "angles": density.layout.angles,
         "engine": density.engine,  # after compiling, which may have failed
         "engine_reason": density.engine_reason,
         "seconds": dict(run_state.seconds),
@@ -782,20 +784,47 @@ def _warn_of_flat_entries(density: Density, z: Tensor) -> None:
     if density.row_counts:
         return
     flat = (evaluated_once(density, torch.cat([z, 0.9 * z + 0.1]))[1] == 0).all(0)
-    entries = density.layout.unflatten(flat[None]).items() if bool(flat.any()) else ()
-    if named := [
-        f"{int(v.sum())} of {v.numel()} entries of {site!r}"
-        for site, v in entries
-        if bool(v.any())
-    ]:
+    ends = _ends_somewhere(density, z[0], flat)
+    if bounded := _entries(density, ends):
         warnings.warn(
-            f"the density doesn't depend on {', '.join(named)}: no chain can settle "
+            f"the density is constant along {bounded} and ends at bounds that the "
+            "support doesn't tell: chains step over them. Sample uniform values "
+            "on their own support, and transform them by pyro.deterministic",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if named := _entries(density, flat & ~ends):
+        warnings.warn(
+            f"the density doesn't depend on {named}: no chain can settle "
             "there. Give the site a proper "
             "prior, or leave it out; instead of obs_mask, observe only the rows that "
             "are known",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _entries(density: Density, mask: Tensor) -> str:
+    """Describe the entries of a mask ``(D,)`` by their sites; empty without any."""
+    if not bool(mask.any()):
+        return ""
+    return ", ".join(
+        f"{int(v.sum())} of {v.numel()} entries of {site!r}"
+        for site, v in density.layout.unflatten(mask[None]).items()
+        if bool(v.any())
+    )
+
+
+def _ends_somewhere(density: Density, start: Tensor, flat: Tensor) -> Tensor:
+    """Return which of the flat entries have a density that is zero far from a start:
+    those of a uniform law, which is constant within its bounds."""
+    ends = torch.zeros_like(flat)
+    for entry in flat.nonzero().flatten()[:MOST_FLAT].tolist():
+        far = start.repeat(2, 1)
+        far[:, entry] = start.new_tensor([-FAR, FAR])
+        energy, _ = evaluated_once(density, far)
+        ends[entry] = bool((energy == torch.inf).any())
+    return ends
 
 
 # the choice of a kernel, and warnings -------------------------------------------------
@@ -863,6 +892,16 @@ def _warn(posterior: Posterior, settings: Settings) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+    for site in posterior.metadata.get("angles", ()):
+        if turns_back(posterior.samples[site]):
+            warnings.warn(
+                f"draws of the angle {site!r} lie at pi and -pi, where chains turn "
+                "back although the circle goes on, so that they may miss part of a "
+                "mode. Turn the circle: sample the angle from a fixed direction near "
+                "the mode, and add that direction",
+                RuntimeWarning,
+                stacklevel=3,
+            )
     latent = {
         s: value
         for s, value in posterior.samples.items()

@@ -28,12 +28,11 @@ from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, forked
 from pyro_symmetric.arguments import described_call
 from pyro_symmetric.density.enumeration import masked_log_prob
+from pyro_symmetric.density.site_checks import check_observed, is_deterministic
 from pyro_symmetric.density.traced import (
     PriorMessenger,
     Traced,
-    check_observed,
     explaining,
-    is_deterministic,
     is_enumerated,
     placed,
     promoted,

@@ -366,6 +366,65 @@ def added_up(y: Tensor) -> None:
     pyro.factor("fit", dist.Normal(locs[k.long()], 1.0).log_prob(y).sum())
 
 
+def product_outside(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 3):
+        u, v = (
+            pyro.sample("u", dist.Bernoulli(p)),
+            pyro.sample("v", dist.Bernoulli(0.4)),
+        )
+    pyro.sample("y", dist.Normal((u * v).sum(-1), 1.0), obs=y[0])
+
+
+def mean_inside(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 3):
+        u = pyro.sample("u", dist.Bernoulli(p))
+        pyro.sample("y", dist.Normal(u + u.mean(-1, keepdim=True), 1.0), obs=y[:3])
+
+
+def maximum_outside(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 3):
+        u = pyro.sample("u", dist.Bernoulli(p))
+    pyro.sample("y", dist.Normal(u.max(-1)[0], 1.0), obs=y[0])
+
+
+def sum_in_other_plate(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 3):
+        u = pyro.sample("u", dist.Bernoulli(p))
+    with pyro.plate("others", 2):
+        pyro.sample("y", dist.Normal(u.sum(-1), 1.0), obs=y[:2])
+
+
+def sum_over_inner_plate(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("outer", 2, dim=-2):
+        u = pyro.sample("u", dist.Bernoulli(p))
+        with pyro.plate("inner", 3, dim=-1):
+            v = pyro.sample("v", dist.Bernoulli(p))
+        loc = u + v.sum(-1, keepdim=True)
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y[:2, None])
+
+
+def plate_forgotten(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 4):
+        u = pyro.sample("u", dist.Bernoulli(p))
+    pyro.sample("y", dist.Normal(u, 1.0), obs=y)
+
+
+def sharp_posterior(y: Tensor) -> None:
+    """Whose likely assignments are the same throughout the plate."""
+    p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", 3):
+        u = pyro.sample("u", dist.Bernoulli(p))
+        pyro.sample("x", dist.Normal(u, 1e-3), obs=torch.ones(3))
+        centred = u - u.mean(-1, keepdim=True)
+        pyro.sample("y", dist.Normal(centred, 1.0), obs=y[:3])
+
+
 def weighted(y: Tensor) -> None:
     loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
     with (
@@ -380,6 +439,16 @@ def weighted(y: Tensor) -> None:
     ("model", "message"),
     [
         (added_up, "'k' can't be summed out: the model has another density"),
+        (
+            product_outside,
+            "site 'y' depends on the discrete site 'u', but lies outside",
+        ),
+        (mean_inside, "'u' can't be summed out: the model has another density"),
+        (maximum_outside, "'u' can't be summed out: the model has another density"),
+        (sum_in_other_plate, "'u' can't be summed out: the model has another density"),
+        (sum_over_inner_plate, "discrete site 'v', but lies outside of its plates"),
+        (plate_forgotten, "discrete site 'u', but lies outside of its plates"),
+        (sharp_posterior, "'u' can't be summed out: the model has another density"),
         (weighted, "only supports scalar poutine.scale"),
         (all_at_once, "'k0', 'k1', 'k2' can't be summed out"),
         (branching, "'k' can't be summed out.*torch.where"),

@@ -1,0 +1,367 @@
+"""Checks of the sample sites of a traced model.
+
+A model's log-density is summed over all axes of its sites. An axis that broadcasting
+made would count every datum several times: ``Normal(x * w, 1.0)`` of ``x`` with shape
+``(30, 1)`` in a plate of 30 scores 900 numbers. Pyro's ``SVI`` refuses such sites, its
+``MCMC`` doesn't, as it switches validation off. Here, the axes of a latent site without
+``to_event`` pass: each of its values has one density, whether its axis is declared or
+not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from pyro.distributions import Delta, DirichletMultinomial, Unit
+from pyro.distributions.hmm import HiddenMarkovModel
+from pyro.distributions.torch_distribution import (
+    ExpandedDistribution,
+    MaskedDistribution,
+    TorchDistributionMixin,
+)
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import Independent, Multinomial, biject_to, constraints
+
+from pyro_symmetric._process import LOCK
+from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.weights import is_angle
+
+ROUNDING = 1e-4  # relative to 1 and a value's size: sums of simplices in float32
+# Their log-densities take the number of trials from the value, as documented.
+COUNTS = (Multinomial, DirichletMultinomial)
+
+
+# kinds of sites -----------------------------------------------------------------------
+
+
+def is_deterministic(site: Any) -> bool:
+    """Return whether a site is deterministic: from ``pyro.deterministic``, or a site
+    that ``poutine.reparam`` replaced.
+
+    Pyro makes both observed sample sites: the distribution is a
+    :class:`~pyro.distributions.Delta` at the value, whose density is masked out, or is
+    the Jacobian of a change of variables.
+    """
+    if site["type"] != "sample" or not site["is_observed"]:
+        return False
+    fn = site["fn"]
+    masked_out = (
+        isinstance(fn, MaskedDistribution)
+        and fn._mask is False
+        and isinstance(fn.base_dist, Delta)
+    )
+    at_its_value = isinstance(fn, Delta) and fn.v is site["value"]
+    return bool(site["infer"].get("_deterministic")) or masked_out or at_its_value
+
+
+def is_scored(site: Any) -> bool:
+    """Return whether a site is a distribution of Pyro that scores its value."""
+    return (
+        site["type"] == "sample"
+        and isinstance(site["fn"], TorchDistributionMixin)
+        and isinstance(site["value"], Tensor | Number)
+        and not site_is_subsample(site)
+        and not is_deterministic(site)
+    )
+
+
+# axes ---------------------------------------------------------------------------------
+
+
+class SiteAxes(NamedTuple):
+    """The batch axes of a site, right-aligned: axis ``-1`` comes last.
+
+    :ivar scored: shape of the log-density.
+    :ivar value: shape of the value, with ones in front of it.
+    :ivar plates: axis -> size of its plate.
+    """
+
+    scored: torch.Size
+    value: torch.Size
+    plates: dict[int, int]
+
+    def miscounted(self) -> list[int]:
+        """Return the axes along which the log-density counts values otherwise than the
+        plates say."""
+        lengths = {dim: self.scored[dim] for dim in range(-len(self.scored), 0)}
+        undeclared = [
+            dim for dim, n in lengths.items() if n > 1 and dim not in self.plates
+        ]
+        misfit = [
+            dim for dim, size in self.plates.items() if lengths.get(dim, 1) != size
+        ]
+        # Without broadcasting, each value counts once.
+        repeated = undeclared if self.value != self.scored else []
+        return repeated + misfit
+
+
+def require_declared_axes(sites: Iterable[Any]) -> None:
+    """Raise ``ValueError`` that names a site whose values count more often than its
+    plates say, because they are broadcast along other axes."""
+    for site in filter(is_scored, sites):
+        _require_event_axes(site)
+        axes = _axes(site)
+        if axes is None or not axes.miscounted():
+            continue
+        declared = axes.plates or "none"
+        raise ValueError(
+            f"the site {site['name']!r} has log-densities of shape "
+            f"{tuple(axes.scored)} for values of shape {tuple(axes.value)} (batch "
+            f"axes), but its plates declare the axes {declared} (axis: size), so that "
+            "the sum would count values more than once. Give values and parameters "
+            "one shape, as by .squeeze(-1), and declare other axes by pyro.plate or "
+            ".to_event"
+        )
+
+
+def _axes(site: Any) -> SiteAxes | None:
+    """Return a site's batch axes; ``None`` if its shapes can't be broadcast, about
+    which its density complains."""
+    fn, value = site["fn"], as_tensor(site["value"])
+    batch_shape = value.shape[: max(value.dim() - fn.event_dim, 0)]
+    factors = [
+        site[name].shape for name in ("scale", "mask") if isinstance(site[name], Tensor)
+    ]
+    try:
+        scored = torch.broadcast_shapes(fn.batch_shape, batch_shape, *factors)
+    except RuntimeError:
+        return None
+    padding = (1,) * (len(scored) - len(batch_shape))
+    plates = {
+        frame.dim: int(frame.size)
+        for frame in site["cond_indep_stack"]
+        if frame.vectorized
+    }
+    return SiteAxes(scored, torch.Size((*padding, *batch_shape)), plates)
+
+
+def _require_event_axes(site: Any) -> None:
+    """Raise ``ValueError`` if a site's value is broadcast along its event axes."""
+    fn, value = site["fn"], as_tensor(site["value"])
+    if isinstance(_base(fn), HiddenMarkovModel):
+        return  # whose event shape has 1 for any number of steps
+    event_shape = tuple(fn.event_shape)
+    found = tuple(value.shape[max(value.dim() - len(event_shape), 0) :])
+    padded = (1,) * (len(event_shape) - len(found)) + found
+    pairs = list(zip(padded, event_shape, strict=True))
+    if any(
+        actual != expected and 1 in (actual, expected) for actual, expected in pairs
+    ):
+        raise ValueError(
+            f"the site {site['name']!r} has the event shape {event_shape}, but a value "
+            f"of shape {tuple(value.shape)}, which would be broadcast and counted more "
+            "than once; give the value the shape of the site's distribution"
+        )
+
+
+def _base(fn: Any) -> Any:
+    while isinstance(fn, Independent | MaskedDistribution | ExpandedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+# data ---------------------------------------------------------------------------------
+
+
+def check_observed(observed: Iterable[Any]) -> None:
+    """Raise ``ValueError`` that names observed sites with complex values, or with lists
+    or NumPy arrays, which only a user-defined distribution may score."""
+    sites = {site["name"]: site for site in observed}
+    values = {
+        name: site["value"]
+        for name, site in sites.items()
+        if isinstance(site["value"], Tensor | Number)
+    }
+    packages = {
+        name: type(site["fn"]).__module__.partition(".")[0]
+        for name, site in sites.items()
+    }
+    if others := [
+        name
+        for name in sites
+        if name not in values and packages[name] in ("pyro", "torch")
+    ]:
+        types = ", ".join(described(sites[name]["value"]) for name in others)
+        raise ValueError(
+            f"the observed sites {others} hold {types}; pass tensors (torch.as_tensor)"
+        )
+    if complex_sites := [
+        name for name, value in values.items() if as_tensor(value).is_complex()
+    ]:
+        raise ValueError(
+            f"the observed sites {complex_sites} hold complex numbers, whose imaginary "
+            "parts would be lost; observe both parts (torch.view_as_real)"
+        )
+
+
+def require_possible_data(sites: Iterable[Any]) -> None:
+    """Raise ``ValueError`` that names an observed site with data outside of its support
+    to which its distribution doesn't give the log-density ``-inf``, as a Bernoulli to 3.
+
+    Run it without Pyro's validation. Rows that are masked out may hold anything.
+    """
+    for site in sites:
+        if not is_scored(site) or not site["is_observed"]:
+            continue
+        outside = _outside_of_support(site["fn"], as_tensor(site["value"]))
+        if outside is None or not bool(outside.any()):
+            continue
+        if bool((outside & _would_count(site) & _mask(site)).any()):
+            raise ValueError(
+                f"the observed site {site['name']!r} holds "
+                f"{_example(site, outside)} outside of its support, "
+                f"{site['fn'].support}, for which {type(_base(site['fn'])).__name__} "
+                "has no density; pass data in the support, or mask unknown rows "
+                "(poutine.mask)"
+            )
+
+
+def _outside_of_support(fn: Any, value: Tensor) -> Tensor | None:
+    """Return a mask over the batch shape of values outside of a support; ``None`` where
+    that isn't known."""
+    masked_within = isinstance(fn, Independent) and isinstance(
+        fn.base_dist, MaskedDistribution
+    )
+    unchecked = (*COUNTS, Unit, Delta, HiddenMarkovModel)
+    if masked_within or isinstance(_base(fn), unchecked):
+        return None
+    try:
+        inside = in_support(fn, value)
+    except NotImplementedError:
+        return None
+    # NaN may stand for unknown values, which a user's distribution leaves out.
+    is_nan = value.isnan()
+    return ~inside & ~(
+        is_nan.flatten(value.dim() - fn.event_dim).any(-1) if fn.event_dim else is_nan
+    )
+
+
+def in_support(fn: Any, values: Tensor) -> Tensor:
+    """Return which values lie in the support of a distribution, a mask over all axes in
+    front of its event axes.
+
+    Sums to 1 and the like hold up to rounding: such values must return from
+    unconstrained values.
+    """
+    support: Any = fn.support
+    if isinstance(support, constraints.MixtureSameFamilyConstraint):
+        support = support.base_constraint
+    scalar = support
+    while isinstance(scalar, constraints.independent):
+        scalar = scalar.base_constraint
+    if is_angle(fn):
+        inside = values.abs() <= math.pi
+        return (
+            inside.flatten(values.dim() - fn.event_dim).all(-1)
+            if fn.event_dim
+            else inside
+        )
+    if support.is_discrete or not scalar.event_dim:
+        return support.check(values)
+    return _returns(biject_to(support), values.double(), fn.event_dim)
+
+
+def _returns(transform: Any, values: Tensor, event_dim: int) -> Tensor:
+    """Return which values are images of their own inverses, up to rounding."""
+    batch_dims = values.dim() - event_dim
+    try:
+        image = transform(transform.inv(values))
+    except torch.linalg.LinAlgError:  # not positive definite
+        if values.shape[:batch_dims].numel() == 1:
+            return torch.zeros(
+                values.shape[:batch_dims], dtype=torch.bool, device=values.device
+            )
+        rows = values.reshape(-1, *values.shape[batch_dims:])
+        inside = torch.cat([_returns(transform, row[None], event_dim) for row in rows])
+        return inside.reshape(values.shape[:batch_dims])
+    close = (image - values).abs() <= ROUNDING * (1 + values.abs())
+    return close.flatten(batch_dims).all(-1)
+
+
+def _would_count(site: Any) -> Tensor:
+    """Return a mask of values that have a finite log-density; or none at all, in a
+    support that doesn't move with the parameters."""
+    value = as_tensor(site["value"])
+    everywhere = torch.ones((), dtype=torch.bool, device=value.device)
+    try:
+        log_prob = site["fn"].log_prob(value, *site["args"])
+    except (RuntimeError, IndexError):  # as of a label that has no probability
+        return everywhere
+    moves = any(isinstance(bound, Tensor) for bound in _bounds(site["fn"].support))
+    return log_prob.isfinite() if moves else log_prob != -torch.inf
+
+
+def _bounds(support: Any) -> list[Any]:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return list(vars(support).values())
+
+
+def _mask(site: Any) -> Tensor:
+    """Return the mask of a site and of its distribution."""
+    masks = [site["mask"], getattr(site["fn"], "_mask", None)]
+    result = torch.ones((), dtype=torch.bool, device=as_tensor(site["value"]).device)
+    for mask in masks:
+        if mask is not None:
+            result = result & as_tensor(mask).bool()
+    return result
+
+
+def _example(site: Any, outside: Tensor) -> str:
+    value = as_tensor(site["value"])
+    if site["fn"].event_dim or value.shape != outside.shape:
+        return "values"
+    return f"{value[outside][0].item():g}"
+
+
+def require_possible_targets(fn: Any, targets: Tensor) -> None:
+    """Raise ``ValueError`` if targets lie outside of a likelihood's support.
+
+    Supports with bounds for each row aren't checked.
+    """
+    try:
+        support = fn.support
+    except NotImplementedError:
+        return
+    if any(isinstance(bound, Tensor) and bound.dim() for bound in _bounds(support)):
+        return
+    outside = _outside_of_support(fn, targets)
+    if outside is not None and bool(outside.any()):
+        shown = "" if fn.event_dim else f" {targets[outside][0].item():g},"
+        raise ValueError(
+            f"y holds{shown} values outside of the support of the likelihood's "
+            f"{type(_base(fn)).__name__}, {support}; pass targets in the support"
+        )
+
+
+# sites out of sight -------------------------------------------------------------------
+
+
+def hidden_sites(run: Callable[[], Any]) -> list[str]:
+    """Return the names of the latent sites that a model hides by ``poutine.block``.
+
+    No handler around the model sees such a site, so for the time of this run
+    ``BlockMessenger`` itself notes what it hides.
+    """
+    names: list[str] = []
+    process = BlockMessenger._process_message
+
+    def note(self: BlockMessenger, msg: Any) -> None:
+        process(self, msg)
+        is_latent = msg["type"] == "sample" and not msg["is_observed"]
+        if msg["stop"] and is_latent and not site_is_subsample(msg):
+            names.append(msg["name"])
+
+    with LOCK:
+        BlockMessenger._process_message = note  # type: ignore[method-assign]
+        try:
+            run()
+        finally:
+            BlockMessenger._process_message = process  # type: ignore[method-assign]
+    return sorted(set(names))
