@@ -1,7 +1,8 @@
 """Engine ``"compiled"``: parts of a kernel's step, with the model's energy and gradient
 in them, as compiled programs.
 
-A kernel writes a part of its step as a function of tensors, and :func:`run` calls it.
+A kernel writes a part of its step as a function of tensors, and
+:func:`~pyro_symmetric.density.density.fused` calls it.
 With this engine the function is traced through Pyro, ``torch.func.vmap`` and autograd,
 once for each number of chains, and the resulting graph is compiled by PyTorch into a
 few loops. PyTorch caches compiled programs on disk, so that the next process loads them
@@ -42,47 +43,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def run(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``function(evaluate, *inputs)``, computed by one program if the density's
-    engine compiles.
-
-    :param density: a :class:`~pyro_symmetric.density.density.Density`, or any
-        object with its ``energy_and_gradient(z)``.
-    :param function: a module-level function, since it identifies the program. It
-        computes with tensors, draws no random numbers and doesn't branch on values.
-        ``evaluate`` takes positions ``(C, D)``.
-    :param inputs: tensors, or tuples and dataclasses of tensors. The first tensor has
-        shape ``(C, D)``.
-    :return: a tensor, or tuples and dataclasses of tensors.
-    """
-    z = inputs[0]
-    while not isinstance(z, Tensor):
-        z = z[0]
-    if compiles(density) and len(z) <= density.fast.most_chains:
-        try:
-            return density.fast.run(function, *inputs)
-        except Unavailable as error:
-            density.give_up(error)
-        # a singular matrix of one chain, which must not affect the others
-        except RuntimeError:
-            return function(density.without_compiling, *inputs)
-    return function(density.energy_and_gradient, *inputs)
-
-
-def compiles(density: Any) -> bool:
-    """Return whether :func:`run` compiles programs for a density."""
-    return isinstance(getattr(density, "fast", None), Compiled)
-
-
-def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
-    """Return energies and gradients without compiling, as at initial positions."""
-    evaluate = (
-        density.without_compiling if compiles(density) else density.energy_and_gradient
-    )
-    energy, gradient = evaluate(z, *rows)
-    return energy, gradient
-
-
 def has_compiler(device: torch.device) -> bool:
     """Return whether PyTorch can compile for a device; on a CPU it needs a C++
     compiler.
@@ -116,7 +76,7 @@ class Compiled:
         self, function: Callable[..., Any], *inputs: Any, names: tuple[str, ...] = ()
     ) -> Any:
         """Run the program of a function, compiled for the shapes of its inputs; see
-        :func:`run`.
+        :func:`~pyro_symmetric.density.density.fused`.
 
         :param names: of mini-batches, whose rows are the last inputs.
         :raises Unavailable: if compiling fails, or the program's results differ from

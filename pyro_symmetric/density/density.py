@@ -405,6 +405,49 @@ class Density:
             return self.unconstrain(self.target.prior_weights(num))
 
 
+# parts of a kernel's step -------------------------------------------------------------
+
+
+def fused(density: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    """Return ``function(evaluate, *inputs)``, computed by one program if the density's
+    engine compiles.
+
+    :param density: a :class:`Density`, or any object with its ``energy_and_gradient(z)``.
+    :param function: a module-level function, since it identifies the program. It
+        computes with tensors, draws no random numbers and doesn't branch on values.
+        ``evaluate`` takes positions ``(C, D)``.
+    :param inputs: tensors, or tuples and dataclasses of tensors. The first tensor has
+        shape ``(C, D)``.
+    :return: a tensor, or tuples and dataclasses of tensors.
+    """
+    z = inputs[0]
+    while not isinstance(z, Tensor):
+        z = z[0]
+    if compiles(density) and len(z) <= density.fast.most_chains:
+        try:
+            return density.fast.run(function, *inputs)
+        except Unavailable as error:
+            density.give_up(error)
+        # a singular matrix of one chain, which must not affect the others
+        except RuntimeError:
+            return function(density.without_compiling, *inputs)
+    return function(density.energy_and_gradient, *inputs)
+
+
+def compiles(density: Any) -> bool:
+    """Return whether :func:`fused` compiles programs for a density."""
+    return isinstance(getattr(density, "fast", None), Compiled)
+
+
+def evaluated_once(density: Any, z: Tensor, *rows: Rows | None) -> Evaluation:
+    """Return energies and gradients without compiling, as at initial positions."""
+    evaluate = (
+        density.without_compiling if compiles(density) else density.energy_and_gradient
+    )
+    energy, gradient = evaluate(z, *rows)
+    return energy, gradient
+
+
 def _refuse_training_batch_norm(model: Any) -> None:
     """Raise ``ValueError`` for batch normalisation in train mode, which makes the
     density of a row depend on others.

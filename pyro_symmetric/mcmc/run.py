@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.density.compiled import evaluated_once
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches

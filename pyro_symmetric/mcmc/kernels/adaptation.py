@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.compiled import evaluated_once
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.kernel import (
     Kernel,
     Mass,

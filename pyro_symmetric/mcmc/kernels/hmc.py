@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.compiled import run
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import Density, fused
 from pyro_symmetric.mcmc.kernels.adaptation import (
     BLIND_STEPS,
     HamiltonianKernel,
@@ -108,7 +107,7 @@ def hmc_step(density: Density, state: State, num_steps: int) -> State:
     mass, step_size = tuning.mass, tuning.step_size[:, None]
     start = end = resample_momenta(state, mass)
     for _ in range(num_steps):
-        end = run(density, leapfrog, end, step_size, mass)
+        end = fused(density, leapfrog, end, step_size, mass)
     before, after = start.total_energy(mass), end.total_energy(mass)
     error = energy_error(after, before)
     acceptance = (-error).clamp(max=0).exp()

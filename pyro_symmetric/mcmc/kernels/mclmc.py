@@ -41,8 +41,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.compiled import evaluated_once, run
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import Density, evaluated_once, fused
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import (
     HamiltonianTuning,
@@ -145,7 +144,7 @@ class MCLMC(TunedKernel):
         squares = torch.zeros_like(state.energy)
         for _ in range(num_steps):
             noise = normal(state.z, state.generator)
-            point, error = run(
+            point, error = fused(
                 density, langevin_step, point, noise, spread, step_size, tuning.mass
             )
             squares = squares + error.square()

@@ -31,8 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pyro_symmetric import arguments
-from pyro_symmetric.density.compiled import compiles, run
-from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.density import Density, compiles, fused
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.mcmc.kernels.adaptation import (
     BLIND_STEPS,
@@ -226,11 +225,11 @@ class _Forest:
             inputs = branch, self.tree.start_energy, self._uniform()
             if self.fused:
                 number = self.levels[level : level + 1]
-                branch, spans[:, 1 + level], turns = run(
+                branch, spans[:, 1 + level], turns = fused(
                     self.density, _add_fused, *inputs, spans, number, self.mass
                 )
             else:
-                branch = run(self.density, _add_leaf, *inputs, self.mass)
+                branch = fused(self.density, _add_leaf, *inputs, self.mass)
                 branch, spans, turns = _complete(
                     branch, spans, level, is_last, self.mass
                 )
