@@ -6,6 +6,7 @@ after ``guide.setup(...)``, and give all ranks the same seed before each step.
 """
 
 from pyro_symmetric.guides.base import WeightsGuide
+from pyro_symmetric.guides.by_hand import symmetrize
 from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.guides.gaussian import (
@@ -13,7 +14,7 @@ from pyro_symmetric.guides.gaussian import (
     AutoUnitBlocks,
     sample_posterior,
 )
-from pyro_symmetric.guides.symmetrized import AutoSymmetrized, symmetrize
+from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.guides.transport import (
     barycentre,
     fit_gaussian,

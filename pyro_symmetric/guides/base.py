@@ -3,7 +3,6 @@ the layout of its vector and a group's action on it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -22,6 +21,7 @@ from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Action, Group
+from pyro_symmetric.guides.stored import StoredGuide
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Layout, Weights
 
@@ -29,37 +29,24 @@ InitLocFn = Callable[[dict[str, Any]], Tensor]
 
 # deviation of initial means, unconstrained; the initial scale of guides is 0.1
 INIT_NOISE = 0.01
-# Pyro's store holds parameters under names that start with the guide's: two guides of
-# one name would share them.
-_NAMES = itertools.count(1)
 
 
-class WeightsGuide(AutoContinuous):
+class WeightsGuide(StoredGuide, AutoContinuous):
     """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
 
     Beyond Pyro's: it shares its parameters with no other guide, :meth:`setup` creates
-    them before the first step, and
-    :meth:`sample_posterior` draws weights without data. Pickling leaves the guide
-    intact; pickles and copies have their own parameters, in any process. A set-up guide
-    is pickled without its model, which it no longer needs.
+    them before the first step, and :meth:`sample_posterior` draws weights without data.
+    What is loaded into Pyro's store in another process, where guides of this class are
+    made in the same order, or this one alone, is taken at the next call. Pickling
+    leaves the guide intact; pickles and copies have their own parameters, in any
+    process. A set-up guide is pickled without its model, which it no longer needs.
     """
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
         # in a tuple, so that a module isn't registered as a submodule
         self._raw_model: Any = (model,)
-        self._take_name()
-
-    def _take_name(self) -> None:
-        """Take a name that no other guide of this process has."""
-        for module in self.modules():
-            if isinstance(module, PyroModule):
-                # which dask, unlike pickle, copies for each module
-                module._pyro_context = self._pyro_context
-        self._pyro_context.used = False
-        self._pyro_set_supermodule(
-            f"{type(self).__name__}_{next(_NAMES)}", self._pyro_context
-        )
+        self.take_name()
 
     def setup(self, *args: Any, **kwargs: Any) -> Self:
         """Create the parameters by tracing the model on its arguments, unless the guide
@@ -70,10 +57,11 @@ class WeightsGuide(AutoContinuous):
         """
         if self.prototype_trace is None:
             self._setup_prototype(*args, **kwargs)
+        self.read_store()
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # outside of Pyro's store: parameters belong to the module
+        # outside of Pyro's context: parameters belong to the module
         self.setup(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -110,8 +98,19 @@ class WeightsGuide(AutoContinuous):
         the guide's device.
         """
         shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
+        self.read_store()
         with torch.no_grad():
             return layout.constrain(self.get_posterior().sample(shape))
+
+    def median(self, *args: Any, **kwargs: Any) -> Weights:
+        """Return the median of every site."""
+        self.read_store()
+        return super().median(*args, **kwargs)
+
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
+        """Return quantiles of every site, at each of some probabilities."""
+        self.read_store()
+        return super().quantiles(quantiles, *args, **kwargs)
 
     def unpack(self, latent: Tensor) -> Weights:
         """Return the weights of flat unconstrained vectors, ``batch_shape + (D,)``."""
@@ -147,7 +146,7 @@ class WeightsGuide(AutoContinuous):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self._take_name()
+        self.take_name()
         for value in (*self.parameters(), *self.buffers()):
             if value.is_shared():  # process pools send tensors by reference
                 value.data = value.data.clone()

@@ -118,6 +118,7 @@ def load_guide(
             estimator = ESTIMATORS[fields.pop("name")](**fields)
             guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
             guide._raw_model = None  # only its sites are known
+        guide.reads_store = False  # its values are those of the file
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise StoreError(f"{path} has a damaged header: {error!r}") from error
     return guide

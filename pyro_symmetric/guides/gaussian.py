@@ -63,6 +63,7 @@ class AutoGaussian(WeightsGuide):
     :raises TypeError: if ``normal`` isn't Gaussian.
     """
 
+    is_fresh = False
     loc: Any
     scale: Any
 
@@ -142,6 +143,8 @@ class AutoUnitBlocks(AutoGaussian):
         at zero.
     """
 
+    is_fresh = True
+
     def __init__(
         self,
         model: Any,
@@ -205,7 +208,10 @@ def plain_posterior(guide: AutoGuide) -> Any:
 
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal``.
     """
-    layout, guide = layout_of(guide), getattr(guide, "plain", guide)
+    layout = layout_of(guide)
+    if isinstance(guide, WeightsGuide):
+        guide.read_store()
+    guide = getattr(guide, "plain", guide)
     if isinstance(guide, AutoNormal):
         moments = to_gaussian(guide)
         return dist.Normal(

@@ -18,16 +18,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
-from pyro import poutine
-from pyro.distributions import TorchDistribution
 from pyro.infer.autoguide import (
     AutoContinuous,
     AutoDiagonalNormal,
@@ -35,7 +30,6 @@ from pyro.infer.autoguide import (
     AutoNormal,
 )
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import described
@@ -43,7 +37,6 @@ from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
-from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import (
     InitLocFn,
@@ -58,7 +51,7 @@ from pyro_symmetric.guides.gaussian import (
     plain_posterior,
     require_spread,
 )
-from pyro_symmetric.weights import Weights, unflatten
+from pyro_symmetric.weights import Weights
 
 Guide = Callable[..., Any]
 
@@ -125,6 +118,7 @@ class AutoSymmetrized(WeightsGuide):
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
         self.base = _base(base, model, start, base_arguments)
+        self.is_fresh = not isinstance(base, AutoGuide)
         self.estimator: Any = estimator  # if None, chosen at set-up
         self._action: Action | None = None
 
@@ -263,169 +257,3 @@ def _base(
     if "init_loc_fn" in inspect.signature(base.__init__).parameters:
         options = {"init_loc_fn": start, **options}
     return base(model, **options)
-
-
-# guides written by hand ---------------------------------------------------------------
-
-
-def symmetrize(
-    guide: Guide, symmetry: Group | Symmetry, estimator: OrbitEstimator | None = None
-) -> Guide:
-    """Average a guide written by hand over the orbits of a group.
-
-    >>> def guide():
-    ...     loc = pyro.param("loc", torch.tensor([-1.0, 0.0, 1.0]))
-    ...     pyro.sample("w", dist.Normal(loc, 0.5).to_event(1))
-    >>> def model():
-    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
-    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
-    >>> svi = pyro.infer.SVI(
-    ...     model,
-    ...     ps.symmetrize(guide, group),
-    ...     pyro.optim.Adam({"lr": 0.01}),
-    ...     pyro.infer.Trace_ELBO(),
-    ... )
-    >>> loss = svi.step()
-
-    The guide's draws stay, one copy of every mode; a factor makes their density the
-    symmetrised one under any objective of Pyro but ``TraceTMC_ELBO``, which ignores
-    factors of guides. For automatic guides take
-    :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also checks the model: check
-    yours by ``ps.verify_model(group, model, *args)``.
-
-    :param guide: a function with ``pyro.sample`` statements. The sites that the group
-        moves must be independent of each other and of all other sites, and lie in no
-        subsampled plate. It is run twice for each draw.
-    :param symmetry: permutations and signs under which the model is invariant.
-    :param estimator: of the symmetrised density; by default exact where that is cheap,
-        else ``SinkhornImportance``.
-    :raises ValueError: in a step, if a site is missing, has another shape, or depends
-        on another site.
-    """
-    if isinstance(guide, AutoGuide):
-        raise TypeError(
-            "guide is an automatic one; take ps.AutoSymmetrized(model, group, "
-            "base=guide)"
-        )
-    group = group_of(symmetry).finite
-    action = Action(group, group.required_sites)
-    shapes = action.layout.site_shapes
-
-    @functools.wraps(guide)
-    def symmetrized(*args: Any, **kwargs: Any) -> Any:
-        trace: Any = poutine.trace(guide).get_trace(*args, **kwargs)
-        with poutine.block():  # a single draw, outside of plates of particles
-            single: Any = poutine.trace(guide).get_trace(*args, **kwargs)
-        _require_sites(trace, single, action)
-        # The plates of particles around the guide: their sizes, and the shape of one
-        # number a particle.
-        stacks = [
-            one.nodes[action.sites[0]]["cond_indep_stack"] for one in (trace, single)
-        ]
-        inner = {frame.name for frame in stacks[1]}
-        plates = {
-            frame.dim: int(frame.size)
-            for frame in stacks[0]
-            if frame.vectorized and frame.name not in inner
-        }
-        batch = [plates[dim] for dim in sorted(plates)]
-        outer = [plates.get(dim, 1) for dim in range(min(plates, default=0), 0)]
-        values = [
-            trace.nodes[site]["value"].reshape(*batch, *shape)
-            for site, shape in shapes.items()
-        ]
-        w = torch.cat([value.flatten(len(batch)) for value in values], -1)
-        base = _joint({site: single.nodes[site]["fn"] for site in shapes}, shapes)
-        log_q_bar = (estimator or usual_estimator(base, action)).log_prob(
-            base, action, w
-        )
-        pyro.factor(
-            "symmetrized",
-            (log_q_bar - base.log_prob(w)).reshape(outer),
-            has_rsample=True,
-        )
-        return trace.nodes["_RETURN"]["value"]
-
-    return symmetrized
-
-
-class _Product(TorchDistribution):
-    """A joint distribution of independent sites over the vector of their values."""
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
-    support = constraints.real_vector
-
-    def __init__(self, sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]):
-        self.sites, self.shapes = sites, shapes
-        super().__init__(
-            torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())])
-        )
-
-    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        return torch.cat(
-            [
-                fn.sample(sample_shape).reshape(*sample_shape, -1)
-                for fn in self.sites.values()
-            ],
-            -1,
-        )
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        pieces = unflatten(value, self.shapes)
-        terms = [
-            fn.log_prob(pieces[site]).reshape(*value.shape[:-1], -1)
-            for site, fn in self.sites.items()
-        ]
-        return torch.cat(terms, -1).sum(-1)
-
-
-def _joint(sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
-    """Return the joint distribution of independent sites: a normal if all are, as
-    estimators know more of that.
-    """
-    moments = [mean_field_moments(fn) for fn in sites.values()]
-    if not all(moments):
-        return _Product(sites, shapes)
-    loc, scale = (
-        torch.cat(
-            [
-                part.expand(shape).reshape(-1)
-                for part, shape in zip(parts, shapes.values(), strict=True)
-            ]
-        )
-        for parts in zip(*moments, strict=True)
-    )
-    return dist.Normal(loc, scale).to_event(1)
-
-
-def _require_sites(trace: Any, single: Any, action: Action) -> None:
-    """Raise ``ValueError`` for a site that is missing, of another shape or support,
-    subsampled, or not independent.
-    """
-    for site, shape in action.layout.site_shapes.items():
-        if site not in trace.nodes:
-            raise ValueError(
-                f"the group moves the site {site!r}, which the guide doesn't draw"
-            )
-        node, other = trace.nodes[site], single.nodes[site]
-        if other["value"].shape != shape:
-            raise ValueError(
-                f"site {site!r} has shape {tuple(other['value'].shape)}; the group's "
-                f"is {tuple(shape)}"
-            )
-        action.require_real(site, other["fn"].support)
-        if other["scale"] != 1.0:
-            raise ValueError(
-                f"site {site!r} lies in a subsampled plate; a symmetrised guide takes "
-                "no local variables"
-            )
-        with torch.no_grad():
-            log_prob, again = (
-                float(fn.log_prob(node["value"]).sum())
-                for fn in (node["fn"], other["fn"])
-            )
-        if not math.isclose(log_prob, again, rel_tol=1e-4, abs_tol=1e-4):
-            raise ValueError(
-                f"site {site!r} depends on another site of the guide; those that the "
-                "group moves must not"
-            )

@@ -111,7 +111,9 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
             triangular(tril[block[:, :1], row] * factor[positions].unsqueeze(-1))
         )
     loc, scale = action(normal.loc, element), normal.scale[source] * factor.abs()
-    return AutoGaussian(guide, UnitBlocks(loc, normal.positions, trils, scale))
+    pushed = AutoGaussian(guide, UnitBlocks(loc, normal.positions, trils, scale))
+    pushed.reads_store = False
+    return pushed
 
 
 def triangular(rows: Tensor) -> Tensor:
@@ -233,7 +235,9 @@ def _barycentre(
             )
     layout = layout_of(guides[0])
     normal = Normal(layout.flatten(centre.loc), layout.flatten(centre.scale))
-    return AutoGaussian(guides[0], normal.to_event(1))
+    mean = AutoGaussian(guides[0], normal.to_event(1))
+    mean.reads_store = False
+    return mean
 
 
 def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
@@ -293,4 +297,6 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     gaussian = AutoGaussian(
         prototype, MultivariateNormal(vectors.mean(0), scale_tril=tril)
     )
-    return AutoSymmetrized(model, symmetry, gaussian).setup(*args, **kwargs)
+    fitted = AutoSymmetrized(model, symmetry, gaussian)
+    fitted.reads_store = False
+    return fitted.setup(*args, **kwargs)

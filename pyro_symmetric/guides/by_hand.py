@@ -1,0 +1,536 @@
+r"""Guides written by hand, averaged over the orbits of a symmetry group.
+
+Draws ``w`` stay as the guide draws them. One of the sites that the group moves, the
+*carrier*, takes the log-ratio of the symmetrised density to the guide's, so that the
+log-densities of these sites sum to that of
+
+.. math:: \bar q(w) = \frac1{|G|} \sum_g q(g \cdot w) .
+
+As a part of a site that the model has, too, it takes part in what Pyro's objectives do
+with sites: scores, baselines, divergences, weights of particles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions import TorchDistribution
+from pyro.distributions.score_parts import ScoreParts
+from pyro.infer.autoguide import AutoGuide
+from pyro.ops.provenance import extract_provenance, track_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.util import ignore_jit_warnings
+from torch import Tensor, nn
+from torch.distributions import Distribution, constraints, kl_divergence, register_kl
+
+from pyro_symmetric._process import forked
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
+from pyro_symmetric.distributions.matching import mean_field_moments
+from pyro_symmetric.groups import Action, Element, Group, group_of
+from pyro_symmetric.weights import unflatten
+
+Guide = Callable[..., Any]
+
+# Relative and absolute tolerance of two evaluations of one log-density.
+SAME = 1e-4
+# Random elements, of which one moves every unit of a set but once in 10^6 times.
+CANDIDATES = 32
+
+
+def symmetrize(
+    guide: Guide, symmetry: Group | Symmetry, estimator: OrbitEstimator | None = None
+) -> Guide:
+    """Average a guide written by hand over the orbits of a group.
+
+    >>> def guide():
+    ...     loc = pyro.param("loc", torch.tensor([-1.0, 0.0, 1.0]))
+    ...     pyro.sample("w", dist.Normal(loc, 0.5).to_event(1))
+    >>> def model():
+    ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+    >>> svi = pyro.infer.SVI(
+    ...     model,
+    ...     ps.symmetrize(guide, group),
+    ...     pyro.optim.Adam({"lr": 0.01}),
+    ...     pyro.infer.Trace_ELBO(),
+    ... )
+    >>> loss = svi.step()
+
+    The guide's draws stay, one copy of every mode; their density becomes the
+    symmetrised one, under any objective of Pyro, with or without ``rsample``. For
+    automatic guides take :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also
+    checks the model: check yours by ``ps.verify_model(group, model, *args)``.
+
+    :param guide: a function with ``pyro.sample`` statements, or a module, which stays a
+        module with the same parameters. The sites that the group moves must have
+        densities, depend on no other site, and lie in no subsampled plate; other sites
+        may depend on them in ways that the group leaves alone. It is run two or three
+        times for each draw.
+    :param symmetry: permutations and signs under which the model is invariant.
+    :param estimator: of the symmetrised density; by default exact where that is cheap,
+        else ``SinkhornImportance``.
+    :raises ValueError: in a step, if a site is missing, has another shape, or depends
+        on another site.
+    """
+    if isinstance(guide, AutoGuide):
+        raise TypeError(
+            "guide is an automatic one; take ps.AutoSymmetrized(model, group, "
+            "base=guide)"
+        )
+    group = group_of(symmetry).finite
+    action = Action(group, group.required_sites)
+    if isinstance(guide, nn.Module):
+        return SymmetrizedModule(guide, action, estimator)
+
+    @functools.wraps(guide)
+    def symmetrized(*args: Any, **kwargs: Any) -> Any:
+        return _run(guide, action, estimator, args, kwargs)
+
+    return symmetrized
+
+
+class SymmetrizedModule(nn.Module):
+    """A guide that is a module, averaged over the orbits of a group.
+
+    Its parameters are those of ``guide``, and have the same names in Pyro's store.
+    """
+
+    def __init__(
+        self, guide: nn.Module, action: Action, estimator: OrbitEstimator | None
+    ):
+        super().__init__()
+        self.guide = guide
+        self.action = action
+        self.estimator = estimator
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the guide, with the symmetrised density."""
+        return _run(self.guide, self.action, self.estimator, args, kwargs)
+
+
+def _run(
+    guide: Guide,
+    action: Action,
+    estimator: OrbitEstimator | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a guide once, with the density of its moved sites replaced."""
+    joint = _Joint(action, estimator)
+    with _Moved(joint) as recorder:
+        result = guide(*args, **kwargs)
+    joint.require_sites()
+    with torch.no_grad(), forked(), ignore_jit_warnings():
+        _require_independence(joint, recorder, lambda: guide(*args, **kwargs))
+    return result
+
+
+# densities ----------------------------------------------------------------------------
+
+
+class _Joint:
+    """The moved sites of one run of a guide, and their joint density.
+
+    :ivar laws: site -> its distribution as the guide has it, outside of plates around
+        the guide.
+    :ivar values: site -> its value, in all plates.
+    :ivar drawn: the sites whose values were drawn here, not replayed.
+    :ivar plates: site, moved or not, -> the plates inside the guide that it lies in.
+    :ivar scores: the sites without ``rsample``.
+    """
+
+    def __init__(self, action: Action, estimator: OrbitEstimator | None):
+        self.action = action
+        self.estimator = estimator
+        self.shapes = action.layout.site_shapes
+        self.laws: dict[str, Any] = {}
+        self.values: dict[str, Tensor] = {}
+        self.drawn: set[str] = set()
+        self.scales: dict[str, Any] = {}
+        self.plates: dict[str, frozenset[str]] = {}
+        self.scores: set[str] = set()
+
+    def require_sites(self) -> None:
+        """Raise ``ValueError`` unless all sites are drawn, and scaled alike."""
+        for site in self.shapes:
+            if site not in self.values:
+                raise ValueError(
+                    f"the group moves the site {site!r}, which the guide doesn't draw"
+                )
+        first = next(iter(self.shapes))
+        for site, scale in self.scales.items():
+            if not torch.equal(
+                torch.as_tensor(scale), torch.as_tensor(self.scales[first])
+            ):
+                raise ValueError(
+                    f"poutine.scale counts site {first!r} {self.scales[first]} times, "
+                    f"but {site!r} {scale} times; sites that the group moves need the "
+                    "same scale"
+                )
+
+    @functools.cached_property
+    def carrier(self) -> str:
+        """The site that takes the log-ratio: one with ``rsample`` where there is one,
+        outside of the plates of sites that need a score."""
+        return min(
+            self.laws,
+            key=lambda site: (bool(self.cut_off(site)), site in self.scores),
+        )
+
+    def cut_off(self, site: str) -> list[str]:
+        """Return the sites without ``rsample`` that share a plate with this one.
+
+        Pyro lets the score of a row of a plate see only what other sites contribute to
+        the same row.
+        """
+        return sorted(
+            score for score in self.scores if self.plates[score] & self.plates[site]
+        )
+
+    def log_ratio(self, site: str, value: Tensor) -> Tensor:
+        """Return ``log q̄(w) - log q(w)``, with another value of one site.
+
+        Its shape is that of one number a particle, with an axis of size one for each
+        plate inside the guide; without particles it has none.
+        """
+        self.require_sites()
+        values = {**self.values, site: value}
+        if self.values[site].requires_grad and not value.requires_grad:
+            # An objective that detaches one value of a trace detaches all.
+            values = {name: held.detach() for name, held in values.items()}
+        extracted: Any = extract_provenance(values)
+        values, provenance = extracted
+        inner = self._inner()
+        flat = [self._flattened(name, values[name], inner) for name in self.shapes]
+        outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat))
+        w = torch.cat([part.expand(*outer, -1) for part in flat], -1)
+        base = _joint({name: self.laws[name] for name in self.shapes}, self.shapes)
+        estimator = self.estimator or usual_estimator(base, self.action)
+        if self.drawn == set(self.shapes):
+            log_q_bar = estimator.log_prob(base, self.action, w)
+        else:  # values that are replayed may be any
+            log_q_bar = estimator.log_prob_elsewhere(base, self.action, w)
+        ratio = log_q_bar - base.log_prob(w)
+        if outer:
+            ratio = ratio.reshape(*outer, *[1] * inner)
+        return track_provenance(ratio, provenance)
+
+    def _inner(self) -> int:
+        """Return the number of axes that plates inside the guide take."""
+        counts = [
+            len(shape) - self.laws[site].event_dim
+            for site, shape in self.shapes.items()
+        ]
+        return max(counts)
+
+    def _flattened(self, site: str, value: Tensor, inner: int) -> Tensor:
+        """Return the value of a site as vectors, ``particles + (numbers,)``."""
+        shape = self.shapes[site]
+        lead = value.shape[: value.dim() - len(shape)]
+        # Axes of plates that only other sites lie in have size one.
+        absent = inner - (len(shape) - self.laws[site].event_dim)
+        particles = lead[: max(0, len(lead) - absent)]
+        return value.reshape(*particles, shape.numel())
+
+
+class _Moved(Messenger):
+    """A handler around a guide that replaces the distributions of the moved sites.
+
+    :ivar sites: name -> the message of every site when it was drawn.
+    """
+
+    def __init__(self, joint: _Joint):
+        super().__init__()
+        self.joint = joint
+        self.sites: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        joint, name = self.joint, msg["name"]
+        frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
+        joint.plates[name] = frozenset(frame.name for frame in frames)
+        if not msg["is_observed"] and not getattr(msg["fn"], "has_rsample", False):
+            joint.scores.add(name)
+        if type(msg["fn"]).__name__ == "_Subsample":
+            joint.scores.discard(name)
+        if name not in joint.shapes:
+            return
+        _require_site(name, msg, joint)
+        joint.laws[name] = msg["fn"]
+        joint.scales[name] = msg["scale"]
+        msg["fn"] = _CopiedSite(name, msg["fn"], joint)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        self.sites[msg["name"]] = msg.copy()
+        if msg["name"] in self.joint.shapes:
+            self.joint.values[msg["name"]] = msg["value"]
+
+
+class _CopiedSite(TorchDistribution):
+    """The distribution of a site that a group moves, in a symmetrised guide.
+
+    It is the guide's own, but for the carrier's log-density.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
+
+    def __init__(self, name: str, law: Any, joint: _Joint):
+        self.name = name
+        self.law = law
+        self.joint = joint
+        super().__init__(law.batch_shape, law.event_shape, validate_args=False)
+
+    @property
+    def has_rsample(self) -> bool:  # type: ignore[override]
+        """The flag of the guide's own distribution."""
+        return self.law.has_rsample
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        return self.law.support
+
+    def expand(
+        self, batch_shape: Sequence[int], _instance: _CopiedSite | None = None
+    ) -> _CopiedSite:
+        return _CopiedSite(self.name, self.law.expand(batch_shape), self.joint)
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        self.joint.drawn.add(self.name)
+        return self.law.sample(torch.Size(sample_shape))
+
+    def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        self.joint.drawn.add(self.name)
+        return self.law.rsample(torch.Size(sample_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        log_prob = self.law.log_prob(value)
+        if self.name != self.joint.carrier:
+            return log_prob
+        return log_prob + self._share(value)
+
+    def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
+        """Return the parts of Pyro's gradient estimators.
+
+        The score function of a site without ``rsample`` is its own; the gradient of the
+        log-ratio at fixed draws, whose mean is zero, is then left out.
+        """
+        parts = self.law.score_parts(x)
+        if self.name != self.joint.carrier:
+            return parts
+        if cut_off := self.joint.cut_off(self.name):
+            plate = min(self.joint.plates[self.name])
+            raise ValueError(
+                f"site {cut_off[0]!r} is drawn without rsample in the plate {plate!r}; "
+                "Pyro would take its score of one row at a time, but the average over "
+                "the group ties all rows: draw it outside of plates, by .to_event"
+            )
+        share = self._share(x)
+        log_prob = parts.log_prob + share
+        if not self.has_rsample:
+            return ScoreParts(log_prob, parts.score_function, parts.entropy_term)
+        return ScoreParts(log_prob, parts.score_function, parts.entropy_term + share)
+
+    def _share(self, value: Tensor) -> Tensor:
+        """Return the log-ratio, shared evenly by the rows of plates inside the
+        guide."""
+        ratio = self.joint.log_ratio(self.name, value)
+        shape = self.joint.shapes[self.name]
+        rows = shape[: len(shape) - self.law.event_dim].numel()
+        return ratio / rows
+
+
+@register_kl(_CopiedSite, Distribution)
+def _kl_of_copies(site: _CopiedSite, prior: Distribution) -> Tensor:
+    """Return the divergence of the guide's own distribution, and the carrier's
+    log-ratio of the draw."""
+    divergence = kl_divergence(site.law, prior)
+    if site.name != site.joint.carrier:
+        return divergence
+    return divergence + site._share(site.joint.values[site.name])
+
+
+class _Product(TorchDistribution):
+    """A joint distribution of independent sites over the vector of their values."""
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
+    support = constraints.real_vector
+
+    def __init__(self, sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]):
+        self.sites, self.shapes = sites, shapes
+        super().__init__(
+            torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())])
+        )
+
+    def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
+        parts = [
+            fn.sample(sample_shape).reshape(*sample_shape, -1)
+            for fn in self.sites.values()
+        ]
+        return torch.cat(parts, -1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        pieces = unflatten(value, self.shapes)
+        terms = [
+            fn.log_prob(pieces[site]).reshape(*value.shape[:-1], -1)
+            for site, fn in self.sites.items()
+        ]
+        return torch.cat(terms, -1).sum(-1)
+
+
+def _joint(sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
+    """Return the joint distribution of independent sites: a normal if all are, as
+    estimators know more of that.
+    """
+    locs = []
+    scales = []
+    for site, fn in sites.items():
+        moments = mean_field_moments(fn)
+        if moments is None:
+            return _Product(sites, shapes)
+        loc, scale = moments
+        locs.append(loc.expand(shapes[site]).reshape(-1))
+        scales.append(scale.expand(shapes[site]).reshape(-1))
+    return dist.Normal(torch.cat(locs), torch.cat(scales)).to_event(1)
+
+
+# what a site must be ------------------------------------------------------------------
+
+
+def _require_site(site: str, msg: Any, joint: _Joint) -> None:
+    """Raise ``ValueError`` for a site without a density that can be averaged."""
+    fn, shape = msg["fn"], joint.shapes[site]
+    if isinstance(fn, _CopiedSite):
+        raise ValueError(
+            f"site {site!r} is symmetrised already; take one group of both symmetries"
+        )
+    if msg["is_observed"]:
+        raise ValueError(f"site {site!r} is observed in the guide; a guide draws it")
+    if tuple(fn.shape()) != tuple(shape):
+        if fn.shape()[len(fn.shape()) - len(shape) :] == shape:
+            raise _dependent(site)
+        raise ValueError(
+            f"site {site!r} has shape {tuple(fn.shape())}; the group's is "
+            f"{tuple(shape)}"
+        )
+    if isinstance(_innermost(fn), dist.Delta):
+        raise ValueError(
+            f"site {site!r} is a point mass, or computed from another site; a "
+            "symmetrised guide needs its density"
+        )
+    joint.action.require_real(site, fn.support)
+    if any(
+        frame.full_size and frame.size < frame.full_size
+        for frame in msg["cond_indep_stack"]
+    ):
+        raise ValueError(
+            f"site {site!r} lies in a subsampled plate; a symmetrised guide takes "
+            "no local variables"
+        )
+    mask = msg["mask"]
+    if isinstance(mask, Tensor) and not bool(mask.all()):
+        raise ValueError(
+            f"poutine.mask hides entries of site {site!r}; the average over the group "
+            "needs them all"
+        )
+
+
+def _innermost(fn: Any) -> Any:
+    """Return a distribution without the wrappers that make events of its batch."""
+    while isinstance(fn, dist.Independent | dist.MaskedDistribution):
+        fn = fn.base_dist
+    return fn
+
+
+def _dependent(site: str) -> ValueError:
+    return ValueError(
+        f"site {site!r} depends on another site of the guide, or on random numbers "
+        "drawn outside of sites; those that the group moves must not"
+    )
+
+
+def _require_independence(
+    joint: _Joint, recorder: _Moved, guide: Callable[[], Any]
+) -> None:
+    """Raise ``ValueError`` if a moved site depends on others, or others change as it
+    is moved: their distributions are compared with those of another run."""
+    others = [
+        name
+        for name, msg in recorder.sites.items()
+        if name not in joint.shapes and type(msg["fn"]).__name__ != "_Subsample"
+    ]
+    if not others and len(joint.shapes) == 1:
+        return
+    with poutine.block():
+        again = poutine.trace(guide).get_trace()
+    for site, law in joint.laws.items():
+        value, _ = extract_provenance(joint.values[site])
+        if not _alike(law, again.nodes[site]["fn"], value):
+            raise _dependent(site)
+    if not others:
+        return
+    replayed = poutine.trace(poutine.replay(guide, trace=_moved_trace(joint, recorder)))
+    with poutine.block():  # plates of particles, too: all values are replayed
+        moved = replayed.get_trace()
+    for name in others:
+        value, _ = extract_provenance(recorder.sites[name]["value"])
+        if not _alike(recorder.sites[name]["fn"], moved.nodes[name]["fn"], value):
+            raise ValueError(
+                f"site {name!r} changes its distribution as the group moves "
+                f"{list(joint.shapes)}; a site of the guide that depends on these must "
+                "not, or must be moved along"
+            )
+
+
+def _alike(fn: Any, again: Any, value: Any) -> bool:
+    """Return whether two distributions have the same log-density of a value."""
+    law = fn.law if isinstance(fn, _CopiedSite) else fn
+    law_again = again.law if isinstance(again, _CopiedSite) else again
+    try:
+        log_prob, _ = extract_provenance(law.log_prob(value))
+        log_prob_again, _ = extract_provenance(law_again.log_prob(value))
+    except ValueError:  # outside of a support
+        return False
+    log_prob, log_prob_again = torch.broadcast_tensors(log_prob, log_prob_again)
+    return torch.allclose(log_prob, log_prob_again, SAME, SAME, equal_nan=True)
+
+
+def _moved_trace(joint: _Joint, recorder: _Moved) -> poutine.Trace:
+    """Return a trace of a guide's draws, the moved sites moved by an element."""
+    extracted: Any = extract_provenance(joint.values)
+    values, _ = extracted
+    inner = joint._inner()
+    flat = {name: joint._flattened(name, values[name], inner) for name in joint.shapes}
+    outer = np.broadcast_shapes(*(part.shape[:-1] for part in flat.values()))
+    group = joint.action.group.without_buffers()
+    weights = {
+        name: part.expand(*outer, -1).reshape(*outer, *joint.shapes[name])
+        for name, part in flat.items()
+    }
+    device = next(iter(weights.values())).device
+    moved = _thorough(group, device)(weights)
+    trace = poutine.Trace()
+    for name, msg in recorder.sites.items():
+        value, _ = extract_provenance(msg["value"])
+        if name in joint.shapes:
+            absent = inner - (len(joint.shapes[name]) - joint.laws[name].event_dim)
+            value = moved[name].reshape(*outer, *[1] * absent, *joint.shapes[name])
+        trace.add_node(name, **{**msg, "value": value})
+    return trace
+
+
+def _thorough(group: Group, device: torch.device) -> Element:
+    """Return the one of some random elements that moves most units."""
+    elements = group.sample((CANDIDATES,), device=device)
+    moved = torch.zeros(CANDIDATES, device=device)
+    for images in elements.permutations.values():
+        stay = torch.arange(images.shape[-1], device=device)
+        moved += (images != stay).flatten(1).sum(-1)
+    for signs in elements.signs.values():
+        moved += (signs < 0).flatten(1).sum(-1)
+    return elements.select(int(moved.argmax()))
