@@ -60,7 +60,8 @@ INSIDE = {
     ],
     "alignment": [
         ["assignment", "elements", "moments", "terms"],
-        ["barrier", "descent", "nearest", "relabel", "scale_fit"],
+        ["barrier", "covers", "relabel", "scale_fit"],
+        ["descent", "nearest"],
         ["pairwise"],
         ["many"],
     ],

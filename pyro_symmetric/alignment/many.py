@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
-from pyro_symmetric.alignment.descent import Descent
+from pyro_symmetric.alignment.descent import Descent, best_of_all, search
 from pyro_symmetric.alignment.elements import act, put, recentre, reshape
 from pyro_symmetric.alignment.moments import (
     COSTS,
@@ -75,6 +75,8 @@ FEW = 32
 FRESH_ROUNDS = 2
 # The relative gain of the mean cost below which rounds end.
 TOLERANCE = 1e-6
+# The most entries of all moved members, of a group that is enumerated in each round.
+MOST_ENTRIES = 2**21
 # The most numbers, with scores, that members matched together may hold.
 CHUNK_ENTRIES = 2**26
 
@@ -117,6 +119,10 @@ class Frame:
     converged: bool
     objective: str = "wasserstein"
     ends: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Return whether rounds converged, and all starts to one cost."""
+        return self.converged and self.starts_agree
 
     @property
     def starts_agree(self) -> bool:
@@ -338,7 +344,7 @@ class _Rounds:
         element = self.identity
         for rows in self._chunks:
             element = put(
-                element, rows, self._descent(alone, rows).search(0).best.element
+                element, rows, search(self._descent(alone, rows), 0).best.element
             )
         return element
 
@@ -397,9 +403,11 @@ class _Rounds:
                 else total
             )
             descent = self._descent(self._centre(rest, self._count - alone), rows)
-            best = descent.descend(descent.at(element.select(rows)), descent.roots)
-            if fresh:
-                best = best.better(descent.descend(*descent.start()))
+            best = best_of_all(descent, MOST_ENTRIES)
+            if best is None:
+                best = descent.descend(descent.at(element.select(rows)), descent.roots)
+                if fresh:
+                    best = best.better(descent.descend(*descent.start()))
             element = put(element, rows, best.element)
             for site, value in descent.at(best.element).features.items():
                 self._present[site] = self._present[site].index_copy(1, rows, value)

@@ -408,7 +408,7 @@ COSTS = {
         squared=False,
     ),
 }
-CORRELATION = Cost(lambda reference, moved: -reference * moved)
+CORRELATION = Cost(lambda reference, moved: -reference * moved, squared=False)
 
 
 def require_fit(cost: str, group: Group) -> None:

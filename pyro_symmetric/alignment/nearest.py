@@ -8,13 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric.alignment.covers import MOST_ELEMENTS, log_count
+from pyro_symmetric.alignment.terms import terms_of
 from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.groups.units import Units, rows
 from pyro_symmetric.weights import Weights
 
+# The most entries of all copies of a group that is enumerated.
+MOST_ENTRIES = 2**26
+
 
 class NearestCopy(NamedTuple):
-    r"""The element that moves weights least, the distance, and its upper bound.
+    r"""The element that moves weights least, the distance, its upper bound, and whether
+    no other element moves them less.
 
     All copies of ``D`` weights lie on one sphere, and balls of half their smallest
     distance around them are disjoint; volumes bound it (Gelberg et al. 2024, arXiv
@@ -26,6 +32,7 @@ class NearestCopy(NamedTuple):
     element: Element
     distance: float
     bound: float
+    exact: bool
 
 
 @torch.no_grad()
@@ -35,37 +42,88 @@ def nearest_copy(weights: Weights, symmetry: Any) -> NearestCopy:
     >>> group = ps.Group.declare({"w": ("unit", None)}, {"w": torch.zeros(3, 2)})
     >>> weights = {"w": torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 1.0]])}
     >>> nearest = ps.alignment.nearest_copy(weights, group)
-    >>> nearest.element["unit"].tolist(), round(nearest.distance, 3)
-    ([0, 2, 1], 4.243)
+    >>> nearest.element["unit"].tolist(), round(nearest.distance, 3), nearest.exact
+    ([0, 2, 1], 4.243, True)
 
     A permutation moves at least two units, each at least as far as to its nearest
-    neighbour. So the exchange of the closest pair, up to a sign, or the flip of the
-    smallest unit is nearest. Exact for one set of units; for several, the nearest
-    exchange or flip of single units.
+    neighbour. So of one set of units the exchange of the closest pair, up to a sign, or
+    the flip of the smallest unit is nearest. Exact for sets that share no site, and for
+    groups of up to 5,100 elements, all of which are tried; of others the nearest
+    exchange or flip of single units, an upper bound.
 
     :param weights: one set of weights; running statistics don't count.
     """
     group = group_of(symmetry).finite.without_buffers()
     group.batch_shape(weights)
     host = {site: weights[site].double().cpu() for site in group.sites}
-    nearest = group.identity()
-    shortest = math.inf
-    for name, units in group.units.items():
-        entries = _unit_entries(group, name, host)
-        for step in _short_steps(units, entries):
-            element = step.element(group, name)
-            square = 0.0
-            moved = element.on_sites(host)
-            for site, value in host.items():
-                square += float((moved[site] - value).square().sum())
-            if square < shortest:
-                nearest = element
-                shortest = square
+    entries = sum(value.numel() for value in host.values())
+    elements = math.exp(min(log_count(group), 99.0))
+    if _is_solved_by_short_steps(group):
+        nearest = _nearest_step(group, host)
+        exact = True
+    elif elements <= MOST_ELEMENTS + 0.5 and elements * entries <= MOST_ENTRIES:
+        nearest = _nearest_of_all(group, host)
+        exact = True
+    else:
+        nearest = _nearest_step(group, host)
+        exact = False
     norm = math.sqrt(sum(float(value.square().sum()) for value in host.values()))
-    dimension = sum(value.numel() for value in host.values())
-    bound = 2 * norm / math.expm1(group.log_order() / dimension)
-    element = nearest.within(group_of(symmetry))
-    return NearestCopy(element, math.sqrt(shortest), bound)
+    bound = 2 * norm / math.expm1(group.log_order() / entries)
+    element = nearest.element.within(group_of(symmetry))
+    return NearestCopy(element, math.sqrt(nearest.square), bound, exact)
+
+
+class _Nearest(NamedTuple):
+    """An element, and the squared distance by which it moves weights."""
+
+    element: Element
+    square: float
+
+
+def _is_solved_by_short_steps(group: Group) -> bool:
+    """Return whether no two sets of units share a site, nor two axes of one."""
+    if group.depth:
+        return False
+    return not any(
+        term.coupled
+        for root in group.roots
+        for term in terms_of(group, root, group.sites)
+    )
+
+
+def _nearest_of_all(group: Group, weights: Weights) -> _Nearest:
+    """Try all elements; those that move no weights at all don't count."""
+    elements = group.enumerate()
+    fixed = torch.Generator("cpu").manual_seed(0)
+    generic = {}
+    for site, value in weights.items():
+        generic[site] = torch.rand(value.shape, generator=fixed, dtype=value.dtype)
+    inert = _squared_moves(elements, generic) == 0
+    squares = _squared_moves(elements, weights).masked_fill(inert, math.inf)
+    nearest = int(squares.argmin())
+    return _Nearest(elements.select(nearest), float(squares[nearest]))
+
+
+def _nearest_step(group: Group, weights: Weights) -> _Nearest:
+    """Return the nearest exchange or flip of single units."""
+    nearest = _Nearest(group.identity(), math.inf)
+    for name, units in group.units.items():
+        for step in _short_steps(units, _unit_entries(group, name, weights)):
+            element = step.element(group, name)
+            square = float(_squared_moves(element, weights))
+            if square < nearest.square:
+                nearest = _Nearest(element, square)
+    return nearest
+
+
+def _squared_moves(element: Element, weights: Weights) -> Tensor:
+    """Return by how much elements move weights, ``batch_shape``."""
+    squares = torch.zeros(element.batch_shape, dtype=torch.float64, device="cpu")
+    for site, value in weights.items():
+        moved = element.on_site(site, value)
+        apart = (moved - value).square()
+        squares += apart.reshape(*element.batch_shape, -1).sum(-1)
+    return squares
 
 
 class _UnitEntries(NamedTuple):

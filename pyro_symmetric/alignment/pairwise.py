@@ -25,7 +25,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
-from pyro_symmetric.alignment.descent import Descent, Optimum
+from pyro_symmetric.alignment.descent import (
+    MOST_ENTRIES,
+    Descent,
+    Optimum,
+    Search,
+    best_of_all,
+    search,
+)
 from pyro_symmetric.alignment.elements import act, reshape
 from pyro_symmetric.alignment.moments import (
     CORRELATION,
@@ -44,11 +51,6 @@ from pyro_symmetric.alignment.scale_fit import Evening, evening, fitted
 from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.weights import Weights
 
-# The default number of restarts, for sets of at most so many units. In a network with
-# three hidden layers of 512 restarts lower the cost by a factor of 0.0007, in five
-# times the time.
-RESTARTS = 3
-NARROW = 256
 # The most rounds of fitting scales and matching again, and the relative gain that a
 # further round needs.
 REFITS = 10
@@ -78,10 +80,15 @@ class Alignment:
     :param cost: the cost of ``g(source)``, over all sites that the group knows, moved
         or not.
     :param initial_cost: the cost of the source.
-    :param converged: whether the best descent ended at a local optimum, not after a
-        hundred sweeps.
+    :param converged: whether no better element is known to be likely, over permutations
+        and signs: all were tried, or two chains of restarts ended at the same least
+        cost, or that is zero. ``False`` without restarts, unless the group is small or
+        its units aren't coupled.
     :param start_costs: the costs at the ends of all descents over permutations and
-        signs: the forward start's, then those of the restarts.
+        signs: the forward start's, then those of the restarts. One, if all elements
+        were tried.
+    :param exact: whether no element costs less: all were tried, and the group has no
+        scales.
     """
 
     element: Element
@@ -89,17 +96,20 @@ class Alignment:
     initial_cost: Any
     converged: Any
     start_costs: tuple[Any, ...]
+    exact: bool = False
+
+    def __bool__(self) -> bool:
+        """Return whether the alignment of every source has converged."""
+        return bool(torch.as_tensor(self.converged).all())
 
     def __repr__(self) -> str:
         before = _mean(self.initial_cost)
         after = _mean(self.cost)
         share = _mean(self.converged)
-        ended = "converged" if share == 1 else f"{1 - share:.0%} cut short"
+        ended = "converged" if share == 1 else f"{1 - share:.0%} not converged"
         descents = len(self.start_costs)
-        return (
-            f"Alignment(cost {before:.6g} -> {after:.6g}, {descents} descents, "
-            f"{ended}, {self.element})"
-        )
+        tried = "all elements tried" if self.exact else f"{descents} descents, {ended}"
+        return f"Alignment(cost {before:.6g} -> {after:.6g}, {tried}, {self.element})"
 
 
 def _mean(number: Any) -> float:
@@ -154,8 +164,6 @@ def align(
     """
     arguments.one_of("cost", cost, COSTS)
     group = group_of(symmetry)
-    if restarts is None:
-        restarts = _usual_restarts(group)
     first, _ = on_host(reference, "reference")
     second, device = on_host(source, "source")
     require_fit(cost, group)
@@ -168,8 +176,7 @@ def align(
     sites = compared_sites({"source": second, "reference": first}, group)
     reference, source = moments_of([first, second], sites, group, COSTS[cost])
     problem = _Problem(group, COSTS[cost], reference, source, tolerance)
-    total = 1 + restarts
-    with tqdm(total=total, desc="align", disable=not progress, delay=BAR_DELAY) as bar:
+    with tqdm(desc="align", unit="start", disable=not progress, delay=BAR_DELAY) as bar:
         if activations is None:
             match = problem.by_weights(restarts, bar.update)
         else:
@@ -180,18 +187,15 @@ def align(
     def unbatched(value: Tensor) -> Any:
         return value.reshape(shape) if shape else value[0].item()
 
+    found = match.search
     return Alignment(
         element=reshape(match.element, shape).to(device),
         cost=unbatched(match.cost),
         initial_cost=unbatched(match.initial_cost),
-        converged=unbatched(match.converged),
-        start_costs=tuple(unbatched(end) for end in match.end_costs),
+        converged=unbatched(found.best.converged & found.checked),
+        start_costs=tuple(unbatched(end) for end in found.end_costs),
+        exact=found.exact and (activations is not None or not group.names("scale")),
     )
-
-
-def _usual_restarts(group: Group) -> int:
-    sizes = [group[name].size for name in group.names("permute")]
-    return RESTARTS if max(sizes, default=0) <= NARROW else 0
 
 
 def _one_batch_dimension(weights: Weights, batch_dims: int) -> Weights:
@@ -207,8 +211,7 @@ class _Match(NamedTuple):
     element: Element
     cost: Tensor
     initial_cost: Tensor
-    converged: Tensor
-    end_costs: list[Tensor]
+    search: Search
 
 
 @dataclass(frozen=True)
@@ -225,34 +228,31 @@ class _Problem:
     source: Moments
     tolerance: float
 
-    def by_weights(self, restarts: int, tick: Callable[[], object]) -> _Match:
+    def by_weights(self, restarts: int | None, tick: Callable[[int], object]) -> _Match:
         """Match evened weights, then fit scales."""
         scales = evening(self.group, self.source, self.reference)
         descent = self._descent(scales.of_source, self.group.finite)
-        search = descent.search(restarts, tick)
-        element = self._joined(search.best, scales.of_source)
-        fit = self._refitted(element, search.best.cost, scales, self.group.finite)
+        result = search(descent, restarts, tick)
+        element = self._joined(result.best, scales.of_source)
+        fit = self._refitted(element, result.best.cost, scales, self.group.finite)
         unmoved = _features(self.cost, self.source)
         initial = self.cost.total(self.reference, unmoved)
-        converged = search.best.converged
-        return _Match(fit.element, fit.cost, initial, converged, search.end_costs)
+        return _Match(fit.element, fit.cost, initial, result)
 
     def by_activations(
-        self, shown: Shown, restarts: int, tick: Callable[[], object]
+        self, shown: Shown, restarts: int | None, tick: Callable[[int], object]
     ) -> _Match:
         """Match activations, then what they don't show by weights."""
         scales = evening(self.group, self.source, self.reference)
         descent = Descent(
             shown.group, CORRELATION, shown.reference, shown.source, self.tolerance
         )
-        search = descent.search(restarts, tick)
-        element = self._joined(search.best, scales.of_source)
-        by_weights = self._descent(element, shown.remaining).search(0).best
+        result = search(descent, restarts, tick)
+        element = self._joined(result.best, scales.of_source)
+        by_weights = search(self._descent(element, shown.remaining), 0).best
         element = self._joined(by_weights, element)
         fit = self._refitted(element, by_weights.cost, scales, shown.remaining)
-        best = search.best
-        initial = descent.initial
-        return _Match(fit.element, best.cost, initial, best.converged, search.end_costs)
+        return _Match(fit.element, result.best.cost, descent.initial, result)
 
     def _refitted(
         self, element: Element, cost: Tensor, scales: Evening, remaining: Group
@@ -270,7 +270,9 @@ class _Problem:
             element = fitted(self.group, self.reference, moved, even) @ element
             descent = self._descent(element, remaining)
             cost = descent.initial
-            optimum = descent.descend(descent.begin, descent.roots)
+            optimum = best_of_all(descent, MOST_ENTRIES)
+            if optimum is None:
+                optimum = descent.descend(descent.begin, descent.roots)
             if not bool((cost - optimum.cost > REFIT_GAIN * cost).any()):
                 break
             element = self._joined(optimum, element)

@@ -57,6 +57,10 @@ MOST_ROWS = 256  # of inputs to predict at
 MOST_NUMBERS, LEAST_ENTRIES = 2**25, 256  # of a site: a few seconds
 LEAST_DRAWS = 8  # of a chain: halves of four
 STANDS_OUT = 1.1  # R-hat above which a single entry isn't an outlier by chance
+MAY_MISS = (
+    "the symmetry says at least: chains in copies that it misses look as if they "
+    "disagreed"
+)
 CHUNK = 32  # chains whose energy is evaluated at once
 WEIGHTS, MODULO, PREDICTIONS, DENSITY = (
     "weights",
@@ -71,8 +75,8 @@ Statistics = dict[str, dict[str, ChainStatistics]]
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """Checks of a posterior's draws, and the statistics behind them; see
-    :func:`diagnose`.
+    """Checks of a posterior's draws, and the statistics behind them; true if they are
+    :attr:`ok`. See :func:`diagnose`.
 
     >>> diagnosis = ps.diagnose({"w": torch.randn(4, 500, 3)})
     >>> diagnosis["finite"].status, diagnosis["finite"].words
@@ -83,11 +87,13 @@ class Diagnosis:
         density"``, as far as available -> site -> R-hat and effective sample sizes of
         every entry.
     :param draws: their number, such as ``4 chains of 100 draws``.
+    :param remarks: what limits the diagnosis: symmetries that may have been missed.
     """
 
     checks: tuple[Check, ...]
     statistics: Statistics
     draws: str
+    remarks: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -104,6 +110,9 @@ class Diagnosis:
             check for status in order for check in self.checks if check.status == status
         ]
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __getitem__(self, name: str) -> Check:
         return {check.name: check for check in reversed(self.checks)}[name]
 
@@ -119,6 +128,7 @@ class Diagnosis:
         return plain(
             {
                 "ok": self.ok,
+                "remarks": self.remarks,
                 "checks": {c.name: vars(c) for c in self.checks},
                 "statistics": summaries,
             }
@@ -144,7 +154,10 @@ class Diagnosis:
     def _format(self, checks: Any) -> str:
         head = f"{self.draws}: {'ok' if self.ok else 'not ok'}"
         rows = [(check.status, check.name, check.words) for check in checks]
-        return "\n".join([head, *([table(rows, left=(0, 1, 2))] if rows else [])])
+        lines = [head, *self.remarks]
+        if rows:
+            lines.append(table(rows, left=(0, 1, 2)))
+        return "\n".join(lines)
 
 
 def diagnose(
@@ -211,14 +224,15 @@ def diagnose(
         else {}
     )
     given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
+    remarks = (MAY_MISS,) if getattr(symmetry, "at_least", False) else ()
     checks = list(_soundness(posterior, given))
     if posterior.kind == "independent" or any(
         check.status == "fail" for check in checks
     ):
-        return Diagnosis(tuple(checks), {}, posterior.counted())
+        return Diagnosis(tuple(checks), {}, posterior.counted(), remarks)
     spaces = _spaces(posterior, symmetry, model, x, given)
     if (finite := _finite(spaces)).status == "fail":
-        return Diagnosis((finite,), {}, posterior.counted())
+        return Diagnosis((finite,), {}, posterior.counted(), remarks)
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
         statistics = {
@@ -226,7 +240,7 @@ def diagnose(
             for k, own in spaces.items()
         }
     checks += _convergence(posterior, symmetry, statistics, num_draws)
-    return Diagnosis(tuple(checks), statistics, posterior.counted())
+    return Diagnosis(tuple(checks), statistics, posterior.counted(), remarks)
 
 
 def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:

@@ -67,11 +67,11 @@ class DistanceResult:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SignificanceTest:
-    """The result of a test of a null hypothesis.
+    """The result of a test of a null hypothesis; false if it is rejected.
 
     >>> p, q = {"w": torch.randn(50, 3)}, {"w": torch.randn(50, 3)}
     >>> test = ps.mmd_test(p, q)
-    >>> test.rejected == (test.p_value <= test.level)
+    >>> test.rejected == (not test) == (test.p_value <= test.level)
     True
 
     :param title: the name of the test.
@@ -93,6 +93,10 @@ class SignificanceTest:
     def rejected(self) -> bool:
         """True if the null hypothesis is rejected at :attr:`level`."""
         return self.p_value <= self.level
+
+    def __bool__(self) -> bool:
+        """Return whether the null hypothesis passes: true if it isn't rejected."""
+        return not self.rejected
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON."""

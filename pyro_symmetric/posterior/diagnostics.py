@@ -53,7 +53,7 @@ TOO_LARGE = "the step size is too large for all of them, or the density or its g
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one convergence check.
+    """The result of one convergence check; true if it passes or warns.
 
     :param status: ``"unknown"`` if the draws don't suffice to tell.
     :param words: the finding, its limit and advice.
@@ -64,6 +64,9 @@ class Check:
     status: Status
     words: str
     value: float = math.nan
+
+    def __bool__(self) -> bool:
+        return self.status in ("pass", "warn")
 
 
 def graded(value: float, limits: tuple[float, float]) -> Status:

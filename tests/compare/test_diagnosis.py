@@ -8,6 +8,7 @@ for five units, so that a test fails for fewer than 1 of 10^4 seeds.
 """
 
 import json
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -475,3 +476,16 @@ def test_chains_that_started_at_one_point_are_told_of(tmp_path):
     assert diagnose(Posterior.load(tmp_path / "run"))["starts"].status == "warn"
     apart = sample(NUTS(two_heights), None, **options)
     assert "starts" not in diagnose(apart)
+
+
+def test_a_symmetry_that_says_at_least_is_repeated_in_a_line():
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    symmetry = find_symmetry(net, torch.randn(5, 2))
+    draws = {
+        site: torch.randn(4, 50, *value.shape)
+        for site, value in symmetry.weights_of(net).items()
+    }
+    said = diagnose(draws, replace(symmetry, at_least=True))
+    assert repr(said).splitlines()[1].startswith("the symmetry says at least")
+    assert said.to_dict()["remarks"] == list(said.remarks)
+    assert "at least" not in repr(diagnose(draws, symmetry))
