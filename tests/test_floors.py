@@ -51,7 +51,7 @@ INSIDE = {
         ["integer_algebra", "trace"],
         ["flow", "linear_twin", "verify"],
         ["cells", "model_density", "repeats", "rules"],
-        ["completeness", "conservation_law", "model_check", "valid_sets"],
+        ["alike", "completeness", "conservation_law", "model_check", "valid_sets"],
         ["model_permutations"],
         ["model_signs"],
         ["model_group"],

@@ -28,9 +28,9 @@ VERBS = set(  # in the imperative; add one of the field's if it is missing
     Act Adapt Add Adjust Advance Align Alternate Annotate Append Apply Assign Attach Average Bin Bind Bring
     Broadcast Build Call Cast Change Check Choose Clear Collect Colour Combine Compare Complete Compute
     Concatenate Convert Convolve Copy Count Create Cut Declare Derive Describe Diagnose Disable Do Double Draw
-    Drop End Estimate Evaluate Expand Explain Export Extend Fall Fill Find Fit Flatten Format Gather Give
+    Drop End Equate Estimate Evaluate Expand Explain Export Extend Fall Fill Find Fit Flatten Format Gather Give
     Grade Group Hash Identify Import Index Individualise Insert Invert Iterate Join Keep Label Lay Leave Let
-    List Load Locate Lock Look Make Map Match Maximise Measure Merge Minimise Move Multiply Name Normalise
+    List Load Locate Lock Look Make Map Mark Match Maximise Measure Merge Minimise Move Multiply Name Normalise
     Note Number Open Order Overwrite Pad Pair Parse Permute Perturb Pin Place Plot Predict Print Project
     Propose Put Raise Rank Read Rearrange Rebuild Record Reduce Refine Register Relabel Remove Rename Renumber
     Repeat Replace Report Require Resample Reshape Restrict Return Round Run Sample Scale Scatter Score Seed

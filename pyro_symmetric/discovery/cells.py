@@ -21,6 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +29,10 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
 from pyro_symmetric.discovery.flow import Flow, Leaf, rank_within
-from pyro_symmetric.discovery.registry import Array
+from pyro_symmetric.discovery.registry import Array, hash64, salt
 from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)
-_U = np.uint64
 # Site, axis, number of axes spanned, whether the site is a buffer; whether units lie
 # along the columns of both axes.
 Location = tuple[str, int, int, bool, bool]
@@ -65,6 +65,7 @@ class Cells:
     :param cell: class -> cell number.
     :param place: class -> number of its unit within the cell.
     :param cells: cell number -> cell, of those with two units or more.
+    :param doubtful: whether units that looked alike had to be told apart.
     """
 
     unit: Array
@@ -73,6 +74,7 @@ class Cells:
     cell: Array
     place: Array
     cells: dict[int, Cell]
+    doubtful: bool = False
 
 
 def solve(flow: Flow) -> Cells:
@@ -92,6 +94,7 @@ def solve(flow: Flow) -> Cells:
                     nesting.cell,
                     nesting.place,
                     nesting.cells,
+                    facts.doubtful,
                 )
             facts.add(implied)
         except NotNested as failure:
@@ -131,6 +134,7 @@ class _Facts:
     :ivar child, parent, relation: one entry for each membership: the member, its
         parent, and the number of the fact.
     :ivar individual: class -> a hash of its own, or zero.
+    :ivar doubtful: whether classes were told apart that may be alike.
     """
 
     def __init__(self, flow: Flow):
@@ -141,8 +145,11 @@ class _Facts:
         )
         self.count, self.unit = components(flow.size, one, other)
         self.atom_colour = np.zeros(flow.size, dtype=np.uint64)
-        for atoms, number in flow.occurrences.values():
-            np.add.at(self.atom_colour, atoms.reshape(-1), salt(2 * number))
+        for atoms, history, number in flow.occurrences.values():
+            colour: Any = salt(2 * number)
+            if history is not None:
+                colour = hash64(hash64(history.reshape(-1) ^ colour))
+            np.add.at(self.atom_colour, atoms.reshape(-1), colour)
         for atoms, colours, number in flow.refinements:
             np.add.at(
                 self.atom_colour,
@@ -151,6 +158,7 @@ class _Facts:
             )
         self.child, self.parent, self.relation = self._memberships()
         self.individual = np.zeros(self.count, dtype=np.uint64)
+        self.doubtful = False
         self._individualise_ambiguous_parents()
         self._tell_copies_apart()
 
@@ -188,6 +196,7 @@ class _Facts:
 
     def individualise(self, classes: Array) -> None:
         """Give each of these classes a colour of its own."""
+        self.doubtful |= len(classes) > 1
         self.individual[classes] = hash64(
             self.individual[classes] ^ hash64(hash64(classes))
         )
@@ -241,7 +250,7 @@ class _Facts:
         look alike is individualised.
         """
         repeated = np.zeros(self.count, dtype=bool)
-        for atoms, _ in self.flow.occurrences.values():
+        for atoms, _, _ in self.flow.occurrences.values():
             classes, counts = np.unique(
                 self.unit[atoms.reshape(-1)], return_counts=True
             )
@@ -251,7 +260,7 @@ class _Facts:
         self._refine_atoms(repeated)
         self._colour_members(repeated)
         alike = np.zeros(self.count, dtype=bool)
-        for atoms, _ in self.flow.occurrences.values():
+        for atoms, _, _ in self.flow.occurrences.values():
             chosen = atoms[repeated[self.unit[atoms]]]
             if len(chosen):
                 _, row, counts = distinct_rows(
@@ -792,18 +801,3 @@ def components(size: int, one: Array, other: Array) -> tuple[int, Array]:
     )
     count, label = connected_components(graph, directed=False)
     return count, label.astype(np.int64)
-
-
-def hash64(values: Array) -> Array:
-    """Hash integers to 64 bits (splitmix64): sums of hashes tell multisets apart but
-    for a chance of 2^-64 a pair.
-    """
-    z = values.astype(_U) + _U(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
-    return z ^ (z >> _U(31))
-
-
-def salt(number: int) -> np.uint64:
-    """Hash one number."""
-    return hash64(np.array([number]))[0]

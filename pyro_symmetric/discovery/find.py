@@ -30,9 +30,11 @@ from torch.nn.parameter import is_lazy
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, keep_freed_memory
 from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules of PyTorch's operators)
+from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.flow import Flow, propagate
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable
 from pyro_symmetric.discovery.model_symmetry import (
     find_model_symmetry,
     is_pyro_model,
@@ -52,6 +54,9 @@ from pyro_symmetric.discovery.verify import repaired
 from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import require_finite
+
+# networks with fewer weights are examined for units that look alike
+EXAMINED = 20_000
 
 
 class UnknownOperator(UserWarning):
@@ -177,7 +182,7 @@ def _of_network(
         group,
         _explained(flow, cells, units),
         logits,
-        undecided or any(trace.calls_again() for trace in traces),
+        undecided or _at_least(flow, cells, traces, held, logits),
     )
     if flow.given_up:
         warnings.warn(
@@ -289,6 +294,32 @@ def _with_multipliers(
             units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits
         )
     return grouped(units, shapes), undecided
+
+
+def _at_least(
+    flow: Flow,
+    cells: Cells,
+    traces: Sequence[Trace],
+    held: set[str],
+    logits: bool,
+) -> bool:
+    """Return whether the network may have more symmetries than the group.
+
+    Large networks are examined only if an operator pinned units that might move.
+    """
+    if any(trace.calls_again() for trace in traces):
+        return True
+    parameters = [*traces[0].net.parameters()]
+    doubtful = bool(flow.doubts) or cells.doubtful
+    small = sum(value.numel() for value in parameters) < EXAMINED
+    if not doubtful and not small:
+        return False
+    if any(value.is_meta for value in parameters):
+        return doubtful
+    try:
+        return alike(flow, cells, traces, held, logits, doubtful) is not None
+    except NotDifferentiable:
+        return doubtful
 
 
 # why axes move or stay ----------------------------------------------------------------

@@ -17,6 +17,7 @@ Rules state three kinds of facts, entry by entry: two atoms belong to the same u
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from bisect import bisect_right
@@ -34,6 +35,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric.discovery.registry import (
+    CARRIERS,
     Array,
     Call,
     Part,
@@ -42,6 +44,8 @@ from pyro_symmetric.discovery.registry import (
     opaque,
     operator_name,
     rule_for,
+    salt,
+    salt_of,
 )
 from pyro_symmetric.discovery.trace import Trace
 
@@ -62,7 +66,13 @@ STATISTICS = frozenset(
         "weight_v",
     ]
 )
+# constants with more entries are told apart by position
+CONSTANT_LIMIT = 2**20
 SPLITS = frozenset(["slice", "split", "split_with_sizes", "unsafe_split_with_sizes"])
+# Views that are the same if their arguments are.
+VIEWS = SPLITS | frozenset(
+    ["permute", "transpose", "view", "reshape", "unbind", "select", "unsqueeze", "t"]
+)
 # units of a matrix in slices are found entry by entry; larger matrices aren't sliced
 SLICED_LIMIT = 2**22
 STAND_IN = 101  # a prime number in place of sizes that depend on data
@@ -73,8 +83,13 @@ def propagate(flow: Flow, trace: Trace) -> None:
     then pin the outputs.
     """
     values: dict[Node, Any] = {}
+    first: dict[Any, Node] = {}  # what a node computes -> the first that does
+    same: dict[Node, Node] = {}  # node -> the first that computes the same
     for node in trace.nodes():
-        if node.op == "call_function":
+        same[node] = first.setdefault(_computed(trace, node, same), node)
+        if same[node] is not node:
+            values[node] = values[same[node]]
+        elif node.op == "call_function":
             flow.operator = f"{operator_name(node.target)} in {_module_of(node)}"
             values[node] = _apply_rule(flow, trace, node, values)
         else:
@@ -126,11 +141,23 @@ class Flow:
         self.unions: list[Fact] = []
         self.relations: list[Fact] = []
         self.refinements: list[Fact] = []
-        # id of an array of atoms -> the array, its fact number
-        self.occurrences: dict[int, tuple[Array, int]] = {}
+        # id of an array of atoms, and its history -> both, with the fact's number
+        self.occurrences: dict[
+            tuple[int, bytes | None], tuple[Array, Array | None, int]
+        ] = {}
+        # id of a value that is cut into pieces -> the value, and its number
+        self.sources: dict[int, tuple[Value, int]] = {}
         self.leaves: dict[str, Leaf] = {}  # by site
         # operators that pinned units for lack of a rule, and why
         self.given_up: dict[str, None] = {}
+        # operators by which units stay that might move
+        self.doubts: dict[str, None] = {}
+        self._by_data: list[Array] = []
+
+    @property
+    def by_data(self) -> Array:
+        """Atoms of positions that data choose: rows of an embedding, say."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._by_data])
 
     # facts ----------------------------------------------------------------------------
 
@@ -167,12 +194,27 @@ class Flow:
             Fact(atoms.reshape(-1), colours.reshape(-1), self._number(why))
         )
 
-    def occur(self, atoms: Array) -> None:
+    def occur(self, atoms: Array, history: Array | None = None) -> None:
         """State that these are all atoms of one tensor: a symmetry maps them onto each
-        other.
+        other, and atoms onto atoms of the same history.
         """
-        if id(atoms) not in self.occurrences:
-            self.occurrences[id(atoms)] = atoms, self._number()
+        key = id(atoms), None if history is None else history.tobytes()
+        if key not in self.occurrences:
+            self.occurrences[key] = atoms, history, self._number()
+
+    def noted(self, value: Value) -> Value:
+        """Note the pieces of a value as a tensor of their own, and return it without
+        their history.
+        """
+        if all(part.history is None for part in value.parts):
+            return value
+        parts = []
+        for part in value.parts:
+            if part.history is not None:
+                self.occur(part.atoms, part.history)
+            if part.axes:
+                parts.append(Part(part.axes, part.atoms))
+        return replace(value, parts=tuple(parts))
 
     def pin(self, value: Value, why: str = "") -> None:
         """Pin all units of an operand."""
@@ -188,6 +230,7 @@ class Flow:
         for value in operands:
             if any(part.atoms.size for part in value.parts):
                 self.given_up[f"{self.operator} ({why})"] = None
+                self.doubts[self.operator] = None
             self.pin(value)
         return opaque(shape)
 
@@ -240,16 +283,64 @@ class Flow:
         parts: Iterable[Part] = (),
         fixed: Iterable[int] = (),
     ) -> Value:
-        """Return a value, and note each of its parts as all that lies in one tensor."""
+        """Return a value, and note each of its parts as all that lies in one tensor,
+        unless they are pieces.
+        """
         parts, shape = tuple(parts), tuple(shape)
         for part in parts:
-            self.occur(part.atoms)
+            if part.history is None:
+                self.occur(part.atoms)
         labelled = {axis for part in parts for axis in part.axes}
         return Value(
             shape,
             parts,
             frozenset(i for i in fixed if i not in labelled and shape[i] > 1),
         )
+
+    def known(self, constant: Tensor) -> Value:
+        """Return the value of a constant: positions along an axis at which it is the
+        same are units that look alike, all others are told apart.
+        """
+        shape, mask = tuple(constant.shape), constant.dtype == torch.bool
+        kept = as_constant(constant)
+        if kept is None or 0 in shape:
+            return opaque(shape, kept, mask)
+        parts, fixed = [], []
+        for axis, n in enumerate(shape):
+            if n == 1:
+                continue
+            labels = line_labels(kept, axis)
+            count = int(labels.max()) + 1
+            if count == n:
+                fixed.append(axis)
+            elif count > 1:
+                atoms = self.fresh((n,))
+                self.refine(atoms, labels)
+                parts.append(Part((axis,), atoms))
+        value = self.value(shape, parts, fixed)
+        return replace(value, constant=kept, mask=mask)
+
+    def without(self, value: Value, dead: Tensor | None) -> Value:
+        """Give positions at which all entries are constant units of their own.
+
+        :param dead: where entries are constant, with a shape that can be broadcast.
+        """
+        if dead is None or not bool(dead.any()) or bool(dead.all()):
+            return value
+        self.doubts[self.operator] = None
+        dead = dead.reshape([1] * (value.dim - dead.dim()) + [*dead.shape])
+        parts = []
+        for part in value.parts:
+            if len(part.axes) == 1:
+                axis = part.axes[0]
+                lines = dead.movedim(axis, 0).flatten(1).all(1)
+                chosen = lines.expand(part.atoms.size).numpy()
+                atoms = np.where(chosen, self.fresh(part.atoms.shape), part.atoms)
+                self.refine(atoms, chosen)
+                part = Part(part.axes, atoms) if chosen.any() else part
+            parts.append(part)
+        result = self.value(value.shape, parts, value.fixed)
+        return replace(result, constant=value.constant, mask=value.mask)
 
     def parent_units(
         self, part: Part, axes: tuple[int, ...], sizes: Mapping[int, int]
@@ -294,7 +385,26 @@ class Flow:
 
     def restrict(self, value: Value, keep: Iterable[int]) -> Value:
         """Keep units along the axes ``keep`` only; tell entries along all others apart
-        by their position.
+        by their position, which may be more than the operator does.
+        """
+        keep = set(keep)
+        if any(set(part.axes) - keep for part in value.parts):
+            self.doubts[self.operator] = None
+        return self.told_apart(value, keep)
+
+    def chosen_by_data(self, value: Value, keep: Iterable[int]) -> Value:
+        """Keep units along the axes ``keep`` only; data choose positions along all
+        others.
+        """
+        keep = set(keep)
+        for part in value.parts:
+            if not keep & set(part.axes):
+                self._by_data.append(part.atoms.reshape(-1))
+        return self.told_apart(value, keep)
+
+    def told_apart(self, value: Value, keep: Collection[int]) -> Value:
+        """Keep units along the axes ``keep`` only; all others are different for
+        certain, each with a role of its own.
         """
         keep, sizes = set(keep), dict(enumerate(value.shape))
         parts, fixed = list[Part](), set(value.fixed)
@@ -354,11 +464,13 @@ class Flow:
         :param shape: the new shape; axes without an old one have length one by default.
         """
         to = {old: new for new, old in enumerate(axes) if old is not None}
-        parts = [
-            renumbered
-            for part in value.parts
-            if (renumbered := part.renumbered(to)).axes
-        ]
+        moved = [part.renumbered(to) for part in value.parts]
+        parts = [part for part in moved if part.axes or part.history is not None]
+        if [*to] != sorted(to):
+            parts = [
+                part if part.history is None else part.past(salt_of(*to))
+                for part in parts
+            ]
         shape = shape or [1 if old is None else value.shape[old] for old in axes]
         return self.value(shape, parts, [to[i] for i in value.fixed if i in to])
 
@@ -398,11 +510,13 @@ class Flow:
             if part is value.columns:  # the selected rows belong to one slice
                 part = Part((1,), part.atoms[index[0]])
             elif axis in part.axes:
-                atoms = np.take(part.atoms, index, axis=part.axes.index(axis))
-                part = Part(
-                    part.axes,
-                    self._copies(atoms, part.axes.index(axis)) if repeated else atoms,
-                )
+                place = part.axes.index(axis)
+                take = functools.partial(np.take, indices=index, axis=place)
+                part = part.mapped(part.axes, take)
+                part = self._copies(part, place) if repeated else part
+            elif axis in value.fixed or value.part_on(axis) is not None:
+                if part.history is not None:
+                    part = part.past(salt_of(axis, index.tolist()))
             parts.append(part)
         return self.value(
             [len(index) if i == axis else n for i, n in enumerate(value.shape)],
@@ -410,19 +524,44 @@ class Flow:
             value.fixed,
         )
 
-    def _copies(self, atoms: Array, axis: int) -> Array:
-        """Return new atoms for an array that holds units repeatedly along an axis:
-        first copies, second copies, ...
+    def cut(self, value: Value, axis: int, index: Array) -> Value:
+        """Select positions along an axis, as :meth:`take`, of which others may be
+        joined to them again: they aren't noted as a tensor of their own yet.
         """
+        if np.array_equal(index, np.arange(value.shape[axis])):
+            return value
+        if value.columns is not None:
+            return self.take(value, axis, index)
+        return self.take(self.cuttable(value), axis, index)
+
+    def cuttable(self, value: Value) -> Value:
+        """Begin the history of a value's parts: only pieces of the same tensor have
+        the same.
+        """
+        _, number = self.sources.setdefault(id(value), (value, len(self.sources)))
+        parts = tuple(
+            part.past(salt(number)) if part.history is None else part
+            for part in value.parts
+        )
+        return replace(value, parts=parts)
+
+    def _copies(self, part: Part, axis: int) -> Part:
+        """Return new atoms for a part that holds units repeatedly along an axis: first
+        copies, second copies, ...
+        """
+        atoms, history = part.atoms, part.history
         line = np.moveaxis(atoms, axis, 0).reshape(atoms.shape[axis], -1)[:, 0]
-        rank = rank_within(line).reshape(
+        past = None
+        if history is not None:
+            past = np.moveaxis(history, axis, 0).reshape(atoms.shape[axis], -1)[:, 0]
+        rank = rank_within(line, past).reshape(
             [-1 if i == axis else 1 for i in range(atoms.ndim)]
         )
         copies = self.fresh(atoms.shape)
         # positions of one unit, also where another atom of the same unit is copied
         self.unify(copies, atoms)
         self.refine(copies, np.broadcast_to(rank, atoms.shape))
-        return copies
+        return Part(part.axes, copies, history)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
         """Reshape: axes that are merged get products of units, axes that are split keep
@@ -435,6 +574,8 @@ class Flow:
         if 0 in value.shape:
             return self.give_up([value], shape, "there are no entries")
         runs = matching_runs(value.shape, shape)
+        if [n for n in value.shape if n > 1] != [n for n in shape if n > 1]:
+            value = self._resized_pieces(value, shape)
         for old, _ in runs:
             value = self._merge(value, old)
         merged = [
@@ -452,6 +593,14 @@ class Flow:
         }
         return self.value(shape, parts, fixed)
 
+    def _resized_pieces(self, value: Value, shape: Sequence[int]) -> Value:
+        """Note in the history of pieces that they are laid out anew."""
+        what = salt_of(value.shape, tuple(shape))
+        parts = tuple(
+            part if part.history is None else part.past(what) for part in value.parts
+        )
+        return replace(value, parts=parts)
+
     def _merge(self, value: Value, axes: Sequence[int]) -> Value:
         """Make one part cover all axes of a run that are longer than one, if any part
         touches them.
@@ -460,12 +609,15 @@ class Flow:
         touching = [part for part in value.parts if set(part.axes) & set(axes)]
         if not touching or (len(touching) == 1 and long <= set(touching[0].axes)):
             return value
+        if any(part.history is not None for part in touching):
+            return self._merge(self.noted(value), axes)
         sizes = dict(enumerate(value.shape))
         labelled = {axis for part in touching for axis in part.axes}
         if math.prod(sizes[a] for a in long | labelled) > PRODUCT_LIMIT:
             self.given_up[
                 f"{self.operator} (they belong to more than {PRODUCT_LIMIT} products)"
             ] = None
+            self.doubts[self.operator] = None
             return self.restrict(value, set(range(value.dim)) - labelled)
         units = self.product_units(touching, sizes, long)
         fixed = [
@@ -495,6 +647,8 @@ class Flow:
         if factor is None or int(part.atoms.max()) >= start + len(factor):
             return part
         atoms = factor[part.atoms - start]
+        if part.history is not None:
+            return part
         equal = [
             n > 1 and bool((atoms == atoms.take([0], i)).all())
             for i, n in enumerate(atoms.shape)
@@ -564,6 +718,15 @@ class Flow:
                 if (renumbered := part.renumbered(full)).axes
             ]
             terms.append((parts, {letters[axis] for axis in value.fixed}))
+        # a constant that isn't told apart along one axis alone, as that of a shift
+        known = [
+            {letters[axis] for axis in value.fixed}
+            for value, letters in operands
+            if value.constant is not None and len(value.fixed) > 1
+        ]
+        units = {axis for parts, _ in terms for part in parts for axis in part.axes}
+        if any(units & letters for letters in known):
+            self.doubts[self.operator] = None
         self._tie(terms, sizes)
         fixed = {letter for _, own in terms for letter in own}
         moving = [
@@ -626,17 +789,20 @@ class Flow:
         """Concatenate along ``axis``: units on it are joined end to end, units on other
         axes are tied as in a sum.
         """
+        values = self._pieces_along(values, axis)
         along = [value.part_on(axis) for value in values]
         axes = {part.axes for part in along if part is not None}
         # units of different kinds: reduce to this axis
         if len(axes) > 1 or (None in along and not axes <= {(axis,)}):
             dropped = set[int]().union(*axes) - {axis}
             values = [
-                self.restrict(value, set(range(value.dim)) - dropped)
+                self.restrict(self.noted(value), set(range(value.dim)) - dropped)
                 for value in values
             ]
             along = [value.part_on(axis) for value in values]
-        tied = self.elementwise([value.collapsed([axis]) for value in values])
+        tied = self.elementwise(
+            [self.noted(value.collapsed([axis])) for value in values]
+        )
         shape = [
             sum(value.shape[axis] for value in values) if i == axis else n
             for i, n in enumerate(tied.shape)
@@ -644,20 +810,75 @@ class Flow:
         like = next((part for part in along if part is not None), None)
         if like is None:
             return self.value(shape, tied.parts, tied.fixed | {axis})
+        cut = any(part is not None and part.history is not None for part in along)
         pieces = []
         for value, part in zip(values, along, strict=True):
-            atoms = self.fresh((value.shape[axis],)) if part is None else part.atoms
+            if part is None:
+                part = Part((axis,), self.fresh((value.shape[axis],)))
             # nothing in this stretch may move, unless all entries are equal
             if axis in value.fixed:
-                self.refine(atoms, np.arange(atoms.size))
-            pieces.append(atoms)
-        joined = np.concatenate(pieces, like.axes.index(axis))
-        # the same units twice, as in cat(x, -x)
-        if np.unique(joined).size < joined.size:
-            joined = self._copies(joined, like.axes.index(axis))
-        return self.value(
-            shape, [*tied.parts, Part(like.axes, joined)], tied.fixed - {axis}
+                self.refine(part.atoms, np.arange(part.atoms.size))
+            if cut and part.history is None:
+                part = self.cuttable(replace(value, parts=(part,))).parts[0]
+            pieces.append(part)
+        place = like.axes.index(axis)
+        joined = Part(
+            like.axes,
+            np.concatenate([part.atoms for part in pieces], place),
+            np.concatenate([part.history for part in pieces], place) if cut else None,
         )
+        # the same units twice, as in cat(x, -x)
+        if np.unique(joined.atoms).size < joined.atoms.size:
+            joined = self._copies(joined, place)
+        return self.value(shape, [*tied.parts, joined], tied.fixed - {axis})
+
+    def _pieces_along(self, values: Sequence[Value], axis: int) -> list[Value]:
+        """Let units that whole tensors of length one belong to lie along the axis on
+        which these are joined.
+        """
+        if all(value.shape[axis] == 1 for value in values):
+            values = self._spread_pieces(values, axis)
+        joined = []
+        for value in values:
+            units = [part for part in value.parts if not part.axes]
+            if len(units) == 1 and value.shape[axis] == 1:
+                along = units[0].mapped((axis,), lambda array: array.reshape(1))
+                parts = [part for part in value.parts if part.axes]
+                value = replace(value, parts=(along, *parts))
+            elif units:
+                value = self.noted(value)
+            joined.append(value)
+        return joined
+
+    def _spread_pieces(self, values: Sequence[Value], axis: int) -> list[Value]:
+        """Let pieces of one tensor with units along another axis have these along the
+        axis on which they are stacked, too.
+        """
+        cut = [
+            [part for part in value.parts if part.history is not None]
+            for value in values
+        ]
+        if any(len(parts) != 1 or not parts[0].axes for parts in cut):
+            return list(values)
+        pieces = [parts[0] for parts in cut]
+        sources = {self._source(part.atoms) for part in pieces}
+        atoms = np.concatenate([part.atoms.reshape(-1) for part in pieces])
+        distinct = np.unique(atoms).size == atoms.size
+        if len(sources) > 1 or len({part.axes for part in pieces}) > 1 or not distinct:
+            return list(values)
+        axes = tuple(sorted((*pieces[0].axes, axis)))
+        stacked = []
+        for value, piece in zip(values, pieces, strict=True):
+            shape = [value.shape[a] for a in axes]
+            widen = functools.partial(_reshaped, shape=shape)
+            wide = piece.mapped(axes, widen)
+            parts = (wide if part is piece else part for part in value.parts)
+            stacked.append(replace(value, parts=tuple(parts)))
+        return stacked
+
+    def _source(self, atoms: Array) -> int:
+        """Return the number of the array in which an atom was new."""
+        return bisect_right(self.starts, int(atoms.min(initial=self.size)))
 
 
 # small steps of propagate -------------------------------------------------------------
@@ -683,7 +904,18 @@ def _leaf(flow: Flow, trace: Trace, node: Node) -> Any:
     statistic = spec.kind == InputKind.BUFFER and spec.persistent and name in STATISTICS
     if statistic and tensor.is_floating_point() and tensor.dim() == 1:
         return flow.leaf(site, tensor.shape, buffer=True).value
-    return opaque(tensor.shape, _index_map(trace.constant(spec.target)), mask)
+    constant = trace.constant(spec.target)
+    if type(constant) is not Tensor or constant.is_meta:
+        return opaque(tensor.shape, mask=mask)
+    return flow.known(constant)
+
+
+def _computed(trace: Trace, node: Node, same: Mapping[Node, Node]) -> Any:
+    """Return a key that views have in common if they show the same of one tensor."""
+    if node.op != "call_function" or operator_name(node.target) not in VIEWS:
+        return node
+    arguments = torch.fx.map_arg((node.args, node.kwargs), lambda x: same[x].name)
+    return node.target, repr(arguments), trace.results_read(node)
 
 
 def _slices(node: Node) -> Array | None:
@@ -736,26 +968,26 @@ def _apply_rule(
     call = Call(
         node.target, bound(node.target, args, kwargs), shapes, trace.results_read(node)
     )
+    constants: list[Tensor | None] = [None] * len(tensors)
     try:
-        results = _results(flow, call)
-        constants = _constants(call, args, kwargs, tensors)
+        if _from_constants(call, args, kwargs):
+            results = [opaque(shape) for shape in shapes]
+            constants = _constants(call, args, kwargs, tensors)
+        else:
+            results = _results(flow, call)
     except GuardOnDataDependentSymNode:  # the rule reads a number that depends on data
         results = [
             flow.give_up(call.operands, shape, "a position or a size depends on data")
             for shape in shapes
         ]
-        constants = [None] * len(tensors)
     complete = []
     for tensor, result, constant in zip(tensors, results, constants, strict=True):
-        constant = result.constant if constant is None else constant
         static = all(isinstance(n, int) for n in tensor.shape)
-        complete.append(
-            replace(
-                result,
-                constant=constant if static else None,
-                mask=tensor.dtype == torch.bool,
-            )
-        )
+        if static and constant is not None:
+            result = flow.known(constant)
+        elif not static:
+            result = replace(result, constant=None)
+        complete.append(replace(result, mask=tensor.dtype == torch.bool))
     remaining = iter(complete)
     return tree_map(
         lambda own: next(remaining) if isinstance(own, Tensor) else own,
@@ -766,6 +998,11 @@ def _apply_rule(
 def _results(flow: Flow, call: Call) -> list[Value]:
     """Apply the rule of an operator; results that it leaves out are opaque."""
     rule = rule_for(call.target)
+    if rule not in CARRIERS:
+        arguments = tree_map(
+            lambda x: flow.noted(x) if isinstance(x, Value) else x, call.arguments
+        )
+        call = replace(call, arguments=arguments)
     if rule is None:
         return [
             flow.give_up(call.operands, shape, "there is no rule")
@@ -793,38 +1030,52 @@ def _results(flow: Flow, call: Call) -> list[Value]:
     return results
 
 
+def _from_constants(call: Call, args: Any, kwargs: Any) -> bool:
+    """Return whether the results of an operator depend on constants only."""
+    numbers = tree_leaves((args, kwargs))
+    if any(isinstance(x, torch.SymInt | torch.SymFloat) for x in numbers):
+        return False
+    random = torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
+    known = [value.constant is not None for value in call.operands]
+    return bool(known) and all(known) and not random
+
+
 def _constants(
     call: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Compute the results themselves, if they are index maps that depend on index maps
-    only.
-    """
+    """Compute results that depend on constants only."""
+    if any(tensor.numel() > CONSTANT_LIMIT for tensor in tensors):
+        return [None] * len(tensors)
     args, kwargs = tree_map(
         lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs)
     )
-    real = tensors[0].is_floating_point() or tensors[0].is_complex()
-    symbolic = any(
-        isinstance(x, torch.SymInt | torch.SymFloat)
-        for x in tree_leaves((args, kwargs))
-    )
-    if (
-        real
-        or symbolic
-        or not call.operands
-        or any(value.constant is None for value in call.operands)
-    ):
-        return [None] * len(tensors)
-    return [_index_map(t) for t in tree_leaves(call.target(*args, **kwargs))]
+    with torch.no_grad():
+        results = tree_leaves(call.target(*args, **kwargs))
+    return [as_constant(result) for result in results]
 
 
-def _index_map(constant: Any) -> Tensor | None:
-    """Return a constant of integers, which may be an index map; anything else is
-    data.
+def as_constant(value: Any) -> Tensor | None:
+    """Return a small constant tensor on the CPU; None for anything else."""
+    if type(value) is not Tensor or value.is_meta or value.layout != torch.strided:
+        return None
+    if value.numel() > CONSTANT_LIMIT:
+        return None
+    return value.detach().cpu()
+
+
+def line_labels(constant: Tensor, axis: int) -> Array:
+    """Number the positions along an axis; those at which a constant is the same have
+    the same number.
+
+    >>> line_labels(torch.tensor([[1.0, 0.0], [2.0, 3.0], [1.0, 0.0]]), 0)
+    array([0, 1, 0])
     """
-    integers = type(constant) is Tensor and not (
-        constant.is_floating_point() or constant.is_complex()
-    )
-    return constant.detach().cpu() if integers else None
+    real = torch.view_as_real(constant) if constant.is_complex() else constant
+    lines = real.movedim(axis, 0).reshape(constant.shape[axis], -1).numpy()
+    if real.is_floating_point():
+        lines = (lines.astype(np.float64) + 0.0).view(np.int64)
+    _, place = np.unique(lines, axis=0, return_inverse=True)
+    return place.reshape(-1)
 
 
 def _read_number(flow: Flow, node: Node, args: Any) -> Any:
@@ -922,9 +1173,10 @@ def reshape_part(
             # else the new axis of a unit of size one is ambiguous
             if not long and len(olds) == len(news) == 1:
                 axes += news
-    return (
-        [Part(tuple(axes), part.atoms.reshape([new[a] for a in axes]))] if axes else []
-    )
+    if not axes and part.history is None:
+        return []
+    shape = [new[axis] for axis in axes]
+    return [part.mapped(tuple(axes), lambda array: array.reshape(shape))]
 
 
 def rank_within(owner: Array, by: Array | None = None) -> Array:
@@ -937,3 +1189,7 @@ def rank_within(owner: Array, by: Array | None = None) -> Array:
     rank = np.empty(len(owner), dtype=np.int64)
     rank[order] = place - np.maximum.accumulate(np.where(starts, place, 0))
     return rank
+
+
+def _reshaped(array: Array, shape: Sequence[int]) -> Array:
+    return array.reshape(shape)

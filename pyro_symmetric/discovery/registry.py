@@ -9,6 +9,7 @@ warning.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,18 +19,23 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 Array = np.ndarray
+_U = np.uint64
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """Atoms of a tensor's entries along some of its axes.
 
-    :param axes: the axes on which the atoms depend, ascending.
+    :param axes: the axes on which the atoms depend, ascending. Without any, the whole
+        tensor is a function of one unit.
     :param atoms: int64 array, one axis for each entry of ``axes``.
+    :param history: hashes of what pieces of one tensor went through since it was cut;
+        None if it wasn't cut.
     """
 
     axes: tuple[int, ...]
     atoms: Array
+    history: Array | None = None
 
     def renumbered(self, to: Mapping[int, int]) -> Part:
         """Renumber the axes, old -> new; those that are left out have length one and
@@ -41,14 +47,23 @@ class Part:
         )
         axes = tuple(to[self.axes[i]] for i in order)
         if order == [*range(len(self.axes))]:
-            return Part(axes, self.atoms)
+            return Part(axes, self.atoms, self.history)
         dropped = [i for i in range(len(self.axes)) if i not in order]
-        return Part(
-            axes,
-            self.atoms.transpose([*order, *dropped]).reshape(
-                [self.atoms.shape[i] for i in order]
-            ),
+        shape = [self.atoms.shape[i] for i in order]
+        return self.mapped(
+            axes, lambda array: array.transpose([*order, *dropped]).reshape(shape)
         )
+
+    def mapped(self, axes: tuple[int, ...], function: Callable[[Array], Array]) -> Part:
+        """Move the entries to other places."""
+        history = None if self.history is None else function(self.history)
+        return Part(axes, function(self.atoms), history)
+
+    def past(self, what: np.uint64) -> Part:
+        """Note what the entries went through."""
+        before = np.zeros(self.atoms.shape, np.uint64)
+        before = before if self.history is None else self.history
+        return Part(self.axes, self.atoms, hash64(before ^ what))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +117,28 @@ class Value:
         shape = tuple(1 if axis in axes else n for axis, n in enumerate(self.shape))
         parts = tuple(part for part in self.parts if not set(part.axes) & set(axes))
         return Value(shape, parts, self.fixed.difference(axes))
+
+
+def hash64(values: Array) -> Array:
+    """Hash integers to 64 bits (splitmix64): sums of hashes tell multisets apart but
+    for a chance of 2^-64 a pair.
+    """
+    with np.errstate(over="ignore"):  # of arrays without axes
+        z = values.astype(_U) + _U(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> _U(30))) * _U(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> _U(27))) * _U(0x94D049BB133111EB)
+        return z ^ (z >> _U(31))
+
+
+def salt(number: int) -> np.uint64:
+    """Hash one number."""
+    return hash64(np.array([number]))[0]
+
+
+def salt_of(*what: Any) -> np.uint64:
+    """Hash any objects by how they are printed."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return np.frombuffer(digest, np.uint64)[0]
 
 
 def opaque(
@@ -159,6 +196,12 @@ class Call:
         return [item for given in lists for item in given if isinstance(item, Value)]
 
     @property
+    def numbers(self) -> list[Any]:
+        """All arguments but tensors, in order."""
+        leaves = tree_leaves([*self.arguments.values()])
+        return [leaf for leaf in leaves if not isinstance(leaf, Value)]
+
+    @property
     def value(self) -> Value:
         """The first operand."""
         return self.operands[0]
@@ -190,6 +233,14 @@ def bound(
 Rule = Callable[[Any, Call], Value | Sequence[Value]]  # of a Flow and a call
 R = TypeVar("R", bound=Rule)
 RULES: dict[Any, Rule] = {}
+# Rules that keep the history of pieces: functions of one operand, views, selections.
+CARRIERS: set[Any] = set()
+
+
+def carrier(rule: R) -> R:
+    """Mark a rule whose operands may be pieces that aren't noted yet."""
+    CARRIERS.add(rule)
+    return rule
 
 
 def register_rule(*operators: Any) -> Callable[[R], R]:

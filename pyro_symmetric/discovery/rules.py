@@ -8,20 +8,23 @@ of their entries go to the same positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pyro_symmetric.discovery.flow import Flow
+from pyro_symmetric.discovery.flow import CONSTANT_LIMIT, Flow
 from pyro_symmetric.discovery.registry import (
     Array,
     Call,
     Part,
     Value,
+    carrier,
     opaque,
     register_rule,
+    salt_of,
 )
 
 # Elementwise functions that PyTorch doesn't tag as pointwise. Dropout is the identity,
@@ -32,11 +35,41 @@ UNTAGGED = """to alias contiguous clone detach lift lift_fresh lift_fresh_copy _
 
 
 @register_rule(torch.Tag.pointwise, *UNTAGGED.split())
+@carrier
 def pointwise(flow: Flow, call: Call) -> list[Value]:
     """Tie the units of all operands."""
-    return [
-        flow.elementwise(call.operands) if call.operands else opaque(call.shape)
-    ] * len(call.shapes)
+    if not call.operands:
+        return [opaque(call.shape)] * len(call.shapes)
+    pieces = any(part.history is not None for part in call.value.parts)
+    if pieces and len(call.operands) == 1:
+        what = salt_of(call.target, call.numbers)
+        parts = [
+            part if part.history is None else part.past(what)
+            for part in call.value.parts
+        ]
+        return [replace(call.value, parts=tuple(parts))] * len(call.shapes)
+    operands = [flow.noted(value) for value in call.operands]
+    result = flow.elementwise(operands)
+    return [flow.without(result, _dead(call))] * len(call.shapes)
+
+
+def _dead(call: Call) -> torch.Tensor | None:
+    """Return where an operator's results are constant, whatever the units are:
+    products with zeros, and filled entries.
+    """
+    if call.name == "mul":
+        for value in call.operands:
+            if value.constant is not None:
+                return value.constant == 0
+    if call.name == "masked_fill":
+        return call["mask"].constant
+    if call.name == "where" and len(call.operands) == 3:
+        mask, one, other = call.operands
+        if mask.constant is not None and other.constant is not None:
+            return ~mask.constant
+        if mask.constant is not None and one.constant is not None:
+            return mask.constant
+    return None
 
 
 @register_rule("type_as", "copy")
@@ -64,14 +97,25 @@ def like_another(flow: Flow, call: Call) -> Value:
 )
 def full(flow: Flow, call: Call) -> Value:
     fill_value = call.get("fill_value", call.get("s", int("ones" in call.name)))
-    integer = isinstance(fill_value, int) and not isinstance(fill_value, bool)
-    constant = torch.full(call.shape, fill_value, device="cpu") if integer else None
+    number = isinstance(fill_value, int | float)
+    constant = None
+    if number and math.prod(call.shape) <= CONSTANT_LIMIT:
+        constant = torch.full(call.shape, fill_value, device="cpu")
     value = (
         flow.expand(fill_value, call.shape)
         if isinstance(fill_value, Value)
         else Value(call.shape)
     )
     return replace(value, constant=constant)
+
+
+@register_rule("eye", "linspace", "logspace", "tril_indices", "triu_indices")
+def made(flow: Flow, call: Call) -> Value:
+    """Make a constant, which is known by value."""
+    arguments = dict(call.arguments, device="cpu")
+    if any(isinstance(x, torch.SymInt | Value) for x in arguments.values()):
+        return opaque(call.shape)
+    return flow.known(call.target(**arguments))
 
 
 @register_rule("arange")
@@ -350,7 +394,7 @@ def convolution(flow: Flow, call: Call) -> Value:
     """
     weight, bias, dims = call["weight"], call["bias"], call["weight"].dim - 2
     value, transposed = (
-        _channels(flow, call["input"], dims),
+        _channels(flow, _images(flow, call["input"], dims), dims),
         call.get("transposed", "transpose" in call.name),
     )
     result = _resized(
@@ -366,10 +410,15 @@ def convolution(flow: Flow, call: Call) -> Value:
     )
 
 
+def _images(flow: Flow, value: Value, dims: int) -> Value:
+    """Pin units along the last ``dims`` axes, those of pixels."""
+    return flow.restrict(value, range(value.dim - dims))
+
+
 def _channels(flow: Flow, value: Value, dims: int) -> Value:
     """Drop the last ``dims`` axes, those of pixels, along which units are pinned."""
     kept = range(value.dim - dims)
-    value = flow.restrict(value, kept)
+    value = flow.told_apart(value, kept)
     return Value(value.shape[: len(kept)], value.parts, value.fixed.intersection(kept))
 
 
@@ -548,22 +597,26 @@ def fused_cell(flow: Flow, call: Call) -> list[Value]:
 @register_rule(
     "view.default", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten"
 )
+@carrier
 def reshape(flow: Flow, call: Call) -> Value:
     return flow.reshape(call.value, call.shape)
 
 
 @register_rule("squeeze")
+@carrier
 def squeeze(flow: Flow, call: Call) -> Value:
     dim = call.get("dim", range(call.value.dim))
     return flow.squeeze(call.value, [dim] if isinstance(dim, int) else dim)
 
 
 @register_rule("unsqueeze")
+@carrier
 def unsqueeze(flow: Flow, call: Call) -> Value:
     return flow.unsqueeze(call.value, call["dim"])
 
 
 @register_rule("permute", "transpose")
+@carrier
 def permute(flow: Flow, call: Call) -> Value:
     axes = [*range(call.value.dim)]
     if call.name == "transpose":
@@ -575,6 +628,7 @@ def permute(flow: Flow, call: Call) -> Value:
 
 
 @register_rule("expand", "expand_as")
+@carrier
 def expand(flow: Flow, call: Call) -> Value:
     return flow.expand(call.value, call.shape)
 
@@ -615,8 +669,9 @@ def view_as_complex(flow: Flow, call: Call) -> Value:
 
 
 @register_rule("slice", "select")
+@carrier
 def slice_rule(flow: Flow, call: Call) -> Value:
-    taken = flow.take(call.value, call.axis, _positions(call))
+    taken = flow.cut(call.value, call.axis, _positions(call))
     return flow.squeeze(taken, [call.axis]) if call.name == "select" else taken
 
 
@@ -633,6 +688,7 @@ def _positions(call: Call) -> Array:
 @register_rule(
     "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"
 )
+@carrier
 def split(flow: Flow, call: Call) -> list[Value]:
     given = call.get("split_sizes", call.get("split_size"))
     sizes = (
@@ -642,35 +698,39 @@ def split(flow: Flow, call: Call) -> list[Value]:
     )
     pieces = zip(np.cumsum(sizes), sizes, strict=True)
     return [
-        flow.take(call.value, call.axis, np.arange(end - size, end))
+        flow.cut(call.value, call.axis, np.arange(end - size, end))
         for end, size in pieces
     ]
 
 
 @register_rule("unbind")
+@carrier
 def unbind(flow: Flow, call: Call) -> list[Value]:
     every = np.arange(call.value.shape[call.axis])
     return [
-        flow.squeeze(flow.take(call.value, call.axis, every[[i]]), [call.axis])
+        flow.squeeze(flow.cut(call.value, call.axis, every[[i]]), [call.axis])
         for i in every
     ]
 
 
 @register_rule("flip")
+@carrier
 def flip(flow: Flow, call: Call) -> Value:
     value = call.value
     for axis in map(value.axis, call["dims"]):
-        value = flow.take(value, axis, np.arange(value.shape[axis])[::-1])
+        value = flow.cut(value, axis, np.arange(value.shape[axis])[::-1])
     return value
 
 
 @register_rule("cat")
+@carrier
 def cat(flow: Flow, call: Call) -> Value:
     values = [value for value in call["tensors"] if value.shape != (0,)]
     return flow.cat(values, values[0].axis(call["dim"]))
 
 
 @register_rule("stack")
+@carrier
 def stack(flow: Flow, call: Call) -> Value:
     axis = call["dim"] % len(call.shape)
     return flow.cat([flow.unsqueeze(value, axis) for value in call["tensors"]], axis)
@@ -730,34 +790,88 @@ def embedding(flow: Flow, call: Call) -> Value:
         flow.pin(value)
     lead = range(len(call.shape) - 1)
     rows = flow.relaid(
-        flow.restrict(weight, [1]), [*(None for _ in lead), 1], call.shape
+        flow.chosen_by_data(weight, [1]), [*(None for _ in lead), 1], call.shape
     )
     return flow.value(call.shape, rows.parts, rows.fixed.union(lead))
 
 
 @register_rule("index", "index_select")
+@carrier
 def index(flow: Flow, call: Call) -> Value:
-    """Index one or several axes; a known index map along one axis takes units along."""
+    """Index one or several axes; known index maps along one axis take units along."""
     value, indices = call.value, _indices(call)
     (entry, (axis, *_)), *others = indices
-    if not others and entry.constant is not None and entry.dim == 1 and not entry.mask:
-        return flow.take(
-            value, axis, entry.constant.numpy().astype(np.int64) % value.shape[axis]
-        )
-    for entry, _ in indices:
-        flow.pin(entry)
+    known = _positions_in(entry, value.shape[axis])
+    if not others and known is not None:
+        return flow.cut(value, axis, known)
+    value = flow.noted(value)
     axes, shape = [axis for _, replaced in indices for axis in replaced], call.shape
     kept = [axis for axis in range(value.dim) if axis not in axes]
     first, new = (
         axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0,
         len(shape) - len(kept),
     )
+    # known index maps, of which each varies along an axis of its own
+    outer = _outer_indices(indices, new)
+    for old, (_, index_map) in outer.items():
+        value = flow.take(value, old, index_map)
+    for entry, replaced in indices:
+        if replaced[0] not in outer:
+            flow.pin(entry)
+    unknown = {axis for axis in axes if axis not in outer}
+    places: list[int | None] = [None] * new
+    for old, (place, _) in outer.items():
+        places[place] = old
     result = flow.relaid(
-        flow.restrict(value, kept), [*kept[:first], *[None] * new, *kept[first:]], shape
+        flow.restrict(value, set(range(value.dim)) - unknown),
+        [*kept[:first], *places, *kept[first:]],
+        shape,
     )
     return flow.value(
-        shape, result.parts, result.fixed.union(range(first, first + new))
+        shape,
+        result.parts,
+        result.fixed.union(
+            first + place
+            for place, old in enumerate(places)
+            if old is None and shape[first + place] > 1
+        ),
     )
+
+
+def _positions_in(entry: Value, length: int) -> Array | None:
+    """Return the positions that an index along one axis takes, if they are known."""
+    if entry.constant is None or entry.dim != 1:
+        return None
+    if entry.mask:
+        return np.flatnonzero(entry.constant.numpy())
+    return entry.constant.numpy().astype(np.int64) % length
+
+
+def _outer_indices(
+    indices: Sequence[tuple[Value, list[int]]], new: int
+) -> dict[int, tuple[int, Array]]:
+    """Return the axes that are indexed independently of all others: old axis -> its
+    place among the new axes, and the positions that are taken.
+    """
+    outer = {}
+    for entry, replaced in indices:
+        long = [axis for axis, n in enumerate(entry.shape) if n > 1]
+        if entry.constant is None or entry.mask or len(long) != 1:
+            continue
+        place = long[0] + new - entry.dim
+        alone = all(
+            other is entry or (not other.mask and _length(other, place - new) == 1)
+            for other, _ in indices
+        )
+        if alone:
+            positions = entry.constant.reshape(-1).numpy().astype(np.int64)
+            outer[replaced[0]] = place, positions
+    return outer
+
+
+def _length(value: Value, axis: int) -> int:
+    """Return the length along a negative axis, one if there is none."""
+    return value.shape[axis] if -axis <= value.dim else 1
 
 
 def _indices(call: Call) -> list[tuple[Value, list[int]]]:
@@ -780,10 +894,31 @@ def gather(flow: Flow, call: Call) -> Value:
     """Gather along one axis: units survive if all their entries come from the same
     positions.
     """
-    value, positions = flow.collapse(call.value, [call.axis]), call["index"]
+    positions, known = call["index"], None
+    if positions.constant is not None and positions.dim:
+        lines = positions.constant.movedim(call.axis, 0).flatten(1)
+        if lines.numel() and bool((lines == lines[:, :1]).all()):
+            known = lines[:, 0].numpy().astype(np.int64)
+    if known is not None:
+        value = flow.take(call.value, call.axis, known)
+        for other in set(range(value.dim)) - {call.axis}:
+            value = flow.take(value, other, np.arange(positions.shape[other]))
+        return value
+    value = flow.collapse(call.value, [call.axis])
     for other in set(range(value.dim)) - {call.axis}:
         value = flow.take(value, other, np.arange(positions.shape[other]))
     return flow.elementwise([value, positions])
+
+
+@register_rule("take")
+def take(flow: Flow, call: Call) -> Value:
+    """Select entries of a flat tensor."""
+    positions = call["index"]
+    flat = flow.reshape(call.value, [-1])
+    if positions.constant is None:
+        return flow.give_up([flat, positions], call.shape, "positions are data")
+    known = positions.constant.reshape(-1).numpy().astype(np.int64)
+    return flow.reshape(flow.take(flat, 0, known % flat.shape[0]), call.shape)
 
 
 @register_rule("scatter", "scatter_add", "scatter_reduce")

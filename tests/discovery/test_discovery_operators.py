@@ -103,8 +103,8 @@ CASES = {
     "maximum with a parameter": Case(lambda s, h: torch.maximum(h, s.w), ALL, 6, 0, parts={"w": parameter(6)}),
     "prelu": Case(lambda s, h: s.p(h), ALL, 6, 0, parts={"p": nn.PReLU(6)}),
     "glu": Case(lambda s, h: F.glu(h), factorial(3), 3, 3, 3),
-    "masked_fill": Case(lambda s, h: F.relu(h).masked_fill(MASK, 0.0), 1, 6, 0),
-    "where": Case(lambda s, h: torch.where(MASK, F.relu(h), h), 1, 6, 0),
+    "masked_fill": Case(lambda s, h: F.relu(h).masked_fill(MASK, 0.0), 96, 4, 0),
+    "where": Case(lambda s, h: torch.where(MASK, F.relu(h), h), 48, 6, 4),
     "where with its own sign": Case(lambda s, h: torch.where(h > 1.0, h, 0.0), ALL, 0, 0),
     "dropout": Case(lambda s, h: F.dropout(F.relu(h), 0.5, s.training), ALL, 6, 0),
     "softmax": Case(lambda s, h: h.softmax(-1), ALL, 0, 0),
@@ -138,7 +138,7 @@ CASES = {
     "ones like units": Case(lambda s, h: F.relu(h) * h.new_ones(6), ALL, 6, 0),
     "sort": Case(lambda s, h: h.sort(-1).values, ALL, 0, 0),
     "fourier transform": Case(lambda s, h: torch.fft.fft(h).abs(), 1, 0, 0),
-    "tril": Case(lambda s, h: torch.tril(F.relu(h)), 1, 6, 0),
+    "tril": Case(lambda s, h: torch.tril(F.relu(h)), 4, 4, 0),
     # (pairs could turn round: they are pinned)
     "flip": Case(lambda s, h: F.relu(h) + F.relu(h).flip(-1), 1, 3, 0),
     "select": Case(lambda s, h: F.relu(h)[:, 2:3] * 2.0, 120, 1, 0, 1),
@@ -165,7 +165,7 @@ CASES = {
     ),
     "distances": Case(lambda s, h: torch.cdist(h, s.w), ALL * 120, 0, 0, 5, {"w": parameter(5, 6)}),
     "gather rows": Case(lambda s, h: F.relu(h).gather(0, torch.tensor([[2], [0]]).expand(2, 6)), ALL, 6, 0),
-    "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 1, 0, 0, 2),
+    "gather": Case(lambda s, h: F.relu(h).gather(1, torch.tensor([[0, 1]] * 4)), 48, 2, 0, 2),
     "labels of a categorical": Case(
         lambda s, h: torch.distributions.Categorical(logits=F.relu(h)[..., None] * s.w).log_prob(s.places[:, None]),
         ALL, 0, 0, parts={"w": parameter(4)},
