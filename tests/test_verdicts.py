@@ -28,7 +28,7 @@ def weights(seed):
 
 
 def verified(*sites):
-    """Whether a network's outputs stay if units are permuted in these sites alone."""
+    """A parameter: whether a network's outputs stay if units are permuted in these sites alone."""
     net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
     axes = {"0.weight": ("h", None), "0.bias": ("h",), "2.weight": (None, "h")}
     group = ps.Group.declare({s: axes[s] for s in sites}, dict(net.named_parameters()))

@@ -36,7 +36,7 @@ VERBS = set(  # in the imperative; add one of the field's if it is missing
     Repeat Replace Report Require Resample Reshape Restrict Return Round Run Sample Scale Scatter Score Seed
     Select Serialise Set Show Shuffle Skip Solve Sort Split Stack Standardise Start State Suggest Sum Suppress
     Tabulate Take Temper Test Thin Tie Trace Train Transform Translate Try Turn Unite Unwrap Update Verify
-    View Wait Warn Write Yield
+    Begin Kick View Wait Warn Write Yield
     """.split()  # noqa: SIM905
 )
 RIDDLES = {

@@ -53,7 +53,8 @@ CHUNK_ENTRIES = 2**26  # entries of weights that are minimised together
 
 
 class MinimalMass(NamedTuple):
-    """The minimum scaled representation of a batch of weights.
+    """The minimum scaled representation of a batch of weights. Its text says what the
+    mass leaves out.
 
     :ivar mass: float64 ``batch_shape``, the minimum: the squared L2 norm of ``weights``
         without biases and entries that pinned units multiply; ``given``: the same
@@ -76,6 +77,40 @@ class MinimalMass(NamedTuple):
     pinned: dict[str, Tensor]
     imbalance: Tensor
 
+    def __repr__(self) -> str:
+        if not self.mass.numel():
+            return "MinimalMass(no samples)"
+        samples = f"; {self.mass.numel()} samples" if self.mass.dim() else ""
+        head = f"MinimalMass({_range(self.mass)}, from {_range(self.given)}{samples})"
+        return "\n".join([head, *self._left_out()])
+
+    def _left_out(self) -> list[str]:
+        """Describe the units that are pinned in some sample, and what the mass then means."""
+        counts, total = dict[str, int](), 0
+        for name, pinned in self.pinned.items():
+            anywhere = pinned.reshape(self.mass.numel(), -1).any(0)
+            counts[name] = int(anywhere.sum())
+            total += anywhere.numel()
+        names = [f"{name!r}: {count}" for name, count in counts.items() if count]
+        if not names:
+            return []
+        lines = [
+            f"{sum(counts.values())} of {total} units have no best scale "
+            f"({', '.join(names)}): they stay, and the weights that they multiply, "
+            "which rescaling can make as small as one likes, are left out"
+        ]
+        if not bool(self.mass.any()):
+            lines.append(
+                "no weights are left to count: the mass is 0 whatever they are, and "
+                "doesn't measure this network"
+            )
+        return lines
+
+
+def _range(values: Tensor) -> str:
+    low, high = float(values.min()), float(values.max())
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
 
 @torch.no_grad()
 def minimal_mass(
@@ -93,7 +128,9 @@ def minimal_mass(
     scale-free (before batch normalisation), or they trade scale with a bias, or they
     feed only such units, or are fed by them. They stay, and the weights that they
     multiply, which vanish at the infimum, are left out of the mass, so that all points
-    of an orbit have the same minimum.
+    of an orbit have the same minimum. If every weight belongs to pinned units, as in a
+    network with a normalisation behind each layer, the mass is 0 and says nothing of
+    the network: printing the result says what was left out.
 
     >>> net = nn.Sequential(
     ...     nn.Linear(1, 1, bias=False), nn.ReLU(), nn.Linear(1, 1, bias=False)
@@ -154,9 +191,10 @@ def minimal_mass(
     )
     if bool((imbalance > 1e-8).any()):
         warnings.warn(
-            "minimal_mass stopped with a relative imbalance of "
-            f"{float(imbalance.max()):.1e}; the mass is close to its "
-            "minimum, the scales of weakly connected units may be off",
+            "minimal_mass stopped before the minimum: the squared weights that enter "
+            "a unit and those that leave it still differ by a share of "
+            f"{float(imbalance.max()):.1e} of their sum; the mass is at least the "
+            "minimum, and the scales of weakly connected units may be off",
             stacklevel=3,  # past no_grad
         )
     log_scales, held = (
@@ -348,11 +386,25 @@ class Mass:
                         torch.where(free, pulls[0] + pulls[1], 1.0),
                         free,
                     )
-                    bound = divisor / 2 * p.abs().amax(-1, keepdim=True)
+                    bound = 2 * self._largest_change(p)
                     u = u + p * torch.where(bound > 0, bound.log1p() / bound, 1.0)
         return u, imbalance
 
     # small steps ----------------------------------------------------------------------
+
+    def _largest_change(self, p: Tensor) -> Tensor:
+        """Return a bound on the change of each entry's log-multiplier along a direction,
+        ``(samples, 1)``.
+        """
+        logs = torch.stack([p, -p], 1)
+        largest = torch.zeros_like(p[:, 0])
+        for _, axes in self._terms:
+            changes = [axis(logs) for axis in axes]
+            if changes:
+                high = torch.stack([change.amax(-1) for change in changes]).sum(0)
+                low = torch.stack([change.amin(-1) for change in changes]).sum(0)
+                largest = torch.maximum(largest, torch.maximum(high, -low))
+        return largest.unsqueeze(-1)
 
     def _slope(
         self, logs: Tensor, twice: bool = True

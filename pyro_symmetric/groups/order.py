@@ -95,8 +95,8 @@ class _Signs:
                 self.equations.append(total)
 
     def _add_axis(self, site: str, dim: int) -> Equation:
-        """Equate the sums of bits at all positions of an axis, and return one of
-        them.
+        """Add the equations of an axis, where the bits at all positions have one sum;
+        return the bits at one position.
         """
         flips = self._flips(site, dim)
         length = self.group.view_shapes[site][dim]

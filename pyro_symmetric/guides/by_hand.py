@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints, kl_divergence, register_kl
 
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
@@ -166,9 +167,7 @@ class _Joint:
                 )
         first = next(iter(self.shapes))
         for site, scale in self.scales.items():
-            if not torch.equal(
-                torch.as_tensor(scale), torch.as_tensor(self.scales[first])
-            ):
+            if not torch.equal(as_tensor(scale), as_tensor(self.scales[first])):
                 raise ValueError(
                     f"poutine.scale counts site {first!r} {self.scales[first]} times, "
                     f"but {site!r} {scale} times; sites that the group moves need the "

@@ -3,6 +3,7 @@ itself from elsewhere.
 """
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -223,6 +224,56 @@ def test_a_batch_is_solved_like_a_loop_over_samples_and_in_chunks(mlp, monkeypat
         assert torch.equal(chunked.pinned["hidden.0"], found.pinned["hidden.0"])
 
 
+def chain(squares: list[float]) -> tuple[dict, Group]:
+    """Entries in a row, with a unit between neighbours: one enters it, the next leaves
+    it.
+    """
+    n = len(squares) - 1
+    axes = (
+        Axis("w", 0, torch.arange(n)[None], 1),
+        Axis("w", 0, torch.arange(1, n + 1)[None], -1),
+    )
+    weights = {"w": torch.tensor(squares, dtype=torch.float64).sqrt()}
+    return weights, Group(
+        [Units("u", n, axes, moves={"scale"})], {"w": torch.Size([n + 1])}
+    )
+
+
+CHAINS = {
+    "growing": [2.9**i for i in range(21)],
+    "shrinking": [2.9**-i for i in range(21)],
+    "tent": [2.9 ** min(i, 60 - i) for i in range(61)],
+    "notch": [27.0] * 30 + [9.0, 3.0, 1.0, 3.0, 9.0] + [27.0] * 30,
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_long_chain_reaches_the_geometric_mean_and_no_step_raises_the_mass(
+    name, monkeypatch
+):
+    squares = CHAINS[name]
+    weights, group = chain(squares)
+    least = len(squares) * np.exp(np.log(squares).mean())
+    found = minimal_mass(weights, group, sites=["w"])
+    assert float(found.mass) == pytest.approx(least, rel=1e-9)
+    assert float(found.imbalance) < 1e-12
+    before = sum(squares)
+    for steps in range(1, 12):
+        monkeypatch.setattr(scales, "STEPS", steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            mass = float(minimal_mass(weights, group, sites=["w"]).mass)
+        assert mass <= before * (1 + 1e-12)
+        before = mass
+
+
+def test_a_minimum_that_is_not_reached_is_called_so(monkeypatch):
+    weights, group = chain(CHAINS["tent"])
+    monkeypatch.setattr(scales, "STEPS", 5)
+    with pytest.warns(UserWarning, match="stopped before the minimum"):
+        minimal_mass(weights, group, sites=["w"])
+
+
 def test_evened_scales_are_those_that_scipy_finds():
     """The least sum of ``x - log x``, of exponents whose signs alone give no minimum of
     ``x``.
@@ -416,6 +467,40 @@ def test_layers_before_batch_normalisation_are_pinned_reported_and_left_out():
         torch.testing.assert_close(
             moved.weights[site], found.weights[site], rtol=1e-8, atol=1e-8
         )
+
+
+def test_the_text_says_what_the_mass_leaves_out():
+    _, weights, group = normalised_network()
+    text = str(minimal_mass(weights, group))
+    assert "13 of 24 units have no best scale ('0': 4, '1': 4, '3': 5)" in text
+    assert "no weights are left to count" not in text
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 2)])
+def test_a_mass_of_zero_is_the_infimum_and_says_that_it_measures_nothing(batch):
+    """Every layer is followed by a batch normalisation."""
+    net = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.BatchNorm1d(2)
+    ).eval()
+    symmetry = find_symmetry(net, torch.randn(5, 3))
+    weights = {
+        site: value.detach().expand(*batch, *value.shape)
+        for site, value in symmetry.weights_of(net).items()
+    }
+    sites = ["0.weight", "2.weight"]
+    found = minimal_mass(weights, symmetry, sites=sites)
+    assert not bool(found.mass.any())
+    assert bool(torch.cat([p.flatten() for p in found.pinned.values()]).any())
+    assert "doesn't measure this network" in str(found)
+    assert repr(found).startswith("MinimalMass(0, from 0")
+    shrinking = {
+        name: torch.full(symmetry.group[name].shape, -20.0)
+        for name in symmetry.group.names("scale")
+        if any(axis.site in sites for axis in symmetry.group[name].axes)
+        and not any(axis.site == "1.weight" for axis in symmetry.group[name].axes)
+    }
+    shrunk = symmetry.group.element(log_scales=shrinking)(weights)
+    assert max(float(shrunk[site].abs().max()) for site in sites) < 1e-7
 
 
 def test_without_scalings_the_mass_is_the_squared_norm(mlp):

@@ -44,7 +44,7 @@ def test_two_guides_of_a_class_find_their_own_parameters(tmp_path: Path) -> None
 
 
 def test_the_best_state_is_restored_after_more_training(tmp_path: Path) -> None:
-    """By a file and by a copied state; an optimiser of PyTorch goes on with it."""
+    """By a file and by a copied state; an optimiser of PyTorch resumes with it."""
     guide, store = symmetrised("full rank"), pyro.get_param_store()
     train(guide)
     best = elbo(guide)
