@@ -97,7 +97,9 @@ def _nearest_of_all(group: Group, weights: Weights) -> _Nearest:
     fixed = torch.Generator("cpu").manual_seed(0)
     generic = {}
     for site, value in weights.items():
-        generic[site] = torch.rand(value.shape, generator=fixed, dtype=value.dtype)
+        generic[site] = torch.rand(
+            value.shape, generator=fixed, dtype=value.dtype, device="cpu"
+        )
     inert = _squared_moves(elements, generic) == 0
     squares = _squared_moves(elements, weights).masked_fill(inert, math.inf)
     nearest = int(squares.argmin())

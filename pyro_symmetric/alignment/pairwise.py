@@ -48,6 +48,7 @@ from pyro_symmetric.alignment.moments import (
     shown_by,
 )
 from pyro_symmetric.alignment.scale_fit import Evening, evening, fitted
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups import Element, Group, group_of
 from pyro_symmetric.weights import Weights
 
@@ -100,7 +101,7 @@ class Alignment:
 
     def __bool__(self) -> bool:
         """Return whether the alignment of every source has converged."""
-        return bool(torch.as_tensor(self.converged).all())
+        return bool(as_tensor(self.converged).all())
 
     def __repr__(self) -> str:
         before = _mean(self.initial_cost)

@@ -222,7 +222,7 @@ def ordered(flow: Flow, call: Call) -> list[Value]:
     )
 
 
-# softmax and the normalisations: statistics over some axes, then a weight and a bias fo
+# softmax and the normalisations -------------------------------------------------------
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
