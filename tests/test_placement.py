@@ -64,7 +64,7 @@ def test_a_traced_models_predictions_and_likelihoods_are_taken_in_the_draws_prec
         tree["log_likelihood"]["y"].values.reshape(expected.shape), expected.numpy()
     )
     assert np.allclose(tree["observed_data"]["y"].values, Y.numpy())
-    assert ps.diagnose(posterior)["temperature"]
+    assert ps.diagnose(posterior)["temperature"].name == "temperature"
 
 
 def test_data_in_containers_are_placed():

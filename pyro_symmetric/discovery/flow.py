@@ -1049,8 +1049,11 @@ def _constants(
     args, kwargs = tree_map(
         lambda x: x.constant if isinstance(x, Value) else x, (args, kwargs)
     )
-    with torch.no_grad():
-        results = tree_leaves(call.target(*args, **kwargs))
+    try:
+        with torch.no_grad():
+            results = tree_leaves(call.target(*args, **kwargs))
+    except RuntimeError:  # constants of another dtype than the operator takes
+        return [None] * len(tensors)
     return [as_constant(result) for result in results]
 
 
@@ -1067,6 +1070,7 @@ def line_labels(constant: Tensor, axis: int) -> Array:
     """Number the positions along an axis; those at which a constant is the same have
     the same number.
 
+    >>> from pyro_symmetric.discovery.flow import line_labels
     >>> line_labels(torch.tensor([[1.0, 0.0], [2.0, 3.0], [1.0, 0.0]]), 0)
     array([0, 1, 0])
     """
