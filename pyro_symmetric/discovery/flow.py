@@ -987,6 +987,8 @@ def _apply_rule(
             result = flow.known(constant)
         elif not static:
             result = replace(result, constant=None)
+        elif result.constant is not None:  # a rule gives values, not their dtype
+            result = replace(result, constant=result.constant.to(tensor.dtype))
         complete.append(replace(result, mask=tensor.dtype == torch.bool))
     remaining = iter(complete)
     return tree_map(
@@ -1052,7 +1054,7 @@ def _constants(
     try:
         with torch.no_grad():
             results = tree_leaves(call.target(*args, **kwargs))
-    except RuntimeError:  # constants of another dtype than the operator takes
+    except RuntimeError:  # constants lie on the CPU, which lacks some half precision
         return [None] * len(tensors)
     return [as_constant(result) for result in results]
 

@@ -30,6 +30,10 @@ EXCHANGES = {
     "a buffer of equal entries": (lambda net, h: h * net.ones, 24),
     "an index that is an arange": (lambda net, h: h[:, torch.arange(4)], 24),
     "a mask made in forward": (lambda net, h: h * torch.ones(4), 24),
+    "a mask of complex numbers": (
+        lambda net, h: h * torch.polar(torch.ones(4), torch.zeros(4)).abs(),
+        24,
+    ),
     "a mask that leaves one out": (lambda net, h: h * (torch.arange(4) < 3), 6),
 }
 
