@@ -94,9 +94,9 @@ def find_symmetry(
     >>> ps.find_symmetry(mixture, torch.randn(20)).permutations.factors
     {'locs': 3}
 
-    A network's function maps the tensors among the inputs to those among the outputs. Random
-    numbers that the network draws are held fixed; masks of dropout, and noise in train
-    mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't found,
+    A network's function maps the tensors among the inputs to those among the outputs.
+    Random numbers that the network draws are held fixed; masks of dropout, and noise in
+    train mode, are replaced by their means. :doc:`/explanation/orbits` says what isn't found,
     and how networks on the meta device are treated.
 
     :param net: any module that ``torch.export`` can trace, which isn't changed; or a

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
@@ -26,6 +25,7 @@ from pyro_symmetric._process import forked, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.density import Density
 from pyro_symmetric.density.site_checks import check_observed, require_declared_axes
+from pyro_symmetric.discovery.model_density import site_entries
 from pyro_symmetric.discovery.verify import (
     BrokenMove,
     Change,
@@ -315,7 +315,7 @@ class JointDensity:
                     (1,), torch.nan, dtype=torch.float64, device=site["value"].device
                 )
             elif not site_is_subsample(site):
-                result[name] = _entries(site).double().reshape(-1)
+                result[name] = site_entries(site).double().reshape(-1)
         return result
 
     def _enumerated(self, conditioned: Callable[[], Any]) -> Tensor:
@@ -365,23 +365,6 @@ def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
     """Return the sample sites of one run of a model."""
     nodes: dict[str, Any] = dict(poutine.trace(model).get_trace().nodes)
     return {name: site for name, site in nodes.items() if site["type"] == "sample"}
-
-
-def _entries(site: Any) -> Tensor:
-    """Return the log-densities of a site's single entries: rounding of the sums of
-    ``to_event`` would hide changes.
-    """
-    fn, events = site["fn"], 0
-    while type(fn) is dist.Independent:
-        fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
-    value = fn.log_prob(site["value"], *site["args"], **site["kwargs"])
-    for factor in (site["mask"], site["scale"]):
-        if factor is not None:
-            factor = as_tensor(factor)
-            value = value * (
-                factor.reshape(*factor.shape, *[1] * events) if factor.dim() else factor
-            )
-    return as_tensor(value)
 
 
 def _in_support(fn: Any, value: Tensor) -> bool:

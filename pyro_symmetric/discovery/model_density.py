@@ -223,9 +223,9 @@ class ModelDensity:
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            entries = site_entries(site).to(self.dtype)
             if summed_out and self._is_enumerated(site):
                 continue
+            entries = site_entries(site).to(self.dtype)
             sums[name], norms[name] = entries.sum(), entries.square().sum().sqrt()
         if summed_out:
             dependent = self.target.log_prob(trace) - sum(sums.values())
@@ -238,12 +238,14 @@ class ModelDensity:
     def _is_enumerated(self, site: Any) -> bool:
         """Return whether a site is discrete, or depends on a discrete site."""
         assert self.target.enumeration is not None
+        if site["name"] in self.target.enumeration.batch_shapes:
+            return True
         first = self.target.enumeration._first_dim
-        shape = site["fn"].log_prob(site["value"], *site["args"]).shape
+        value, fn = site["value"], site["fn"]
+        of_value = value.shape[: value.dim() - fn.event_dim]
+        shape = torch.broadcast_shapes(of_value, fn.batch_shape)
         left_of_plates = shape[: max(0, len(shape) + first + 1)]
-        return site["name"] in self.target.enumeration.batch_shapes or any(
-            size > 1 for size in left_of_plates
-        )
+        return any(size > 1 for size in left_of_plates)
 
 
 def site_entries(site: Any) -> Tensor:

@@ -180,7 +180,7 @@ def _position_classes(
     searcher: Searcher, count: int, candidates: Candidates
 ) -> dict[Place, list[int]]:
     """Group the positions of each place by the density with one odd position, all other
-    positions and places of these sites being similar_places.
+    positions and places of these sites being alike.
 
     Positions of different classes never exchange, so that the groups of a plate that
     differ by their data cost ``n`` values, not ``n**2``.

@@ -69,9 +69,7 @@ def _position_signs(
     representative = _exchangeable_everywhere(count, candidates, factors)
     flipping = dict[PlaceSet, list[int]]()
     for position in range(count):
-        if (
-            representative[position] != position
-        ):  # its representative was searched before
+        if representative[position] != position:  # which was searched before
             for positions in flipping.values():
                 if representative[position] in positions:
                     positions.append(position)
