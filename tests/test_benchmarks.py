@@ -134,3 +134,34 @@ def test_a_contestant_tells_draws_and_processor_time_in_the_precision_that_is_as
         assert run.row()["with warm-up"] == pytest.approx(
             run.row()["worst effective"] / (run.sampling + run.warmup)
         )
+
+
+def test_every_record_has_a_command_and_says_how_old_it_is() -> None:
+    from benchmarks.all import RECORDS, age
+
+    files = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert files <= {entry.name for entry in RECORDS}
+    for entry in RECORDS:
+        assert all((ROOT / path).exists() for path in entry.paths())
+        assert entry.module in entry.command()
+        assert (age(entry).commit != "") == entry.path.exists()
+
+
+def test_a_record_is_old_if_a_room_that_it_measures_changed_later(monkeypatch) -> None:
+    from benchmarks import all as every
+    from benchmarks import record
+
+    asked = []
+
+    def git(*arguments: str) -> str:
+        asked.append(arguments)
+        return "3" if "pyro_symmetric/alignment" in arguments else "0"
+
+    monkeypatch.setattr(record, "git", git)
+    every._changes.cache_clear()
+    module = "experiments.rossi_2023.mirrored_gaussians"
+    assert not every.age(every.Record(module, ("alignment",))).is_current
+    assert every.age(every.Record(module, ("groups",))).is_current
+    assert not every.age(every.Record("performance.no_such_record", ())).is_current
+    assert all(f"benchmarks/{module.replace('.', '/')}.py" in call for call in asked)
+    every._changes.cache_clear()
