@@ -6,7 +6,7 @@ a bridge to chains.
 
 *Importance sampling* averages the weights :math:`e^{\ell}` over draws of the guide; its
 error is known if their tail is light, by the Pareto shape ``k`` (Vehtari et al. 2024,
-arXiv 1507.02646). *Bridge sampling* (Meng & Wong 1996; Gronau et al. 2017, arXiv
+arXiv 1507.02646), and grows with ``k``. *Bridge sampling* (Meng & Wong 1996; Gronau et al. 2017, arXiv
 1703.05984) also takes draws :math:`w_j` of the posterior, in any copies, beside the
 guide's
 :math:`w_i`: with :math:`s_1, s_2` the shares of effective draws of posterior and guide,
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -64,6 +64,7 @@ FEW_DRAWS = 25
 # Pareto shape of the upper sixth of the weights, beyond which their variance may be
 # infinite
 HEAVY_TAIL = 0.45
+WIDENED_TO = 0.75  # Pareto shape, up to which errors grow with it
 LARGEST_ERROR = 20.0  # nats; larger standard errors are reported as infinite
 
 
@@ -310,12 +311,8 @@ def evidence(
         open_nats = (
             gap(training) > 0.05 * group.log_order() or gap(estimator) + noise > 0.5
         )
-        weighted, k, bridged, r_hat = (
-            importance(symmetrized),
-            pareto_k(symmetrized),
-            None,
-            1.0,
-        )
+        k, bridged, r_hat = pareto_k(symmetrized), None, 1.0
+        weighted = widened(importance(symmetrized), k)
         slow, mean = slow_tail(symmetrized), float(symmetrized.mean())
         if posterior is not None and math.isfinite(weighted.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
@@ -453,6 +450,23 @@ def importance(log_ratios: Tensor) -> EvidenceEstimate:
     )
 
 
+def widened(estimate: EvidenceEstimate, k: float) -> EvidenceEstimate:
+    r"""Return an estimate with the error that heavy tails have, up to four times as
+    large.
+
+    Draws that miss the largest weights have a value and an error that are both too
+    small, and are the ones that nobody doubts. Beyond the largest weight :math:`w`
+    that was drawn, a tail of shape :math:`k` has the mean :math:`w / (1 - k)`: the
+    error is multiplied by :math:`1 / (1 - k)`, at ``k`` plus two of its own
+    deviations :math:`(1 + k) / \sqrt{M}`, of a fit to the :math:`M` largest weights.
+    """
+    if not k > -1:  # weights that are equal, or too few to know the shape
+        return estimate
+    shape = k + 2 * (1 + k) / math.sqrt(_tail_length(estimate.num_draws))
+    factor = 1 / (1 - min(max(shape, 0.0), WIDENED_TO))
+    return replace(estimate, error=_capped(estimate.error * factor))
+
+
 def upper_quantiles(values: Tensor) -> list[float]:
     """Return the quantiles of the finite values at 0, 1 and 2 deviations of a
     normal.
@@ -490,7 +504,7 @@ def pareto_k(log_ratios: Tensor) -> float:
         return math.nan
     from arviz_stats.base import array_stats  # takes a second to load
 
-    tail = np.sort(values)[-math.ceil(min(len(values) / 5, 3 * len(values) ** 0.5)) :]
+    tail = np.sort(values)[-_tail_length(len(values)) :]
     if tail[-1] - tail[0] < 1e-5:  # equal but for rounding
         return -math.inf
     # the fit divides by this weight, which underflows
@@ -498,6 +512,11 @@ def pareto_k(log_ratios: Tensor) -> float:
         return math.inf
     with np.errstate(over="ignore"):
         return float(array_stats.psislw(-values)[1])
+
+
+def _tail_length(count: int) -> int:
+    """Return the number of the largest of so many weights, to which a tail is fitted."""
+    return math.ceil(min(count / 5, 3 * count**0.5))
 
 
 def bridge(
