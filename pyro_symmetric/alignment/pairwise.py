@@ -265,10 +265,10 @@ class _Problem:
         if not self.group.names("scale"):
             return _Fit(element, cost)
         for _ in range(REFITS):
-            finite = element.within(self.group.finite).within(self.group)
-            even = scales.to_reference @ finite @ scales.of_source @ element.inverse()
-            moved = _acted(element, self.source)
-            element = fitted(self.group, self.reference, moved, even) @ element
+            moved = element.within(self.group.compact).within(self.group)
+            even = scales.to_reference @ moved @ scales.of_source @ element.inverse()
+            source = _acted(element, self.source)
+            element = fitted(self.group, self.reference, source, even) @ element
             descent = self._descent(element, remaining)
             cost = descent.initial
             optimum = best_of_all(descent, MOST_ENTRIES)

@@ -33,13 +33,15 @@ from pyro_symmetric.canonical.removal import (
     PermutationKey,
     entries_of,
     largest_sign,
+    principal_axes,
     removing_element,
     sorting_permutation,
 )
 from pyro_symmetric.canonical.scales import as_it_came, evened, minimal_mass, weights_of
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.groups.group import Group, group_of
-from pyro_symmetric.groups.units import Element, Move, acted_shape
+from pyro_symmetric.groups.moves import Move
+from pyro_symmetric.groups.units import Element, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Weights, require_finite
 
@@ -74,7 +76,8 @@ def canonicalize(
     in others (a warning says so from 100 draws on). Use
     :func:`~pyro_symmetric.alignment.align_many` or
         :func:`~pyro_symmetric.compare.summary` instead.
-    :doc:`/explanation/canonical-forms` explains dead units, circles and ties.
+    :doc:`/explanation/canonical-forms` explains dead units, circles and ties. Units
+    that rotate are turned to their principal axes, of decreasing second moments.
 
     >>> net, x = (
     ...     nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)),
@@ -119,7 +122,12 @@ def canonicalize(
             if unit_norm
             else _least(form, group, scalings)
         )
-    if signs and group.names("flip"):
+    sorted_units, rotating = group, group.names("rotate")
+    if rotating:
+        sorted_units = group.without(rotating)
+        form = principal_axes(form, group.rotations).on_sites(form)
+    flips = group.signs if signs else group.rotations.signs
+    if flips.names("flip"):
         rounding = 16 * max(
             (
                 torch.finfo(v.dtype).eps
@@ -129,10 +137,10 @@ def canonicalize(
             default=0.0,
         )
         form = removing_element(
-            form, group, "flip", partial(largest_sign, tie=rounding)
+            form, flips, "flip", partial(largest_sign, tie=rounding)
         ).on_sites(form)
-    if permutations and group.names("permute"):
-        form = sorting_permutation(form, group, permutations).on_sites(form)
+    if permutations and sorted_units.names("permute"):
+        form = sorting_permutation(form, sorted_units, permutations).on_sites(form)
     if shifts and group.names("shift"):
         form = _centring(form, group.shifts).on_sites(form)
     removed: dict[Move, bool] = {"permute": permutations is not None, "flip": signs}

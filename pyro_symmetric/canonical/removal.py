@@ -83,6 +83,22 @@ def sorting_permutation(
     return Element(group, named, batch_shape=shape, device=device)
 
 
+def principal_axes(weights: Mapping[str, Tensor], group: Group) -> Element:
+    """Return the rotations to the principal axes of each copy: the second moments of
+    all entries are diagonal, and decrease. Signs are arbitrary.
+    """
+    shape, viewed = group.batch_shape(weights), group.viewed(weights)
+    rotations = {}
+    for name in group.names("rotate"):
+        one = group[name]
+        axes = [axis for axis in group.axes(name) if axis.site in viewed]
+        units = entries_of(group, viewed, axes).double()
+        units = units.unflatten(-2, (one.copies, one.size))
+        ascending = torch.linalg.eigh(units @ units.mT).eigenvectors
+        rotations[name] = ascending.flip(-1).mT.reshape(*shape, *one.shape, one.size)
+    return Element(group, rotations=rotations, batch_shape=shape)
+
+
 def removing_element(
     weights: Mapping[str, Tensor],
     group: Group,

@@ -106,7 +106,7 @@ def verify_model(
     ... )  # the axis that the declaration lacks
     (False, True)
 
-    :param symmetry: a declared group, or a symmetry; its permutations and signs count.
+    :param symmetry: a declared group, or a symmetry; its permutations, signs and rotations count.
     :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data
         included. (If some of these are called ``trials`` or ``tolerance``, give
         ``functools.partial(model, ...)``.)
@@ -119,9 +119,9 @@ def verify_model(
     """
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
-    finite = group_of(symmetry).finite
+    group = group_of(symmetry).compact
     draws = [
-        JointDensity(functools.partial(model, *args, **kwargs), finite, tolerance)
+        JointDensity(functools.partial(model, *args, **kwargs), group, tolerance)
         for _ in range(trials)
     ]
 
@@ -137,7 +137,7 @@ def verify_model(
         )
 
     return _verified(
-        "the model's log-density", finite, change, draws[0].shapes, tolerance
+        "the model's log-density", group, change, draws[0].shapes, tolerance
     )
 
 
@@ -156,7 +156,8 @@ def check_function(
     :param draws: weights of batch shape ``(S,)`` at which the density matters.
     :raises ValueError: if a site's shape isn't the group's.
     """
-    group.finite.batch_shape(draws)
+    group = group.compact
+    group.batch_shape(draws)
 
     def values(weights: Weights) -> Tensor:
         return as_tensor(log_joint(weights)).detach().double().cpu()
@@ -192,7 +193,7 @@ def check_function(
     )
     tolerance = NATS + NOISE * float(torch.where(noise.isfinite(), noise, 0.0).amax())
     shapes = {site: value.shape[1:] for site, value in draws.items()}
-    return _verified("the log-density", group.finite, change, shapes, tolerance)
+    return _verified("the log-density", group, change, shapes, tolerance)
 
 
 @undisturbed()

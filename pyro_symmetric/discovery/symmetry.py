@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
 from pyro_symmetric.groups import Element, Group
-from pyro_symmetric.groups.units import MOVES, Move, table
+from pyro_symmetric.groups.moves import MOVES, Move
+from pyro_symmetric.groups.units import table
 from pyro_symmetric.weights import Weights, require_sites
 
 CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
@@ -381,9 +382,11 @@ def _moving_all(group: Group, move: Move, name: str) -> Element:
         return group.element(
             {name: torch.arange(units.size, device="cpu").roll(1).expand(units.shape)}
         )
+    if move == "rotate":
+        return group.restricted(move).sample(dtype=torch.float64)
     ones = torch.ones(units.shape, dtype=torch.float64, device="cpu")
-    argument = {"flip": "signs", "scale": "log_scales", "shift": "shifts"}[move]
-    return group.element(**{argument: {name: -ones if move == "flip" else ones}})
+    numbers: Any = {MOVES[move].argument: {name: -ones if move == "flip" else ones}}
+    return group.element(**numbers)
 
 
 def plain_weights(net: nn.Module, group: Group) -> Weights:

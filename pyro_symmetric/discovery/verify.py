@@ -49,7 +49,8 @@ from pyro_symmetric.discovery.symmetry import (
 from pyro_symmetric.discovery.trace import Deterministic, TensorsOnly, try_out
 from pyro_symmetric.errors import Error
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import MOVES, Element, Move, Units
+from pyro_symmetric.groups.moves import MOVES, Move
+from pyro_symmetric.groups.units import Element, Units
 from pyro_symmetric.weights import Weights
 
 TOLERANCE = 1e-6  # a relative change that passes,
@@ -206,7 +207,7 @@ class Change(NamedTuple):
 class BrokenMove(NamedTuple):
     """A move of some units that changes the function.
 
-    :param move: ``"permute"``, ``"flip"``, ``"scale"`` or ``"shift"``.
+    :param move: ``"permute"``, ``"flip"``, ``"scale"``, ``"shift"`` or ``"rotate"``.
     :param name: the name of the units.
     :param change: the largest change, infinite outside of a support.
     :param sites: the sites whose own density, given the others, changed; empty for
@@ -389,7 +390,7 @@ def trial_elements(
         for j, name in enumerate(single if i < len(single) < BITS else ()):
             signs[name] = torch.full_like(signs[name], -1.0 if i == j else 1.0)
         yield only(
-            Element(group, permutations, signs, element.log_scales, element.shifts),
+            Element(group, permutations, signs, *element.parts[2:]),
             tried,
         )
 
@@ -412,19 +413,12 @@ def _bits(group: Group, move: Move, name: str) -> float:
 
 def only(element: Element, moves: Collection[UnitMove]) -> Element:
     """Return the element without all moves but these."""
-    permutations, signs, log_scales, shifts = (
+    parts = (
         {name: value for name, value in numbers.items() if (move, name) in moves}
         for move, numbers in zip(MOVES, element.parts, strict=True)
     )
-    return Element(
-        element.group,
-        permutations,
-        signs,
-        log_scales,
-        shifts,
-        element.batch_shape,
-        dtype=torch.float64,
-    )
+    shape = element.batch_shape
+    return Element(element.group, *parts, batch_shape=shape, dtype=torch.float64)
 
 
 def difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float:

@@ -2,8 +2,9 @@ r"""The group that moves of units generate.
 
 Permutations of a set of ``n`` units form the symmetric group :math:`S_n`; signs
 multiply units by -1 (with permutations
-:math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant. Units
-inside others (rows inside attention heads) move first: with :math:`d` units inside each
+:math:`n!\,2^n` elements), scales by positive numbers, shifts add a constant, rotations
+mix units by all of :math:`O(n)`, which holds permutations and signs. Units inside
+others (rows inside attention heads) move first: with :math:`d` units inside each
 of :math:`H` they form the wreath product :math:`S_d \wr S_H`, of order :math:`(d!)^H
 H!`. Wreath products nest to any depth.
 
@@ -26,12 +27,11 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import described
+from pyro_symmetric.groups.moves import COMPACT, FINITE, MOVES, Move
 from pyro_symmetric.groups.order import Effective, effective_moves
 from pyro_symmetric.groups.units import (
-    MOVES,
     Axis,
     Element,
-    Move,
     Units,
     checked,
     moves_of,
@@ -201,8 +201,8 @@ class Group:
             it, or ``None``.
         :param example_weights: one example (or the shape) of every site of the model,
             without batch dimensions.
-        :param moves: ``"permute"``, ``"flip"``, or both; or, by the name of the units,
-            what each may do.
+        :param moves: ``"permute"``, ``"flip"``, or both, or ``"rotate"``, which
+            includes them; or, by the name of the units, what each may do.
         :param even: sites that no flip changes.
         """
         shapes, even = (
@@ -236,18 +236,24 @@ class Group:
                 {shapes[site][dim] for site, dim in where},
                 moves_of("moves", by_name[name]),
             )
-            if len(lengths) > 1 or not allowed <= {"permute", "flip"}:
+            if len(lengths) > 1 or not allowed <= set(COMPACT):
                 raise ValueError(
                     f"{name!r} lies along the axes {where} of lengths "
                     f"{sorted(lengths)}, and its moves are "
                     f"{sorted(allowed)}; lengths must be equal, and declared units may "
-                    "only permute and flip"
+                    "only permute and flip, or rotate"
                 )
             index = torch.arange(lengths.pop(), device="cpu")[None]
-            own = (
-                Axis(site, dim, index, int("flip" in allowed and site not in even))
+            signed = bool(allowed & {"flip", "rotate"})
+            own = [
+                Axis(site, dim, index, int(signed and site not in even))
                 for site, dim in where
-            )
+            ]
+            if "rotate" in allowed and (fixed := {a.site for a in own} & set(even)):
+                raise ValueError(
+                    f"{name!r} rotates, but even names {sorted(fixed)}: no rotation "
+                    "keeps the signs of a site; let the units permute and flip instead"
+                )
             units.append(
                 Units(
                     name,
@@ -262,30 +268,44 @@ class Group:
         """Return the number of actions of permutations with signs.
 
         Elements that act alike count once: flipping all rows of a matrix flips all of
-        its columns.
+        its columns. Of rotations, the permutations and signs among them count;
+        :attr:`dimension` counts the rest.
         """
+        effective = self.effective
         permutations = (
             math.factorial(self[name].size) ** self[name].copies
-            for name in self.effective.permuted
+            for name in effective.permuted
         )
-        return math.prod(permutations) * int(2 ** len(self.effective.flipped))
+        return math.prod(permutations) * int(2 ** len(effective.flipped))
 
     def log_order(self) -> float:
         """Return the log of :meth:`order`, the number of equivalent modes of an
         invariant posterior.
         """
+        effective = self.effective
         permutations = sum(
             self[name].copies * math.lgamma(self[name].size + 1)
-            for name in self.effective.permuted
+            for name in effective.permuted
         )
-        return permutations + math.log(2.0) * len(self.effective.flipped)
+        return permutations + math.log(2.0) * len(effective.flipped)
+
+    @property
+    def dimension(self) -> int:
+        """The number of real numbers on which scales, shifts and rotations depend; the
+        dimension of an orbit, unless some of them act alike.
+        """
+        return sum(
+            MOVES[move].dimension(one)
+            for one in self.units.values()
+            for move in one.moves
+        )
 
     @functools.cached_property
     def effective(self) -> Effective:
         """Permutations and signs of which no two act alike, and which act in all
-        ways.
+        ways; of units that rotate, those of the finite part.
         """
-        return effective_moves(self)
+        return self.finite.effective if self.names("rotate") else effective_moves(self)
 
     # its units, and where they lie ----------------------------------------------------
 
@@ -302,12 +322,25 @@ class Group:
 
     def by_name(self, numbers: Tensor, move: Move) -> dict[str, Tensor]:
         """Split numbers of all units, ``batch + (size,)``, into ``batch + units.shape``
-        of those that admit a move.
+        of those that admit a move; of rotations, into their matrices.
         """
+        slots = self.number_slots(move)
         return {
-            name: numbers[..., self.slots[name]].unflatten(-1, self[name].shape)
+            name: numbers[..., slots[name]].unflatten(-1, MOVES[move].shape(self[name]))
             for name in self.names(move)
         }
+
+    def number_slots(self, move: Move) -> dict[str, slice]:
+        """Return the place of the numbers of each set of units among those of a move:
+        :attr:`slots`, or of rotations the slices of their entries.
+        """
+        if move != "rotate":
+            return self.slots
+        end, slots = 0, {}
+        for name, one in MOVES[move].holders(self).items():
+            start, end = end, end + one.count * one.size
+            slots[name] = slice(start, end)
+        return slots
 
     def ancestors(self, name: str) -> tuple[str, ...]:
         """Return the units around some units, the innermost first."""
@@ -453,11 +486,12 @@ class Group:
         dropped.
         """
         kept = moves_of("moves", moves)
+        if kept >= self.moves:
+            return self
         if kept not in self._kept:
-            self._kept[kept] = (
-                self
-                if kept >= self.moves
-                else self.without(self.units, set(MOVES) - kept)
+            units = [replace(u, moves=u.within(kept)) for u in self.units.values()]
+            self._kept[kept] = self._checked(
+                pruned(units), self.site_shapes, self._runs
             )
         return self._kept[kept]
 
@@ -482,23 +516,39 @@ class Group:
         return self.restricted("shift")
 
     @property
+    def rotations(self) -> Group:
+        """The rotations alone, without the moves of the units around them."""
+        return self.restricted("rotate")
+
+    @property
     def finite(self) -> Group:
-        """Permutations and signs, over which a guide can be averaged. No proper prior
-        is invariant under the others.
+        """Permutations and signs, over which a guide can be averaged; of units that
+        rotate, those among their rotations.
         """
-        return self.restricted("permute", "flip")
+        return self.restricted(*FINITE)
+
+    @property
+    def compact(self) -> Group:
+        """Permutations, signs and rotations. No proper prior is invariant under the
+        others.
+        """
+        return self.restricted(*COMPACT)
 
     def without(
         self, names: Iterable[str], moves: str | Iterable[str] | None = None
     ) -> Group:
-        """Drop units, or some of their moves; units inside them stay."""
+        """Drop units, or some of their moves; units inside them stay.
+
+        Units that rotate, and shall not rotate, permute or flip, keep what else of that
+        remains.
+        """
         dropped = {
             self[name].name
             for name in arguments.listed("names", names, str, "names of units")
         }
         taken = frozenset(MOVES) if moves is None else moves_of("moves", moves)
         units = [
-            replace(u, moves=u.moves - taken) if u.name in dropped else u
+            replace(u, moves=u.without(taken)) if u.name in dropped else u
             for u in self.units.values()
         ]
         return self._checked(pruned(units), self.site_shapes, self._runs)
@@ -570,22 +620,22 @@ class Group:
         signs: Mapping[str, Any] | None = None,
         log_scales: Mapping[str, Any] | None = None,
         shifts: Mapping[str, Any] | None = None,
+        rotations: Mapping[str, Any] | None = None,
     ) -> Element:
         """Build an element or a batch of elements, from numbers as
         :class:`~pyro_symmetric.groups.units.Element` takes.
 
-        Shifts act first, then signs and scales, then permutations.
+        Shifts act first, then signs and scales or rotations, then permutations.
 
         :raises ValueError: if units are unknown or don't admit the move, or numbers are
             invalid.
         """
-        return Element(
-            self,
-            checked("permutations", self, "permute", permutations),
-            checked("signs", self, "flip", signs),
-            checked("log_scales", self, "scale", log_scales),
-            checked("shifts", self, "shift", shifts),
+        parts = (permutations, signs, log_scales, shifts, rotations)
+        numbers = (
+            checked(MOVES[move].argument, self, move, part)
+            for move, part in zip(MOVES, parts, strict=True)
         )
+        return Element(self, *numbers)
 
     def sample(
         self,
@@ -595,8 +645,8 @@ class Group:
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> Element:
-        """Sample independent elements: permutations and signs uniform, log-scales and
-        shifts normal.
+        """Sample independent elements: permutations, signs and rotations uniform,
+        log-scales and shifts normal.
 
         :param spread: standard deviation of log-scales and shifts, on which no uniform
             distribution exists.
@@ -605,40 +655,28 @@ class Group:
         """
         shape = tuple(arguments.shape("shape", shape))
         arguments.number("spread", spread, least=0, below=math.inf)
+        real = arguments.dtype("dtype", dtype) or torch.get_default_dtype()
         options: Any = {"device": device or torch.device("cpu"), "generator": generator}
-        real: Any = {
-            **options,
-            "dtype": arguments.dtype("dtype", dtype) or torch.get_default_dtype(),
-        }
-
-        def draw(
-            move: Move, sampler: Callable[[tuple[int, ...]], Tensor]
-        ) -> dict[str, Tensor]:
-            return {
-                name: sampler((*shape, *self[name].shape)) for name in self.names(move)
-            }
-
-        # Sorting uniform keys gives uniform permutations up to ties; float64 keys make
-        # ties too rare to matter.
-        permutations = draw(
-            "permute",
-            lambda full: torch.rand(full, dtype=torch.float64, **options).argsort(-1),
-        )
-        signs = draw(
-            "flip", lambda full: torch.randint(0, 2, full, **real).mul_(2).sub_(1)
-        )
-        scales, shifts = (
-            draw(move, lambda full: spread * torch.randn(full, **real))
-            for move in ("scale", "shift")
-        )
-        return Element(self, permutations, signs, scales, shifts, shape)
+        parts = []
+        for move, kind in MOVES.items():
+            drawn = {}
+            for name in self.names(move):
+                full = (*shape, *kind.shape(self[name]))
+                drawn[name] = kind.draw(full, spread, real, **options)
+            parts.append(drawn)
+        return Element(self, *parts, batch_shape=shape)
 
     def enumerate(self) -> Element:
         """List permutations with signs, one for each action, as a batch of shape
         ``(order,)``, the identity first.
 
-        :raises ValueError: if there are more than a million.
+        :raises ValueError: if there are more than a million, or units rotate.
         """
+        if self.names("rotate"):
+            raise ValueError(
+                f"the units {list(self.names('rotate'))} rotate, and rotations can't "
+                "be listed; the group's .finite part holds their permutations and signs"
+            )
         if self.log_order() > math.log(ENUMERATION_LIMIT) + 1e-9:
             raise ValueError(
                 f"the group has exp({self.log_order():.1f}) elements; at most "
@@ -782,6 +820,12 @@ def _check_group(group: Group) -> None:
     """Check that the moves of all units form a group, in which every product has the
     form :math:`p\\,m\\,t`.
     """
+    for name in group.names("rotate"):
+        if inner := group.family(name)[1:]:
+            raise ValueError(
+                f"the units {name!r} rotate, but {list(inner)} lie inside them; units "
+                "that rotate hold no others"
+            )
     for site in group.sites:
         members = [pair for pairs in group.members(site).values() for pair in pairs]
         if len(epsilons := {axis.epsilon for _, axis in members if axis.exponent}) > 1:
@@ -864,7 +908,11 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
     overlap = torch.stack([own.unit >= 0 for own in occupied]).double()
     for j, k in (overlap @ overlap.mT).nonzero().tolist():
         one, other = occupied[j], occupied[k]
-        if not _normalises(one, other, one.units.name in outer[k]):
+        moves = one.units.moves | other.units.moves
+        related = one.units.name in outer[k] or other.units.name in outer[j]
+        carried = related and not (one.power or other.power or "shift" in moves)
+        mixed = "rotate" in moves and one is not other and not carried
+        if mixed or not _normalises(one, other, one.units.name in outer[k]):
             return sorted({one.units.name, other.units.name})
     return []
 
@@ -874,13 +922,14 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
     to moves of these.
     """
     units, shifted = one.units, "shift" in other.units.moves
+    rotating = "rotate" in other.units.moves
     permuted = "permute" in other.units.moves and other.units.size > 1
     if shifted and one.power:
         return False
     if (
         "permute" not in units.moves
         or units.size == 1
-        or not (permuted or other.power or shifted)
+        or not (permuted or other.power or shifted or rotating)
     ):
         return True
     if one is other and not shifted:

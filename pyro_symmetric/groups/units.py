@@ -2,13 +2,14 @@ r"""Units, named sets of interchangeable things with the axes along which they l
 the elements that move them.
 
 An element :math:`g = p\,m\,t` acts by its shifts ``t``, then its multipliers ``m``
-(signs times scales), then its permutations ``p``:
+(signs times scales; or rotations, of units that rotate), then its permutations ``p``:
 
 .. math:: (t \cdot w)_i = w_i + t_i, \qquad (m \cdot w)_i = m_i^{\,e}\, w_i, \qquad (p \cdot w)_i = w_{p(i)} .
 
 The units of a group are numbered consecutively, and an element stores one tensor a
-move, ``batch_shape + (units,)``. The *image* of a unit is the unit whose weights it
-receives, under its own permutation and those of all units around it. So a product of
+move, ``batch_shape + (units,)``, and the matrices of rotations, flattened. The *image*
+of a unit is the unit whose weights it receives, under its own permutation and those of
+all units around it. So a product of
 permutations is one gather, :math:`(p r)(i) = r(p(i))`, and an inverse one argsort. They
 normalise multipliers: :math:`p^{-1} m\, p = m'` with :math:`m'_i = m_{p^{-1}(i)}`.
 Elements are unique but for signs: flipping all rows of a matrix flips all of its
@@ -19,9 +20,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,13 +30,12 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.groups.moves import MOVES, Move, Rotate
 from pyro_symmetric.weights import Weights
 
 if TYPE_CHECKING:
     from pyro_symmetric.groups.group import Group
 
-Move = Literal["permute", "flip", "scale", "shift"]
-MOVES: tuple[Move, ...] = get_args(Move)
 ByName = dict[str, Tensor]  # name of the units -> numbers
 LISTED = 6  # how many axes of each set of units a table lists
 
@@ -59,7 +59,8 @@ class Axis:
         ``index[:, u]``. Kept as a contiguous LongTensor on the CPU.
     :param exponent: a sign or scale ``f`` of a unit multiplies these entries by ``f **
         exponent``: 1 for what enters a unit (its rows and bias), -1 for what leaves it,
-        2 for a running variance, 0 for no effect.
+        2 for a running variance, 0 for no effect. Rotations need 1 or -1, and do the
+        same along both.
     :param buffer: whether the site is a buffer (running statistics), which guides and
         models may lack.
     :param epsilon: if given, a stored value ``v`` becomes ``f ** exponent * (v +
@@ -97,14 +98,14 @@ class Axis:
         dims = ", ".join(map(str, range(self.dim, self.dim + self.span)))
         return f"{self.site}[{dims}]" + (f"^{self.exponent}" if self.exponent else "")
 
-    def touched(self, moves: frozenset[Move]) -> bool:
+    def touched(self, moves: Set[Move]) -> bool:
         """Return whether moves of the units change the weights along the axis."""
         multiplied = (
             bool(self.exponent)
             if "scale" in moves
             else "flip" in moves and bool(self.exponent % 2)
         )
-        return multiplied or "permute" in moves or "shift" in moves
+        return multiplied or bool(moves & {"permute", "shift", "rotate"})
 
     def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
         """Return the number of positions along the axis, or along all axes that it
@@ -146,7 +147,8 @@ class Units:
         independent copies.
     :param moves: what the units may do: permute within their copy (``"permute"``), flip
         signs (``"flip"``), be multiplied by positive numbers (``"scale"``), be shifted
-        by constants (``"shift"``).
+        by constants (``"shift"``); or be mixed by orthogonal maps (``"rotate"``), which
+        permute and flip them as well, and can't be combined with other moves.
     """
 
     name: str
@@ -165,6 +167,8 @@ class Units:
         object.__setattr__(
             self, "moves", moves_of("moves", self.moves) if self.moves else frozenset()
         )
+        if "rotate" in self.moves:
+            _require_rotating(self)
         for axis in self.axes:
             if axis.index.shape[1] != self.count:
                 raise ValueError(
@@ -185,12 +189,43 @@ class Units:
         """The number of units in all copies together."""
         return self.copies * self.size
 
+    def within(self, moves: Set[Move]) -> frozenset[Move]:
+        """Return what units can still do that may do these moves alone."""
+        allowed = self.moves & moves
+        for move in self.moves - moves:
+            allowed |= MOVES[move].contains & moves
+        return allowed
+
+    def without(self, moves: Set[Move]) -> frozenset[Move]:
+        """Return what units can still do that may not do these moves."""
+        broken = {move for move in self.moves if moves & {move, *MOVES[move].contains}}
+        remaining = self.moves - broken
+        for move in broken:
+            remaining |= MOVES[move].contains - moves
+        return remaining
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one element's numbers, one for each unit: ``(size,)``, or
         ``(copies, size)``.
         """
         return (self.size,) if self.copies == 1 else (self.copies, self.size)
+
+
+def _require_rotating(units: Units) -> None:
+    """Raise ``ValueError`` if units that rotate do more, or lie where they can't."""
+    if len(units.moves) > 1:
+        raise ValueError(
+            f"the moves of {units.name!r} are {sorted(units.moves)}; units that rotate "
+            "permute and flip by that, and can do nothing else"
+        )
+    for axis in units.axes:
+        if abs(axis.exponent) != 1 or axis.epsilon is not None:
+            raise ValueError(
+                f"the units {units.name!r} rotate along {axis}, where a flip of one "
+                "would not change its entries alone, by their sign; exponents must be "
+                "1 or -1, without an epsilon"
+            )
 
 
 def moves_of(name: str, value: str | Iterable[str]) -> frozenset[Move]:
@@ -225,9 +260,12 @@ class Element:
     :param signs: name -> 1 and -1.
     :param log_scales: name -> logarithms of multipliers.
     :param shifts: name -> constants to add.
+    :param rotations: name -> orthogonal matrices, ``batch_shape + units.shape +
+        (size,)``: unit ``i`` of a copy receives the sum of ``rotations[..., i, j]``
+        times the weights of unit ``j``.
     :param batch_shape: broadcast with the batch shape of the numbers.
     :ivar numbers: move of the group -> the numbers of all units, ``batch_shape +
-        (units,)``.
+        (units,)``; of rotations, the entries of all matrices.
     """
 
     def __init__(
@@ -237,47 +275,38 @@ class Element:
         signs: Mapping[str, Tensor] | None = None,
         log_scales: Mapping[str, Tensor] | None = None,
         shifts: Mapping[str, Tensor] | None = None,
-        batch_shape: Sequence[int] = (),
+        rotations: Mapping[str, Tensor] | None = None,
         *,
+        batch_shape: Sequence[int] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        self.group, given = group, {}
-        for move, part in zip(
-            MOVES, (permutations, signs, log_scales, shifts), strict=True
-        ):
-            given[move] = {
-                name: part[name] for name in group.names(move) if part and name in part
-            }
-        known = [
-            (group[name], value)
-            for part in given.values()
-            for name, value in part.items()
-        ]
-        device = device or (known[0][1].device if known else torch.device("cpu"))
-        dtype = dtype or next(
-            (v.dtype for _, v in known if v.is_floating_point()),
-            torch.get_default_dtype(),
-        )
-        shapes = (value.shape[: value.dim() - len(one.shape)] for one, value in known)
+        self.group = group
+        given: dict[Move, ByName] = {}
+        known = list[Tensor]()
+        shapes: list[Sequence[int]] = [tuple(batch_shape)]
+        parts = (permutations, signs, log_scales, shifts, rotations)
+        for move, part in zip(MOVES, parts, strict=True):
+            given[move] = {}
+            for name in group.names(move):
+                if part and name in part:
+                    value = given[move][name] = part[name]
+                    known.append(value)
+                    ending = MOVES[move].shape(group[name])
+                    shapes.append(value.shape[: value.dim() - len(ending)])
+        device = device or (known[0].device if known else torch.device("cpu"))
+        floating = (value.dtype for value in known if value.is_floating_point())
+        dtype = dtype or next(floating, torch.get_default_dtype())
         # faster than torch's
-        self.batch_shape = torch.Size(np.broadcast_shapes(tuple(batch_shape), *shapes))
+        self.batch_shape = torch.Size(np.broadcast_shapes(*shapes))
         self.numbers: dict[Move, Tensor] = {}
         for move in (move for move in MOVES if group.names(move)):
-            pieces = []
-            for name, one in group.units.items():
-                value = given[move].get(name)
-                if value is None and move == "permute":
-                    value = torch.arange(one.size, device=device).expand(one.shape)
-                elif value is None:
-                    value = torch.full(
-                        one.shape, float(move == "flip"), device=device, dtype=dtype
-                    )
-                pieces.append(
-                    value.expand(*self.batch_shape, *one.shape).flatten(
-                        len(self.batch_shape)
-                    )
-                )
+            kind, pieces = MOVES[move], []
+            for name, one in kind.holders(group).items():
+                named = given[move].get(name)
+                filled = kind.neutral(one, dtype, device) if named is None else named
+                full = filled.expand(*self.batch_shape, *kind.shape(one))
+                pieces.append(full.flatten(len(self.batch_shape)))
             self.numbers[move] = torch.cat(pieces, -1)
         if "permute" in self.numbers:
             steps = images = self.numbers["permute"] + group.nesting[0].to(device)
@@ -333,9 +362,14 @@ class Element:
         return self._by_name("shift")
 
     @property
-    def parts(self) -> tuple[ByName, ByName, ByName, ByName]:
-        """Permutations, signs, log-scales and shifts."""
-        return self.permutations, self.signs, self.log_scales, self.shifts
+    def rotations(self) -> ByName:
+        """Orthogonal matrices by name, ``batch_shape + units.shape + (size,)``."""
+        return self._by_name("rotate")
+
+    @property
+    def parts(self) -> tuple[ByName, ...]:
+        """The numbers of each move by name, in the order of the moves."""
+        return tuple(self._by_name(move) for move in MOVES)
 
     def _by_name(self, move: Move) -> ByName:
         if move not in self.numbers:
@@ -408,8 +442,32 @@ class Element:
     def within(self, group: Group) -> Element:
         """Return the element of another group with the same numbers for common units;
         the others stay.
+
+        Permutations and signs of units that rotate there become rotations.
         """
-        return Element(group, *self.parts, self.batch_shape, device=self.device)
+        permutations, signs, log_scales, shifts, rotations = self.parts
+        for name in group.names("rotate"):
+            if name in permutations or name in signs:
+                rotations[name] = self._signed_matrices(name)
+        return Element(
+            group,
+            permutations,
+            signs,
+            log_scales,
+            shifts,
+            rotations,
+            batch_shape=self.batch_shape,
+            device=self.device,
+        )
+
+    def _signed_matrices(self, name: str) -> Tensor:
+        """Return the matrices that permute and flip some units of each copy."""
+        units, device = self.group[name], self.device
+        like = self.numbers.get("flip", torch.empty(0))
+        order = self.permutations.get(name, torch.arange(units.size, device=device))
+        signs = self.signs.get(name, torch.ones(units.size, device=device)).to(like)
+        matrices = torch.eye(units.size, device=device).to(like)[order]
+        return matrices * signs.unsqueeze(-2)
 
     def equal(self, other: Element) -> bool:
         """Return whether all numbers are equal, bit by bit."""
@@ -430,12 +488,10 @@ class Element:
         images = self.numbers.get("permute")
 
         def inverted(move: Move, value: Tensor) -> Tensor:
-            if move == "permute":
-                return value.argsort(-1)
-            value = value.reciprocal() if move == "flip" else -value
-            return (
-                value if images is None or move == "shift" else value.gather(-1, images)
-            )
+            value = MOVES[move].inverse(self.group, value)
+            if images is None:
+                return value
+            return MOVES[move].followed(self.group, value, images)
 
         return self.changed(inverted, self.batch_shape)
 
@@ -456,15 +512,10 @@ class Element:
         )
 
         def product(move: Move, value: Tensor) -> Tensor:
-            if move == "permute":
-                return theirs.numbers[move].gather(-1, value)
-            if move != "shift" and back is not None:
-                value = value.gather(-1, back)
-            return (
-                value * theirs.numbers[move]
-                if move == "flip"
-                else value + theirs.numbers[move]
-            )
+            kind = MOVES[move]
+            if back is not None:
+                value = kind.followed(self.group, value, back)
+            return kind.product(self.group, value, theirs.numbers[move])
 
         return mine.changed(product, shape)
 
@@ -527,6 +578,8 @@ class Element:
                     site_dims,
                 )
             value = value - epsilon if epsilon else value
+        if "rotate" in self.numbers:
+            value = self._rotated(site, value, site_dims)
         permuted = (
             dim
             for dim, pairs in members.items()
@@ -537,6 +590,21 @@ class Element:
             {dim: self._axis_index(site, dim).to(value.device) for dim in permuted},
             site_dims,
         )
+
+    def _rotated(self, site: str, value: Tensor, site_dims: int) -> Tensor:
+        """Turn the units that rotate along the axes of a site in the group's view."""
+        kind = MOVES["rotate"]
+        assert isinstance(kind, Rotate)
+        for pairs in self.group.members(site).values():
+            for name, axis in pairs:
+                if "rotate" in self.group[name].moves:
+                    matrices = self.rotations[name].to(value)
+                    if matrices.dim() == len(self.batch_shape) + 2:
+                        matrices = matrices.unsqueeze(-3)
+                    own = rows(value, axis, site_dims)
+                    turned = kind.along(own, matrices)
+                    value = with_rows(value, turned, axis, site_dims)
+        return value
 
     def _axis_index(self, site: str, dim: int) -> Tensor:
         """Return the source of each position along an axis of the view, LongTensor
@@ -626,21 +694,17 @@ def checked(
                 f"{argument} holds {name!r}; only {list(group.names(move))} admit the "
                 f"move {move!r}"
             )
-        shape, numbers = group[name].shape, as_tensor(value)
+        kind, numbers = MOVES[move], as_tensor(value)
+        shape, wanted = kind.shape(group[name]), kind.wanted
         if move == "permute":
             wanted = f"rows, each a permutation of 0 .. {shape[-1] - 1}"
-            right = numbers.sort(-1).values == torch.arange(
-                numbers.shape[-1], device=numbers.device
-            )
+            right = kind.valid(numbers)
             numbers = numbers.long()
+        elif not numbers.is_floating_point():
+            right = kind.valid(numbers.to(torch.get_default_dtype()))
+            numbers = numbers.to(torch.get_default_dtype())
         else:
-            wanted = "1 and -1" if move == "flip" else "finite numbers"
-            right = numbers.abs() == 1 if move == "flip" else torch.isfinite(numbers)
-            numbers = (
-                numbers
-                if numbers.is_floating_point()
-                else numbers.to(torch.get_default_dtype())
-            )
+            right = kind.valid(numbers)
         if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(
             right.all()
         ):
@@ -772,6 +836,23 @@ def rows(value: Tensor, axis: Axis, site_dims: int) -> Tensor:
         if blocks == 1
         else along.unflatten(-2, (blocks, count)).transpose(-3, -2).flatten(-2)
     )
+
+
+def with_rows(value: Tensor, new: Tensor, axis: Axis, site_dims: int) -> Tensor:
+    """Replace all entries of each unit along one axis: what :func:`rows` returns of the
+    result is ``new``. Batch shapes broadcast.
+    """
+    blocks, count = axis.index.shape
+    dim = axis.dim - site_dims
+    moved = value.movedim(dim, -site_dims)
+    site = moved.shape[moved.dim() - site_dims :]
+    new = new.unflatten(-1, (blocks, site[1:].numel())).transpose(-3, -2)
+    new = new.reshape(*new.shape[:-3], blocks * count, *site[1:])
+    if not axis.fills(site[0]):
+        full = moved.expand(*new.shape[: new.dim() - site_dims], *site)
+        positions = axis.index.flatten().to(value.device)
+        new = full.index_copy(-site_dims, positions, new)
+    return new.movedim(-site_dims, dim)
 
 
 def along_axis(vector: Tensor, dim: int, site_dims: int) -> Tensor:
