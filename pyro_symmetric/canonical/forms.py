@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric.canonical.order import entries_of
 from pyro_symmetric.canonical.removal import (
     PermutationKey,
-    entries_of,
     largest_sign,
     principal_axes,
     removing_element,

@@ -85,7 +85,9 @@ class MinimalMass(NamedTuple):
         return "\n".join([head, *self._left_out()])
 
     def _left_out(self) -> list[str]:
-        """Describe the units that are pinned in some sample, and what the mass then means."""
+        """Describe the units that are pinned in a sample, and what the mass then
+        means.
+        """
         counts, total = dict[str, int](), 0
         for name, pinned in self.pinned.items():
             anywhere = pinned.reshape(self.mass.numel(), -1).any(0)
@@ -393,8 +395,8 @@ class Mass:
     # small steps ----------------------------------------------------------------------
 
     def _largest_change(self, p: Tensor) -> Tensor:
-        """Return a bound on the change of each entry's log-multiplier along a direction,
-        ``(samples, 1)``.
+        """Return a bound on the change of each entry's log-multiplier along a
+        direction, ``(samples, 1)``.
         """
         logs = torch.stack([p, -p], 1)
         largest = torch.zeros_like(p[:, 0])
