@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric.groups.group import Group
-from pyro_symmetric.groups.units import Axis, Move, rows
+from pyro_symmetric.groups.moves import Move
+from pyro_symmetric.groups.units import Axis, rows
 
 Axes = tuple[Axis, ...]
 # Ranks of a set that could follow: by the weights by which it would be measured.
