@@ -57,6 +57,7 @@ INSIDE = {
         ["model_group"],
         ["model_symmetry"],
         ["find"],
+        ["model_carried"],
     ],
     "alignment": [
         ["assignment", "elements", "moments", "terms"],

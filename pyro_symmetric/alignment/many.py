@@ -54,9 +54,14 @@ from pyro_symmetric.alignment.moments import (
 )
 from pyro_symmetric.alignment.pairwise import BAR_DELAY
 from pyro_symmetric.alignment.scale_fit import evening
-from pyro_symmetric.discovery.model_check import require_of_posterior
+from pyro_symmetric.discovery.model_carried import (
+    AUTO,
+    NO_MODEL,
+    Carried,
+    carried_symmetry,
+)
 from pyro_symmetric.discovery.symmetry import with_weights
-from pyro_symmetric.groups import Element, Group, group_of
+from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.posterior.posterior import Posterior
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
@@ -110,6 +115,7 @@ class Frame:
     :param objective: the cost that was minimised: ``"gaussian"``, ``"wasserstein"`` or
         ``"l2"``.
     :param ends: the mean cost at the end of each start, of which the lowest was kept.
+    :param remark: the symmetry that was removed, if it wasn't given.
     """
 
     element: Element
@@ -119,6 +125,7 @@ class Frame:
     converged: bool
     objective: str = "wasserstein"
     ends: tuple[float, ...] = ()
+    remark: str = ""
 
     def __bool__(self) -> bool:
         """Return whether rounds converged, and all starts to one cost."""
@@ -168,14 +175,15 @@ class Frame:
             f"Frame({self.cost.numel()} members, mean cost {self.history[0]:.6g} -> "
             f"{self.history[-1]:.6g}, "
             f"{len(self.history) - 1} rounds, "
-            f"{'converged' if self.converged else 'cut short'}{ends})"
+            f"{'converged' if self.converged else 'cut short'}{ends}"
+            f"{'; ' * bool(self.remark)}{self.remark})"
         )
 
 
 @torch.no_grad()
 def align_many(
     sources: Sequence[Any] | Mapping[str, Tensor] | GaussianWeights | Posterior,
-    symmetry: Any,
+    symmetry: Any = AUTO,
     *,
     cost: Objective | None = None,
     restarts: int = 1,
@@ -199,7 +207,8 @@ def align_many(
         samples ``(samples, *site_shape)``; or a list of what
         :func:`~pyro_symmetric.alignment.align` takes (a posterior's chains, say, by
         their moments). On any device, which is also that of the result.
-    :param symmetry: a network's or model's, or its group.
+    :param symmetry: a network's or model's, or its group. ``"auto"``: that of the model
+        that a posterior was drawn from; other members stay as they are.
     :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the
         density under Gaussians fitted to all members, weight by weight. ``None``:
         ``"gaussian"`` for 100 draws or more under a group without scales, else
@@ -213,8 +222,8 @@ def align_many(
     """
     arguments.one_of("cost", cost, [None, *get_args(Objective)])
     arguments.whole("seed", seed, 0, none="random choices from PyTorch's generator")
-    require_of_posterior(symmetry, sources)
-    group = _two_sided(group_of(symmetry))
+    carried = _carried_by(sources, symmetry)
+    group = _two_sided(carried.group)
     given, device, shape = members_of(sources, group)
     sites = compared_sites(given, group)
     drawn = (
@@ -273,7 +282,24 @@ def align_many(
         best.converged,
         objective,
         costs,
+        carried.line,
     )
+
+
+def _carried_by(sources: Any, symmetry: Any) -> Carried:
+    """Return the symmetry of members; those of a list need one that is given, or found
+    in a posterior among them.
+    """
+    if isinstance(sources, Posterior | Mapping | GaussianWeights):
+        return carried_symmetry(symmetry, sources)
+    members = arguments.listed("sources", sources, object, "members, or a batch")
+    carried = carried_symmetry(symmetry, *members, None)
+    if carried.line == NO_MODEL:
+        raise ValueError(
+            "sources are a list of members that carry no symmetry; pass one, such as "
+            "find_symmetry(net, x)"
+        )
+    return carried
 
 
 # rounds of alignment and barycentre ---------------------------------------------------

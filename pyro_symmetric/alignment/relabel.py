@@ -20,6 +20,7 @@ Source: M. Stephens, "Dealing with label switching in mixture models", JRSS B 62
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from pyro_symmetric.alignment.assignment import assign
 from pyro_symmetric.alignment.elements import recentre
-from pyro_symmetric.groups.group import group_of
+from pyro_symmetric.discovery.model_carried import AUTO, carried_symmetry
+from pyro_symmetric.groups import Group
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 
 # How far the sum of an observation's probabilities may be from one.
@@ -41,8 +43,8 @@ MAX_ROUNDS = 50
 @torch.no_grad()
 def relabel(
     posterior: Draws,
-    symmetry: Any,
-    probabilities: Tensor,
+    symmetry: Any = AUTO,
+    probabilities: Tensor | None = None,
     *,
     starts: int = 3,
 ) -> Posterior:
@@ -68,7 +70,9 @@ def relabel(
 
     :param posterior: a ``Posterior``, or site -> chains ``(chains, draws,
         *site_shape)``.
-    :param symmetry: permutations of one set of units, the components.
+    :param symmetry: permutations of one set of units, the components. ``"auto"``: those
+        of the posterior's model, of as many units as there are components; without any,
+        draws stay as they are, with a warning.
     :param probabilities: allocation probabilities ``(chains, draws, observations,
         components)``, or sampled allocations, one-hot.
     :param starts: the number of random draws to start from, besides the mean of all;
@@ -76,8 +80,20 @@ def relabel(
     :raises ValueError: if the group has other units or moves, or the probabilities
         don't fit or are invalid.
     """
-    group = group_of(symmetry)
+    if probabilities is None:
+        raise ValueError(
+            "probabilities is missing; it must be (chains, draws, observations, "
+            "components), the allocation probabilities"
+        )
+    carried = carried_symmetry(symmetry, posterior)
+    group = carried.group
     posterior = chains_of(posterior, shapes=group.site_shapes)
+    if carried.is_found:
+        group = _of_components(group, probabilities.shape[-1])
+    if symmetry is None or (carried.is_found and not group.units):
+        line = carried.line or "the model has no components that permute"
+        warnings.warn(f"nothing is relabelled: {line}", stacklevel=3)
+        return posterior
     if len(group.factors) != 1 or group.moves != {"permute"}:
         raise ValueError(
             f"symmetry has the units {list(group.factors)} with "
@@ -113,6 +129,15 @@ def relabel(
     )
     labels = recentre(group.element({name: labels}))[name]
     return posterior.map(group.element({name: labels.reshape(chains, draws, -1)}))
+
+
+def _of_components(group: Group, count: int) -> Group:
+    """Return the permutations of the units of a found group that are as many as the
+    components.
+    """
+    permutations = group.permutations
+    others = [name for name, size in permutations.factors.items() if size != count]
+    return permutations.without(others)
 
 
 def _relabelled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:

@@ -19,7 +19,7 @@ site, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from pyro_symmetric import arguments
 from pyro_symmetric._process import without_warnings
 from pyro_symmetric.compare.frames import canonical_frame, one_frame
+from pyro_symmetric.compare.labels import uncertain_labels
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.density import Density
-from pyro_symmetric.discovery.model_check import require_of_posterior
+from pyro_symmetric.discovery.model_carried import AUTO, Auto, carried_symmetry
 from pyro_symmetric.discovery.symmetry import Symmetry
-from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.groups.group import Group
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.posterior import diagnostics
 from pyro_symmetric.posterior.diagnostics import (
@@ -162,7 +163,7 @@ class Diagnosis:
 
 def diagnose(
     posterior: Draws,
-    symmetry: Symmetry | Group | None = None,
+    symmetry: Symmetry | Group | Auto | None = AUTO,
     model: BayesianModel | None = None,
     *,
     x: Tensor | None = None,
@@ -181,14 +182,15 @@ def diagnose(
     >>> diagnosis.ok, diagnosis["weights"].status
     (False, 'fail')
 
-    A symmetry takes the memory of a copy of all draws, and a few seconds to align 4,000
-    draws of 50 units.
+    The symmetry is that of the posterior's model, if it is known. It takes the memory
+    of a copy of all draws, and a few seconds to align 4,000 draws of 50 units.
 
     :param posterior: a ``Posterior`` with the sampler's statistics (``lp`` is the log
         density), or site -> chains ``(chains, draws, *site_shape)``. If it has its
         model and data (from ``sample``, or after loading by ``posterior.attach(model,
         x, y)``), temperature and predictions at the data are checked.
-    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)``.
+    :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)``; ``"auto"``:
+        that of the posterior's model, if it is known; ``None``: none.
     :param model: the network's model, for predictions; by default the posterior's own.
     :param x: inputs to predict at, at most 256 evenly spaced rows of them; by default
         the data.
@@ -201,10 +203,10 @@ def diagnose(
         declared group.
     """
     arguments.whole("num_draws", num_draws, 1)
-    posterior = chains_of(
-        posterior,
-        shapes=None if symmetry is None else group_of(symmetry).site_shapes,
-    )
+    carried = carried_symmetry(symmetry, posterior)
+    group = None if carried.is_trivial else carried.group
+    shapes = None if group is None else group.site_shapes
+    posterior = chains_of(posterior, shapes=shapes)
     if not any(value.numel() for value in posterior.samples.values()):
         raise ValueError(
             "posterior is empty; it must have a chain, a draw and an entry"
@@ -215,7 +217,6 @@ def diagnose(
             f"predictions has shape {tuple(predictions.shape)}; it must be (chains, "
             f"draws, ...), {shape}"
         )
-    require_of_posterior(symmetry, posterior)
     model, x = _to_predict(posterior, model, x)
     given = {WEIGHTS: posterior.samples}
     given |= (
@@ -224,23 +225,42 @@ def diagnose(
         else {}
     )
     given |= {} if predictions is None else {PREDICTIONS: {PREDICTIONS: predictions}}
-    remarks = (MAY_MISS,) if getattr(symmetry, "at_least", False) else ()
+    remarks = [*carried.line.splitlines()]
+    remarks += [MAY_MISS] * (carried.at_least and group is not None)
     checks = list(_soundness(posterior, given))
     if posterior.kind == "independent" or any(
         check.status == "fail" for check in checks
     ):
-        return Diagnosis(tuple(checks), {}, posterior.counted(), remarks)
-    spaces = _spaces(posterior, symmetry, model, x, given)
+        return Diagnosis(tuple(checks), {}, posterior.counted(), tuple(remarks))
+    spaces = _spaces(posterior, group, model, x, given)
     if (finite := _finite(spaces)).status == "fail":
-        return Diagnosis((finite,), {}, posterior.counted(), remarks)
+        return Diagnosis((finite,), {}, posterior.counted(), tuple(remarks))
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
         statistics = {
             k: {s: chain_statistics(_subset(v)) for s, v in own.items()}
             for k, own in spaces.items()
         }
-    checks += _convergence(posterior, symmetry, statistics, num_draws)
-    return Diagnosis(tuple(checks), statistics, posterior.counted(), remarks)
+    checks += _convergence(posterior, group, statistics, num_draws)
+    if carried.is_found and MODULO in statistics:
+        aligned = replace(posterior, samples=spaces[MODULO])
+        remarks += _on_uncertain_labels(aligned, carried.group.finite, checks)
+    return Diagnosis(tuple(checks), statistics, posterior.counted(), tuple(remarks))
+
+
+def _on_uncertain_labels(
+    aligned: Posterior, group: Group, checks: Sequence[Check]
+) -> Iterator[str]:
+    """Yield both R-hats where labels are uncertain, so that their removal may hide that
+    chains differ, or feign it.
+    """
+    uncertain = uncertain_labels(aligned, group)
+    if not uncertain:
+        return
+    r_hats = {check.name: check.words.partition(",")[0] for check in checks}
+    for labels in uncertain:
+        yield f"uncertain are {labels.in_words(group)}"
+    yield f"so both count: as drawn {r_hats[WEIGHTS]}; modulo symmetry {r_hats[MODULO]}"
 
 
 def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:

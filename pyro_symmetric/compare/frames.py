@@ -11,6 +11,7 @@ where there is none.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,14 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import Frame, align_many
 from pyro_symmetric.canonical.forms import RARE, canonicalize, uncertain_share
-from pyro_symmetric.discovery.model_check import require_of_posterior
+from pyro_symmetric.compare.labels import uncertain_labels
+from pyro_symmetric.discovery.model_carried import (
+    AUTO,
+    Auto,
+    Carried,
+    carried_symmetry,
+    moves_in_words,
+)
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.posterior.posterior import (
@@ -75,7 +83,7 @@ def one_frame(canonical: Side, symmetry: Symmetry | Group) -> Side:
 
 
 def common_frame(
-    weights_p: Side, weights_q: Other, symmetry: Symmetry | Group
+    weights_p: Side, weights_q: Other, symmetry: Symmetry | Group | Auto | None = AUTO
 ) -> tuple[Side, Other]:
     """Bring two sets of draws into one frame, in which distances and tests compare them
     modulo a symmetry.
@@ -100,20 +108,24 @@ def common_frame(
     :param weights_p: a ``Posterior``, or site -> samples ``(m,) + site_shape``.
     :param weights_q: the same sites; sites that one side lacks are left out.
     :param symmetry: the group, or a network's symmetry, such as ``find_symmetry(net,
-        x)``.
+        x)``. ``"auto"``: that of the model of a posterior among the two; if there is
+        none, draws stay as they are, with a warning.
     :returns: both sides, a ``Posterior`` for a ``Posterior``.
     :raises ValueError: if shapes don't fit, or the model of a posterior lacks a
         declared group.
     """
-    shapes, sides, flat = (
-        group_of(symmetry).site_shapes,
-        (weights_p, weights_q),
-        [],
-    )
+    sides = (weights_p, weights_q)
+    carried = carried_symmetry(symmetry, *sides)
+    group = carried.group
+    if carried.is_trivial:
+        if carried.line:
+            warnings.warn(carried.line, stacklevel=2)
+        return sides
+    flat = list[Weights]()
     for name, side in zip(("weights_p", "weights_q"), sides, strict=True):
-        require_of_posterior(symmetry, side)
-        flat.append(canonical_frame(dict(samples_of(side, name, shapes)), symmetry))
-    moved: Any = zip(sides, pooled_frame(flat, symmetry), strict=True)
+        samples = dict(samples_of(side, name, group.site_shapes))
+        flat.append(canonical_frame(samples, group))
+    moved: Any = zip(sides, pooled_frame(flat, group), strict=True)
     return tuple(as_given(*pair) for pair in moved)
 
 
@@ -140,18 +152,22 @@ def pooled_frame(
 
 def summary(
     posterior: Draws,
-    symmetry: Symmetry | Group | None = None,
+    symmetry: Symmetry | Group | Auto | None = AUTO,
     *,
     prob: float = 0.9,
     **alignment: Any,
 ) -> None:
     """Print the summary of a posterior; modulo a symmetry, its draws are aligned first.
 
-    Without a symmetry this is ``posterior.summary()``. With one, the lines above the
-    table say how many draws were moved, which sites the symmetry doesn't act on, and in
-    how many draws labels are uncertain: units that can't be told apart get means of
-    their own nevertheless. Labels are those of the majority of draws. A declared group
-    that the posterior's model lacks is refused.
+    The symmetry is that of the posterior's model, which is removed where labels are
+    certain in most draws; a line says what was aligned, and what was left as drawn and
+    why. Without a symmetry this is ``posterior.summary()``.
+
+    With a symmetry that is given, lines above the table say how many draws were moved,
+    which sites the symmetry doesn't act on, and in how many draws labels are uncertain:
+    units that can't be told apart get means of their own nevertheless. Labels are those
+    of the majority of draws. A declared group that the posterior's model lacks is
+    refused.
 
     >>> group = ps.Group.declare({"locs": ("k",)}, {"locs": torch.zeros(2)})
     >>> locs = torch.tensor([-3.0, 5.0]) + 0.01 * torch.randn(4, 50, 2)
@@ -168,20 +184,57 @@ def summary(
     :param posterior: a ``Posterior``, or site -> chains ``(chains, draws,
         *site_shape)``.
     :param symmetry: the symmetry to remove, e.g. ``find_symmetry(net, x)`` or a
-        declared group; ``None``: none.
+        declared group; ``"auto"``: that of the posterior's model, if it is known;
+        ``None``: none.
     :param prob: the probability of the intervals, between quantiles.
     :param alignment: options of :func:`~pyro_symmetric.alignment.align_many`.
     """
     arguments.fraction("prob", prob)
-    if symmetry is None and not alignment:
-        chains_of(posterior).summary(prob)
-        return
-    group = group_of(symmetry)
-    frame = align_many(
-        chains_of(posterior, shapes=group.site_shapes), group, **alignment
-    )
-    print("\n".join([*_remarks(frame, group), ""]))
-    frame.posterior.summary(prob)
+    carried = carried_symmetry(symmetry, posterior)
+    shapes = None if carried.is_trivial else carried.group.site_shapes
+    chains = chains_of(posterior, shapes=shapes)
+    if carried.is_found:
+        chains, lines = _certainly_aligned(chains, carried, alignment)
+    elif carried.is_trivial:
+        lines = list[str]()
+    else:
+        frame = align_many(chains, carried.group, **alignment)
+        modulo = f"modulo {str(carried.group).splitlines()[0]}"
+        left = _left_as_drawn(frame.posterior, carried.group)
+        lines = [_moved(frame, modulo), *left, *_remarks(frame, carried.group)]
+        chains = frame.posterior
+    if lines:
+        print("\n".join([*lines, ""]))
+    chains.summary(prob)
+
+
+def _certainly_aligned(
+    posterior: Posterior, carried: Carried, alignment: Mapping[str, Any]
+) -> tuple[Posterior, list[str]]:
+    """Align draws modulo the units of a found symmetry whose labels are certain; return
+    them, and what was done.
+    """
+    group, left = carried.group.finite, list[str]()
+    alignment = {"seed": SEED, **alignment}
+    while group.units:
+        frame = align_many(posterior, group, **alignment)
+        uncertain = uncertain_labels(frame.posterior, group)
+        if not uncertain:
+            modulo = f"modulo {moves_in_words(group)}, found in the model"
+            dropped = sorted({*posterior.samples} - {*frame.posterior.samples})
+            if dropped:
+                left.append(
+                    f"{dropped} belong to the draws as they were and are left out; "
+                    "predict computes them anew"
+                )
+            lines = [_moved(frame, modulo), *left, *_remarks(frame, group)]
+            return frame.posterior, [*lines, *carried.line.splitlines()[1:]]
+        for labels in uncertain:
+            left.append(f"left as drawn: {labels.in_words(group)}")
+        for labels in uncertain:
+            group = group.without([labels.units], labels.move)
+    lines = carried.line.splitlines()
+    return posterior, [*left, *(lines[1:] if left else lines)]
 
 
 # small steps --------------------------------------------------------------------------
@@ -203,18 +256,19 @@ def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:
     return {site: value[rows.to(value.device)] for site, value in weights.items()}
 
 
-def _remarks(frame: Frame, group: Group) -> Iterator[str]:
-    """Yield remarks on the alignment: draws moved, sites left as drawn, uncertain
-    labels, starts that disagree.
-    """
+def _moved(frame: Frame, modulo: str) -> str:
+    """Return a line on the draws that were moved."""
     posterior, cost = frame.posterior, frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
-    yield (
-        f"modulo {str(group).splitlines()[0]}: aligned, {int(displaced.sum()):,} of "
-        f"{displaced.numel():,} draws moved, "
-        f"mean {frame.objective} cost {cost[0]:.4g} -> "
+    return (
+        f"{modulo}: aligned, {int(displaced.sum()):,} of {displaced.numel():,} draws "
+        f"moved, mean {frame.objective} cost {cost[0]:.4g} -> "
         f"{cost[-1]:.4g}{'' if frame.converged else ', cut short'}"
     )
+
+
+def _left_as_drawn(posterior: Posterior, group: Group) -> Iterator[str]:
+    """Yield a remark on sites of which a declaration may say too little."""
     counts, moved = {one.count for one in group.units.values()}, {*group.site_shapes}
     if not group.of_network:  # its example may hold sites that its axes don't name
         moved -= {
@@ -228,7 +282,12 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
             "If their entries belong to its "
             "units, declare them too, or they no longer match the aligned sites"
         )
-    if (share := uncertain_share(posterior.samples, group)) > RARE:
+
+
+def _remarks(frame: Frame, group: Group) -> Iterator[str]:
+    """Yield remarks on the alignment: uncertain labels, starts that disagree."""
+    share = uncertain_share(frame.posterior.samples, group)
+    if share > RARE:
         yield (
             f"labels are uncertain: in {share:.0%} of the draws units could as well "
             "swap, or change signs (odds under "

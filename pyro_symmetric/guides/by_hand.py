@@ -31,6 +31,12 @@ from torch.distributions import Distribution, constraints, kl_divergence, regist
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.discovery.model_carried import (
+    AUTO,
+    Auto,
+    is_auto,
+    symmetry_of_model,
+)
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
@@ -46,7 +52,11 @@ CANDIDATES = 32
 
 
 def symmetrize(
-    guide: Guide, symmetry: Group | Symmetry, estimator: OrbitEstimator | None = None
+    guide: Guide,
+    symmetry: Group | Symmetry | Auto | None = AUTO,
+    estimator: OrbitEstimator | None = None,
+    *,
+    model: Callable[..., Any] | None = None,
 ) -> Guide:
     """Average a guide written by hand over the orbits of a group.
 
@@ -74,7 +84,10 @@ def symmetrize(
         densities, depend on no other site, and lie in no subsampled plate; other sites
         may depend on them in ways that the group leaves alone. It is run two or three
         times for each draw.
-    :param symmetry: permutations and signs under which the model is invariant.
+    :param symmetry: permutations and signs under which the model is invariant;
+        ``"auto"``: those of ``model``, found at the first call with its arguments.
+        ``None``, or a model without any: the guide as it is.
+    :param model: the Pyro model, if its symmetry is to be found.
     :param estimator: of the symmetrised density; by default exact where that is cheap,
         else ``SinkhornImportance``.
     :raises ValueError: in a step, if a site is missing, has another shape, or depends
@@ -85,8 +98,14 @@ def symmetrize(
             "guide is an automatic one; take ps.AutoSymmetrized(model, group, "
             "base=guide)"
         )
-    group = group_of(symmetry).finite
-    action = Action(group, group.required_sites)
+    if symmetry is None:
+        return guide
+    if is_auto(symmetry) and model is None:
+        raise ValueError(
+            "symmetrize needs the model whose symmetry it should find: pass model=, or "
+            "a symmetry"
+        )
+    action = _ActionOf(model if is_auto(symmetry) else symmetry)
     if isinstance(guide, nn.Module):
         return SymmetrizedModule(guide, action, estimator)
 
@@ -97,6 +116,32 @@ def symmetrize(
     return symmetrized
 
 
+class _ActionOf:
+    """The action of a group on a guide's sites.
+
+    :param origin: the group, or a model in which it is found at the first call.
+    """
+
+    def __init__(self, origin: Any):
+        self.model = None
+        self.action: Action | None = None
+        if isinstance(origin, Group | Symmetry):
+            self.action = _action(group_of(origin))
+        else:
+            self.model = origin
+
+    def at(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Action:
+        """Return the action; ``args`` and ``kwargs`` are those of the first call."""
+        if self.action is None:
+            assert self.model is not None
+            self.action = _action(symmetry_of_model(self.model, args, kwargs).group)
+        return self.action
+
+
+def _action(group: Group) -> Action:
+    return Action(group.finite, group.finite.required_sites)
+
+
 class SymmetrizedModule(nn.Module):
     """A guide that is a module, averaged over the orbits of a group.
 
@@ -104,7 +149,7 @@ class SymmetrizedModule(nn.Module):
     """
 
     def __init__(
-        self, guide: nn.Module, action: Action, estimator: OrbitEstimator | None
+        self, guide: nn.Module, action: _ActionOf, estimator: OrbitEstimator | None
     ):
         super().__init__()
         self.guide = guide
@@ -118,12 +163,15 @@ class SymmetrizedModule(nn.Module):
 
 def _run(
     guide: Guide,
-    action: Action,
+    action_of: _ActionOf,
     estimator: OrbitEstimator | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a guide once, with the density of its moved sites replaced."""
+    action = action_of.at(args, kwargs)
+    if not action.group.units:
+        return guide(*args, **kwargs)
     joint = _Joint(action, estimator)
     with _Moved(joint) as recorder:
         result = guide(*args, **kwargs)

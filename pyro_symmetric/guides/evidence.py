@@ -38,6 +38,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
+from pyro_symmetric.discovery.model_carried import AUTO, is_auto
 from pyro_symmetric.discovery.model_check import check_function
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
@@ -176,7 +177,7 @@ def evidence(
     num_samples: int = 512,
     chunk: int = 64,
     log_joint: Joint | Any = None,
-    symmetry: Group | Symmetry | Any = None,
+    symmetry: Group | Symmetry | Any = AUTO,
     **kwargs: Any,
 ) -> Evidence:
     """Return the ELBOs of a guide, and estimates of its model's log-evidence by
@@ -218,9 +219,10 @@ def evidence(
         posterior, evenly spaced.
     :param chunk: the number of draws evaluated at once.
     :param log_joint: weights of batch shape ``(S,)`` -> log of prior times likelihood
-        of all data, ``(S,)``; by default the model's. ``symmetry``: of that function. Any
-        other value of these two names, such as the group indices of a hierarchical
-        model, goes to the model.
+        of all data, ``(S,)``; by default the model's. ``symmetry``: of that function;
+        by default the guide's own, else that of the posterior's model. Any other value
+        of these two names, such as the group indices of a hierarchical model, goes to
+        the model.
     :raises ValueError: naming the units whose exchange changes the model; for chains
         that never move or equal others.
     """
@@ -228,25 +230,30 @@ def evidence(
         log_joint, kwargs = None, {**kwargs, "log_joint": log_joint}
     if (
         log_joint is None
-        and symmetry is not None
+        and not (symmetry is None or is_auto(symmetry))
         and not isinstance(symmetry, Group | Symmetry)
     ):
-        symmetry, kwargs = None, {**kwargs, "symmetry": symmetry}
-    kind = AutoSymmetrized if symmetry is None or log_joint is None else AutoGuide
-    wrapped = "an AutoSymmetrized, such as AutoSymmetrized(model, group, base=guide).setup(*args) of another guide"
+        symmetry, kwargs = AUTO, {**kwargs, "symmetry": symmetry}
+    kind = AutoGuide if log_joint is not None else AutoSymmetrized
+    wrapped = (
+        "an AutoSymmetrized, such as AutoSymmetrized(model, base=guide).setup(*args) "
+        "of another guide"
+    )
     arguments.instance(
         "guide",
         guide,
         kind,
         f"{wrapped}, or another AutoGuide with log_joint= and symmetry=",
     )
-    group = group_of(symmetry or guide.group).finite
+    symmetry = _of_guide(guide, posterior) if is_auto(symmetry) else symmetry
+    if symmetry is None:
+        symmetry = Group([], layout_of(guide).site_shapes)
+    group = group_of(symmetry).finite
     if log_joint is None:
         if guide._raw_model is None:
             raise ValueError(
                 "guide was read from a file or another process, without its model; "
-                "take "
-                "ps.AutoSymmetrized(model, group, base=guide).setup(*args)"
+                "take ps.AutoSymmetrized(model, base=guide).setup(*args)"
             )
         log_joint = joint_of(guide._raw_model[0], *args, **kwargs)
     arguments.whole("num_samples", num_samples, 2)
@@ -333,6 +340,8 @@ def evidence(
                 else 1.0
             )
     doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat)
+    if getattr(guide, "at_least", False):
+        doubts += ("symmetry: it says at least, and copies that it misses count less",)
     elbos = (
         (float(values.mean()), float(values.std() / num_samples**0.5))
         for values in (plain, symmetrized)
@@ -346,6 +355,19 @@ def evidence(
     return Evidence(
         elbo, elbo_error, above, above_error, *settings, weighted, k, bridged, doubts
     )
+
+
+def _of_guide(guide: Any, posterior: Posterior | None) -> Any:
+    """Return the symmetry of a guide, else that of the posterior's model."""
+    if isinstance(guide, AutoSymmetrized):
+        return guide.group
+    symmetry = posterior.symmetry if isinstance(posterior, Posterior) else None
+    if symmetry is None:
+        raise ValueError(
+            "neither guide nor posterior knows a symmetry; pass symmetry= (None for "
+            "none), or take AutoSymmetrized(model, base=guide).setup(*args)"
+        )
+    return symmetry
 
 
 def doubts_of(

@@ -33,6 +33,12 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import described
+from pyro_symmetric.discovery.model_carried import (
+    AUTO,
+    Auto,
+    is_auto,
+    symmetry_of_model,
+)
 from pyro_symmetric.discovery.model_check import verify_model
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.discovery.verify import InconclusiveError
@@ -82,6 +88,12 @@ class AutoSymmetrized(WeightsGuide):
     >>> guide.sample_posterior((20,))["locs"].shape
     torch.Size([20, 3])
 
+    Without a symmetry the guide finds the model's own at its first call:
+
+    >>> found = ps.AutoSymmetrized(model).setup(x)
+    >>> found.group == group
+    True
+
     Draws, ``median`` and ``quantiles`` are those of the guide in ``base``, one copy of
     every mode, whose predictions are the symmetrised guide's; only the density, and so
     the ELBO, differs. The model must be invariant under the group: set-up checks it at
@@ -90,7 +102,9 @@ class AutoSymmetrized(WeightsGuide):
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate).
     :param symmetry: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales
-        and shifts are left out: no proper prior is invariant under them.
+        and shifts are left out: no proper prior is invariant under them. ``"auto"``:
+        that of ``base`` if it is symmetrised, else the model's, found at the first call
+        with its arguments. ``None``, or a model without any: the plain guide.
     :param base: a class of :class:`~pyro.infer.autoguide.AutoContinuous`,
         :class:`~pyro_symmetric.AutoUnitBlocks` among them (``AutoNormal`` stands for
         ``AutoDiagonalNormal``); or a set-up guide, which is copied.
@@ -105,18 +119,25 @@ class AutoSymmetrized(WeightsGuide):
     def __init__(
         self,
         model: Any,
-        symmetry: Group | Symmetry,
+        symmetry: Group | Symmetry | Auto | None = AUTO,
         base: type[AutoGuide] | AutoGuide = AutoDiagonalNormal,
         estimator: OrbitEstimator | None = None,
         *,
         init_loc_fn: InitLocFn | None = None,
         **base_arguments: Any,
     ):
-        self.group = group_of(symmetry).finite
+        if is_auto(symmetry) and isinstance(base, AutoSymmetrized):
+            symmetry = base.group
+        self.finds_symmetry = is_auto(symmetry)
+        self.at_least = getattr(symmetry, "at_least", False)
+        self.group: Group = Group([], {})
+        if symmetry is not None and not self.finds_symmetry:
+            self.group = group_of(symmetry).finite
         if base is AutoUnitBlocks:
             base_arguments = {"symmetry": self.group, **base_arguments}
         start = init_loc_fn or Start(model, self.group.required_sites)
         super().__init__(model, start)
+        self._start = start if self.finds_symmetry else None
         self.base = _base(base, model, start, base_arguments)
         self.is_fresh = not isinstance(base, AutoGuide)
         self.estimator: Any = estimator  # if None, chosen at set-up
@@ -128,6 +149,8 @@ class AutoSymmetrized(WeightsGuide):
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        if self.finds_symmetry:
+            self._find(*args, **kwargs)
         given = self.base.prototype_trace is not None
         if not given:
             # stock guides lose theirs when they are pickled
@@ -143,9 +166,18 @@ class AutoSymmetrized(WeightsGuide):
             self.base.prototype_trace = self.base.prototype_trace if given else None
             raise
 
+    def _find(self, *args: Any, **kwargs: Any) -> None:
+        """Take the symmetry of the model."""
+        symmetry = symmetry_of_model(self._raw_model[0], args, kwargs)
+        self.group, self.at_least = symmetry.finite, symmetry.at_least
+        if isinstance(self._start, Start):
+            self._start.moved = self.group.required_sites
+        if isinstance(self.base, AutoUnitBlocks):
+            self.base.group = self.group
+
     def _check(self, *args: Any, **kwargs: Any) -> None:
         """Check that the model's sites fit the group, and that its joint density is
-        invariant, at draws from the prior.
+        invariant, at draws from the prior, unless the group was found there.
 
         The density goes unchecked if it isn't a function of the sites (dropout), or if
         a prior can't be sampled.
@@ -166,6 +198,8 @@ class AutoSymmetrized(WeightsGuide):
                         "latent variables. Marginalise "
                         "them, or use the full plate"
                     )
+        if not self.group.units:
+            self.group = Group([], layout_of(self).site_shapes)
         self._action = action_on(self, self.group)
         # Pyro leaves the score of a guide's flat site out of the gradient
         if not posterior.has_rsample:
@@ -187,6 +221,8 @@ class AutoSymmetrized(WeightsGuide):
                 "affine_coupling or spline_coupling (one pass)"
             ) from error
         self.estimator = self.estimator or usual_estimator(posterior, self._action)
+        if self.finds_symmetry or not self.group.units:
+            return
         with suppress(InconclusiveError, NotImplementedError):
             if not (
                 verdict := verify_model(

@@ -47,7 +47,7 @@ STANDARD_ERRORS = 3.0  # by which a temperature must be off
 # likewise, of one of several sites: false alarms 7e-6 each
 STANDARD_ERRORS_OF_SITE = 4.5
 
-RELABELLED = "If the model's components or units can be relabelled, diagnose(posterior, symmetry) tells whether that is all"
+RELABELLED = "If the model's components or units can be relabelled, diagnose(posterior) tells whether that is all"
 TOO_LARGE = "the step size is too large for all of them, or the density or its gradient is broken"
 
 

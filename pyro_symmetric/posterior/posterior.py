@@ -21,6 +21,7 @@ from sites to tensors, by one convention:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -39,7 +40,15 @@ from pyro_symmetric.weights import Shapes, Weights
 Kind = Literal["chains", "independent"]
 
 
-class Source(NamedTuple):
+class _Call(NamedTuple):
+    model: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    device: torch.device | str | None = None
+    subsampled: bool | None = None
+
+
+class Source(_Call):
     """The model behind draws, kept in memory only.
 
     :param args: the model's arguments, data included; ``kwargs`` likewise.
@@ -48,11 +57,26 @@ class Source(NamedTuple):
     :param subsampled: whether the sampler took mini-batches; ``None`` if unknown.
     """
 
-    model: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = MappingProxyType({})
-    device: torch.device | str | None = None
-    subsampled: bool | None = None
+    @functools.cached_property
+    def symmetry(self) -> Any:
+        """The model's symmetry, found when it is first asked for."""
+        return _symmetries[-1].find(self)
+
+
+class Symmetries(NamedTuple):
+    """Functions that find the symmetry of a model, and read one that was saved."""
+
+    find: Callable[[Source], Any]
+    read: Callable[[Mapping[str, Any]], Any]
+
+
+# One entry, of the discovery room, which stands on a floor above.
+_symmetries: list[Symmetries] = []
+
+
+def register_symmetries(symmetries: Symmetries) -> None:
+    """Set how posteriors find their symmetries."""
+    _symmetries[:] = [symmetries]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,6 +100,7 @@ class Posterior:
         draws of a guide). Tests count chains by their effective sample size and
         independent draws one by one, so this has no default.
     :param source: the model behind the draws, if known; see :meth:`attach`.
+    :param saved_symmetry: that of a model which was left behind, as JSON.
     """
 
     samples: Weights
@@ -83,6 +108,7 @@ class Posterior:
     metadata: dict[str, Any] = field(default_factory=dict)
     kind: Kind = field(kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
+    saved_symmetry: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("samples", "statistics", "metadata"):
@@ -180,7 +206,12 @@ class Posterior:
             [part.metadata for part in parts], [part.num_chains for part in parts]
         )
         return cls(
-            samples, statistics, metadata, kind=parts[0].kind, source=parts[0].source
+            samples,
+            statistics,
+            metadata,
+            kind=parts[0].kind,
+            source=parts[0].source,
+            saved_symmetry=parts[0].saved_symmetry,
         )
 
     def attach(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Posterior:
@@ -201,6 +232,23 @@ class Posterior:
         return replace(self, source=Source(model, args, kwargs))
 
     # its contents ---------------------------------------------------------------------
+
+    @property
+    def symmetry(self) -> Any:
+        """The :class:`~pyro_symmetric.Symmetry` of the posterior's model, found when it
+        is first asked for, or read from the file; ``None`` for draws without a model.
+
+        >>> def model():
+        ...     pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        >>> posterior = ps.Posterior({"w": torch.randn(4, 50, 3)}, kind="chains")
+        >>> posterior.attach(model).symmetry.finite.order()  # permutations and signs
+        48
+        """
+        if self.source is not None:
+            return self.source.symmetry
+        if self.saved_symmetry is not None:
+            return _symmetries[-1].read(self.saved_symmetry)
+        return None
 
     @property
     def num_chains(self) -> int:
@@ -419,16 +467,18 @@ class Posterior:
         ``xarray.open_datatree(path, engine="zarr")`` opens.
 
         The folder appears whole or not at all: it is written under a temporary name,
-        synced and renamed. It replaces another saved posterior.
+        synced and renamed. It replaces another saved posterior. The model stays behind;
+        its symmetry is found and written, too.
 
         :raises OSError: if it can't be written (full disk, missing or read-only
             folder), or would replace other files.
         :raises ValueError: if the metadata can't be written as JSON.
         """
         metadata_as_json(self.metadata)  # refuses before anything is written
-        save_store(
-            path, (self.samples, self.statistics, {**self.metadata, "kind": self.kind})
-        )
+        attributes = {**self.metadata, "kind": self.kind}
+        if self.symmetry is not None:
+            attributes["symmetry"] = self.symmetry.to_dict()
+        save_store(path, (self.samples, self.statistics, attributes))
 
     @classmethod
     def load(cls, path: PathLike, *, verify: bool = True) -> Posterior:
@@ -448,7 +498,11 @@ class Posterior:
         samples, statistics, metadata = read_store(path, verify=verify)
         try:
             return cls(
-                samples, statistics, metadata, kind=metadata.pop("kind", "chains")
+                samples,
+                statistics,
+                metadata,
+                kind=metadata.pop("kind", "chains"),
+                saved_symmetry=metadata.pop("symmetry", None),
             )
         # a checkpoint that this library didn't write
         except (TypeError, ValueError) as error:

@@ -284,7 +284,7 @@ def test_copies_that_lie_far_apart_hide_no_temperature(spread, expected):
     posterior = Posterior(
         {"locs": modes.repeat(4, 1)[:, None] + noise}, kind="chains"
     ).attach(two_modes)
-    assert ps.diagnose(posterior)["temperature"].status == "unknown"
+    assert ps.diagnose(posterior, None)["temperature"].status == "unknown"
     diagnosis = ps.diagnose(posterior, EXCHANGE, num_draws=2_000)
     assert diagnosis["temperature"].status == expected
     assert diagnosis.ok == (expected == "pass")

@@ -1,0 +1,160 @@
+"""The symmetry that draws carry: that of the model that they were drawn from, found
+when it is first asked for.
+
+Functions of draws take ``symmetry="auto"``. Then the symmetry is that of the
+posterior's model; draws without a model are taken as they are, and so are those of a
+model without symmetries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from pyro_symmetric._process import without_warnings
+from pyro_symmetric.arguments import described
+from pyro_symmetric.discovery.find import find_symmetry
+from pyro_symmetric.discovery.model_check import require_of_posterior
+from pyro_symmetric.discovery.symmetry import Symmetry
+from pyro_symmetric.groups.group import Group, group_of
+from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.posterior.posterior import (
+    Posterior,
+    Source,
+    Symmetries,
+    register_symmetries,
+)
+
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
+EXAMPLES = 8  # rows of a network's inputs at which its symmetry is found
+SHOWN = 3  # sets of units that a line names, of four sites each
+
+NO_MODEL = (
+    "draws taken as drawn: they carry no model, so that no symmetry is known; pass "
+    "symmetry=, or give a posterior its model by posterior.attach(model, ...)"
+)
+
+
+class Carried(NamedTuple):
+    """A symmetry to remove from draws.
+
+    :param group: of no units if draws are taken as they are.
+    :param line: what it is and where it comes from; empty if the caller gave it, or if
+        it was looked for and there is none.
+    :param is_found: whether it was found, not given.
+    :param at_least: whether there may be more.
+    """
+
+    group: Group
+    line: str = ""
+    is_found: bool = False
+    at_least: bool = False
+
+    @property
+    def is_trivial(self) -> bool:
+        """True if nothing moves."""
+        return not self.group.units
+
+
+def is_auto(symmetry: Any) -> bool:
+    """Return whether a symmetry is to be found."""
+    return isinstance(symmetry, str) and symmetry == AUTO
+
+
+def carried_symmetry(symmetry: Any, *draws: Any) -> Carried:
+    """Return the symmetry that is given, or the one that some draws carry.
+
+    :param symmetry: ``"auto"``: that of the first posterior that knows its model, or
+        none; ``None``: none.
+    :param draws: what the symmetry should act on.
+    :raises ValueError: if a posterior's model lacks a declared group.
+    """
+    unmoved = Group([], _shapes_of(draws[0]))
+    if symmetry is None:
+        return Carried(unmoved)
+    if not is_auto(symmetry):
+        for side in draws:
+            require_of_posterior(symmetry, side)
+        at_least = getattr(symmetry, "at_least", False)
+        return Carried(group_of(symmetry), at_least=at_least)
+    for side in draws:
+        found = side.symmetry if isinstance(side, Posterior) else None
+        if found is not None:
+            return _of_posterior(found, side)
+    return Carried(unmoved, NO_MODEL, is_found=True)
+
+
+def _shapes_of(draws: Any) -> dict[str, torch.Size]:
+    """Return the shapes of the sites of samples."""
+    if isinstance(draws, Posterior):
+        return draws.site_shapes
+    if isinstance(draws, Mapping):
+        return {site: value.shape[1:] for site, value in draws.items()}
+    return {}
+
+
+def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
+    """Return a found symmetry, unless it moves sites that the draws lack."""
+    lines = [*found.remarks]
+    group, shapes = found.group, posterior.site_shapes
+    missing = sorted(s for s in group.required_sites if s not in shapes)
+    if missing:
+        lines = [f"draws taken as drawn: the model's symmetry moves {missing} as well"]
+    elif group.units:
+        lines = [f"modulo {moves_in_words(group)}, found in the model", *lines]
+    if missing or not group.units:
+        group = Group([], shapes)
+    return Carried(group, "\n".join(lines), is_found=True, at_least=found.at_least)
+
+
+def moves_in_words(group: Group) -> str:
+    """Return what a group moves, such as ``3! labels of (weights, locs)``."""
+    words = list[str]()
+    for name, units in group.units.items():
+        if "permute" in units.moves:
+            sites = _sites_in_words([axis.site for axis in units.axes])
+            power = f"^{units.copies}" if units.copies > 1 else ""
+            words.append(f"{units.size}!{power} labels of {sites}")
+        if name in group.names("flip"):
+            odd = [axis.site for axis in units.axes if axis.exponent % 2]
+            words.append(f"2^{units.count} signs of {_sites_in_words(odd)}")
+    if len(words) > SHOWN:
+        words[SHOWN:] = [f"{len(words) - SHOWN} more"]
+    return ", ".join(words)
+
+
+def _sites_in_words(sites: Sequence[str]) -> str:
+    names = [*dict.fromkeys(sites)]
+    if len(names) > SHOWN + 1:
+        names[SHOWN:] = ["..."]
+    return f"({', '.join(names)})"
+
+
+# the model behind draws ---------------------------------------------------------------
+
+
+def symmetry_of_model(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Symmetry:
+    """Find the symmetry of a model's sites; a network's at few of its inputs."""
+    if isinstance(model, BayesianModel):
+        x = kwargs["x"] if "x" in kwargs else args[0]
+        args, kwargs = (x[:EXAMPLES],), {}
+    with without_warnings():
+        return find_symmetry(model, *args, kwargs=kwargs)
+
+
+def _of_source(source: Source) -> Symmetry:
+    """Find the symmetry behind draws, or say why it isn't known."""
+    try:
+        return symmetry_of_model(source.model, source.args, source.kwargs)
+    except Exception as error:  # of any kind, by the user's model
+        reason = str(error).partition("\n")[0] or described(error)
+        remark = f"draws taken as drawn: no symmetry could be looked for: {reason}"
+        return Symmetry(Group([], {}), at_least=True, remarks=(remark,))
+
+
+register_symmetries(Symmetries(_of_source, Symmetry.from_dict))
