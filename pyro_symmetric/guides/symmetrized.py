@@ -91,8 +91,8 @@ class AutoSymmetrized(WeightsGuide):
     Without a symmetry the guide finds the model's own at its first call:
 
     >>> found = ps.AutoSymmetrized(model).setup(x)
-    >>> found.group == group
-    True
+    >>> found.group.order()
+    6
 
     Draws, ``median`` and ``quantiles`` are those of the guide in ``base``, one copy of
     every mode, whose predictions are the symmetrised guide's; only the density, and so
