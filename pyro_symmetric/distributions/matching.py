@@ -273,6 +273,9 @@ class UnitDensities:
                 moving | changed.flatten(1).any(1),
                 changed.flatten(0, -2).any(0),
             )
+            if torch._C._get_tracing_state() is not None:  # other elements will follow
+                moving = torch.ones_like(moving)
+                changed = torch.ones_like(changed)
             if not self.sets[name].exclusive or not bool(changed.any()):
                 continue
             places = changed.nonzero()[:, 0]

@@ -14,12 +14,14 @@ import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
 from pyro.distributions.score_parts import ScoreParts
+from pyro.ops.provenance import extract_provenance, track_provenance
 from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.kl import register_kl
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.distributions.estimators import OrbitEstimator, usual_estimator
 from pyro_symmetric.groups.action import Action
 
@@ -41,15 +43,45 @@ class Estimate(NamedTuple):
     bound: Literal["lower", "exact"]
 
 
+class MovedDraws(NamedTuple):
+    """Draws of a base, the same draws moved, the log-determinants of the moves'
+    Jacobians, and how often the moved draws were changed in place when drawn."""
+
+    base: Tensor
+    value: Tensor
+    log_det: Tensor | float = 0.0
+    version: int = 0
+
+    def of(self, value: Tensor) -> MovedDraws | None:
+        """Return the draws if values are the moved draws; else nothing.
+
+        Objectives may have detached them, or track what they depend on: so is what is
+        returned.
+        """
+        extracted: Any = extract_provenance(value)
+        plain, provenance = extracted
+        if not _same_memory(plain, self.value) or version_of(plain) != self.version:
+            return None
+        base = self.base.reshape(plain.shape)
+        log_det = as_tensor(self.log_det)
+        if log_det.dim():
+            log_det = log_det.reshape(plain.shape[:-1])
+        if not plain.requires_grad:
+            base = base.detach()
+            log_det = log_det.detach()
+        return self._replace(base=track_provenance(base, provenance), log_det=log_det)
+
+
 class Symmetrized(TorchDistribution):
     r"""A base distribution averaged over the orbits of a group.
 
-    ``sample`` and ``rsample`` draw *from the base*: invariant functions of the weights
-    (a network's predictions) are distributed as under :math:`\bar q`, and the
-    estimator's bound holds at these draws. :meth:`sample_orbit` draws from
-    :math:`\bar q` itself. ``log_prob`` is the estimate, random for a bound. If the
-    model is invariant under the group, as ``ps.verify_model(group, model, *args)``
-    checks, the expected ELBO made of it is at most that of :math:`\bar q`.
+    ``sample`` and ``rsample`` draw from :math:`\bar q`: from the base, each draw moved
+    by a uniform group element. ``log_prob`` is the estimate, random for a bound. The
+    density of a moved draw is that of the draw: of its latest draws this distribution
+    knows where they came from and evaluates the estimate there, where its bound holds.
+    If the model is invariant under the group, as ``ps.verify_model(group, model,
+    *args)`` checks, the expected ELBO made of it is at most that of :math:`\bar q`.
+    One copy of every mode is drawn by ``base_distribution``.
 
     >>> group = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
     >>> base = dist.Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0).to_event(1)
@@ -87,6 +119,7 @@ class Symmetrized(TorchDistribution):
         self.base_distribution = base_distribution
         self.action = action
         self.estimator = estimator or usual_estimator(base_distribution, action)
+        self._latest: MovedDraws | None = None
         super().__init__(
             base_distribution.batch_shape,
             base_distribution.event_shape,
@@ -109,6 +142,7 @@ class Symmetrized(TorchDistribution):
         new.base_distribution = self.base_distribution.expand(batch_shape)
         new.action = self.action
         new.estimator = self.estimator
+        new._latest = None
         super(Symmetrized, new).__init__(
             torch.Size(batch_shape), self.event_shape, validate_args=False
         )
@@ -116,40 +150,55 @@ class Symmetrized(TorchDistribution):
         return new
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Draw from the base with gradient, ``sample_shape + batch_shape + (D,)``."""
-        return self.base_distribution.rsample(torch.Size(sample_shape))
+        """Draw with gradient, ``sample_shape + batch_shape + (D,)``."""
+        return self._move(self.base_distribution.rsample(torch.Size(sample_shape)))
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        """Draw from the base without gradient."""
+        """Draw without gradient, ``sample_shape + batch_shape + (D,)``."""
         with torch.no_grad():
-            return self.base_distribution.sample(torch.Size(sample_shape))
+            return self._move(self.base_distribution.sample(torch.Size(sample_shape)))
 
     def sample_orbit(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        r"""Draw from :math:`\bar q` itself: from the base, each draw moved by a uniform
-        group element.
-        """
-        value = self.sample(sample_shape)
-        return self.action(
-            value,
-            self.action.group.finite.sample(value.shape[:-1], device=value.device),
-        )
+        """Draw without gradient, as :meth:`sample`."""
+        return self.sample(sample_shape)
+
+    def _move(self, base: Tensor) -> Tensor:
+        """Move draws of the base by uniform elements, and remember them."""
+        group = self.action.group.finite
+        if not group.moves:
+            return base
+        batch = tuple(map(int, base.shape[:-1]))
+        element = group.sample(batch, device=base.device, dtype=base.dtype)
+        value = self.action(base, element)
+        log_det: Tensor | float = 0.0
+        if self.action.nonlinear_sites:
+            log_det = self.action.log_abs_det(base, element)
+        self._latest = MovedDraws(base, value, log_det, version_of(value))
+        return value
+
+    def _drawn(self, value: Tensor) -> MovedDraws:
+        """Return the draws of the base that values come from: the values themselves,
+        unless they are the latest draws."""
+        drawn = None if self._latest is None else self._latest.of(value)
+        return drawn or MovedDraws(value, value)
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._validate_args:
             self._validate_sample(value)
-        return self.estimator.log_prob(self.base_distribution, self.action, value)
+        drawn = self._drawn(value)
+        base = self.base_distribution
+        return self.estimator.log_prob(base, self.action, drawn.base) - drawn.log_det
 
     def score_parts(self, x: Tensor, *args: Any, **kwargs: Any) -> ScoreParts:
         """Return the parts of Pyro's gradient estimators. Without reparametrisation the
         score function is the base's, and the gradient of ``log_prob`` itself, whose
         mean is zero, is left out."""
         log_prob = self.log_prob(x)
-        score = (
-            (0, log_prob)
-            if self.has_rsample
-            else (self.base_distribution.log_prob(x), 0)
-        )
-        return ScoreParts(log_prob, *score)
+        zero: Any = 0
+        if self.has_rsample:
+            return ScoreParts(log_prob, zero, log_prob)
+        score = self.base_distribution.log_prob(self._drawn(x).base)
+        return ScoreParts(log_prob, score, zero)
 
     # moments and information ----------------------------------------------------------
 
@@ -210,7 +259,9 @@ class Symmetrized(TorchDistribution):
     ) -> Estimate:
         count = arguments.whole("num_samples", num_samples, 2)
         sizes = [min(CHUNK, count - start) for start in range(0, count, CHUNK)]
-        values = torch.cat([integrand(self.sample((size,))) for size in sizes])
+        draw = self.base_distribution.sample
+        with torch.no_grad():
+            values = torch.cat([integrand(draw((size,))) for size in sizes])
         bound: Literal["lower", "exact"] = (
             "exact" if self.estimator.bound == "exact" else "lower"
         )
@@ -236,7 +287,7 @@ def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
         + normal.scale.log()
         + 0.5 * math.log(2 * math.pi)
     ).sum(-1)
-    w = q.rsample()
+    w = q.base_distribution.rsample()
     try:
         return (
             cross
@@ -245,6 +296,24 @@ def _kl_to_normal(q: Symmetrized, prior: dist.Independent) -> Tensor:
         )
     except NotImplementedError:
         return cross + q.log_prob(w)
+
+
+def _same_memory(value: Tensor, draws: Tensor) -> bool:
+    """Return whether values are draws, or a view of all of them in their order."""
+    if value is draws:
+        return True
+    if value.numel() != draws.numel() or value.device != draws.device:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
+    if not (value.is_contiguous() and draws.is_contiguous()):
+        return False
+    return value.data_ptr() == draws.data_ptr()
+
+
+def version_of(value: Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return 0 if value.is_inference() else value._version
 
 
 def averaged_over_orbits(action: Action, values: Tensor, signed: bool) -> Tensor:

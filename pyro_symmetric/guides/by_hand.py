@@ -1,8 +1,9 @@
 r"""Guides written by hand, averaged over the orbits of a symmetry group.
 
-Draws ``w`` stay as the guide draws them. One of the sites that the group moves, the
-*carrier*, takes the log-ratio of the symmetrised density to the guide's, so that the
-log-densities of these sites sum to that of
+Draws ``w`` of the guide are moved by a uniform element, the same for all sites that
+the group moves. Densities are evaluated at the draws before they were moved, where
+they are the same. One of the sites, the *carrier*, takes the log-ratio of the
+symmetrised density to the guide's, so that the log-densities sum to that of
 
 .. math:: \bar q(w) = \frac1{|G|} \sum_g q(g \cdot w) .
 
@@ -13,6 +14,7 @@ with sites: scores, baselines, divergences, weights of particles.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +42,7 @@ from pyro_symmetric.discovery.model_carried import (
 from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
+from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
 from pyro_symmetric.groups import Action, Element, Group, group_of
 from pyro_symmetric.weights import unflatten
 
@@ -74,8 +77,9 @@ def symmetrize(
     ... )
     >>> loss = svi.step()
 
-    The guide's draws stay, one copy of every mode; their density becomes the
-    symmetrised one, under any objective of Pyro, with or without ``rsample``. For
+    Each draw of the guide is moved by a uniform element of the group, and its density
+    becomes the symmetrised one, under any objective of Pyro, with or without
+    ``rsample``. The plain ``guide`` draws one copy of every mode. For
     automatic guides take :class:`~pyro_symmetric.guides.AutoSymmetrized`, which also
     checks the model: check yours by ``ps.verify_model(group, model, *args)``.
 
@@ -190,7 +194,8 @@ class _Joint:
     :ivar laws: site -> its distribution as the guide has it, outside of plates around
         the guide.
     :ivar values: site -> its value, in all plates.
-    :ivar drawn: the sites whose values were drawn here, not replayed.
+    :ivar drawn: site -> its draws before and after they were moved; sites whose values
+        were replayed are left out.
     :ivar plates: site, moved or not, -> the plates inside the guide that it lies in.
     :ivar scores: the sites without ``rsample``.
     """
@@ -201,7 +206,8 @@ class _Joint:
         self.shapes = action.layout.site_shapes
         self.laws: dict[str, Any] = {}
         self.values: dict[str, Tensor] = {}
-        self.drawn: set[str] = set()
+        self.drawn: dict[str, MovedDraws] = {}
+        self._element: Element | None = None
         self.scales: dict[str, Any] = {}
         self.plates: dict[str, frozenset[str]] = {}
         self.scores: set[str] = set()
@@ -221,6 +227,39 @@ class _Joint:
                     f"but {site!r} {scale} times; sites that the group moves need the "
                     "same scale"
                 )
+
+    def move(self, site: str, base: Tensor, copies: Sequence[int]) -> Tensor:
+        """Move draws of a site by the run's element, uniform for each particle.
+
+        :param copies: the leading axes of draws that the sites don't share, as each has
+            its own in tensor Monte Carlo: one element moves them all.
+        """
+        group = self.action.group
+        if not group.moves:
+            return base
+        shape = self.shapes[site]
+        particles = base.shape[len(copies) : base.dim() - len(shape)]
+        count = math.prod(map(int, particles))
+        if self._element is None:
+            self._element = group.without_buffers().sample((count,), device=base.device)
+        if self._element.batch_shape != (count,):
+            raise ValueError(
+                f"site {site!r} is drawn {count} times, but sites that the group moves "
+                f"with it {self._element.batch_shape[0]} times; draw them in the same "
+                "plates"
+            )
+        moved = self._element.on_site(site, base.reshape(*copies, count, *shape))
+        value = moved.reshape(base.shape)
+        self.drawn[site] = MovedDraws(base, value, version=version_of(value))
+        return value
+
+    def before(self, site: str, value: Tensor) -> Tensor:
+        """Return the draw that a value was before it was moved; the value itself if
+        values were replayed."""
+        if self.drawn.keys() != self.shapes.keys():
+            return value
+        drawn = self.drawn[site].of(value)
+        return value if drawn is None else drawn.base
 
     @functools.cached_property
     def carrier(self) -> str:
@@ -252,6 +291,7 @@ class _Joint:
         if self.values[site].requires_grad and not value.requires_grad:
             # An objective that detaches one value of a trace detaches all.
             values = {name: held.detach() for name, held in values.items()}
+        values = {name: self.before(name, held) for name, held in values.items()}
         extracted: Any = extract_provenance(values)
         values, provenance = extracted
         inner = self._inner()
@@ -260,7 +300,7 @@ class _Joint:
         w = torch.cat([part.expand(*outer, -1) for part in flat], -1)
         base = _joint({name: self.laws[name] for name in self.shapes}, self.shapes)
         estimator = self.estimator or usual_estimator(base, self.action)
-        if self.drawn == set(self.shapes):
+        if not self.action.group.moves or self.drawn.keys() == self.shapes.keys():
             log_q_bar = estimator.log_prob(base, self.action, w)
         else:  # values that are replayed may be any
             log_q_bar = estimator.log_prob_elsewhere(base, self.action, w)
@@ -348,15 +388,15 @@ class _CopiedSite(TorchDistribution):
         return _CopiedSite(self.name, self.law.expand(batch_shape), self.joint)
 
     def sample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        self.joint.drawn.add(self.name)
-        return self.law.sample(torch.Size(sample_shape))
+        base = self.law.sample(torch.Size(sample_shape))
+        return self.joint.move(self.name, base, sample_shape)
 
     def rsample(self, sample_shape: Sequence[int] = torch.Size()) -> Tensor:
-        self.joint.drawn.add(self.name)
-        return self.law.rsample(torch.Size(sample_shape))
+        base = self.law.rsample(torch.Size(sample_shape))
+        return self.joint.move(self.name, base, sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        log_prob = self.law.log_prob(value)
+        log_prob = self.law.log_prob(self.joint.before(self.name, value))
         if self.name != self.joint.carrier:
             return log_prob
         return log_prob + self._share(value)
@@ -367,7 +407,7 @@ class _CopiedSite(TorchDistribution):
         The score function of a site without ``rsample`` is its own; the gradient of the
         log-ratio at fixed draws, whose mean is zero, is then left out.
         """
-        parts = self.law.score_parts(x)
+        parts = self.law.score_parts(self.joint.before(self.name, x))
         if self.name != self.joint.carrier:
             return parts
         if cut_off := self.joint.cut_off(self.name):
@@ -516,7 +556,7 @@ def _require_independence(
     with poutine.block():
         again = poutine.trace(guide).get_trace()
     for site, law in joint.laws.items():
-        value, _ = extract_provenance(joint.values[site])
+        value, _ = extract_provenance(joint.before(site, joint.values[site]))
         if not _alike(law, again.nodes[site]["fn"], value):
             raise _dependent(site)
     if not others:

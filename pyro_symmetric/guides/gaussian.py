@@ -274,6 +274,8 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
         ``AutoDelta``.
     """
     shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(guide)
+    if isinstance(guide, WeightsGuide):
+        return guide.sample_posterior(shape)
     with torch.no_grad():
         if isinstance(guide, AutoDelta):
             return {

@@ -7,8 +7,7 @@ and
 
 .. math:: \mathrm{ELBO}(\bar q) = \mathrm{ELBO}(q) + I(g; w), \qquad 0 \le I(g; w) \le \log|G| .
 
-A guide written by hand keeps its draws ``w`` and gains the factor :math:`\log \bar q(w)
-- \log q(w)`, which makes its log-density that of :math:`\bar q`.
+Draws are draws of ``q``, moved by a uniform element of the group.
 
 Reference: Gelberg et al. 2024 (arXiv 2408.05496), Section 4.
 """
@@ -56,6 +55,7 @@ from pyro_symmetric.guides.gaussian import (
     AutoUnitBlocks,
     plain_posterior,
     require_spread,
+    sample_posterior,
 )
 from pyro_symmetric.weights import Weights
 
@@ -94,10 +94,11 @@ class AutoSymmetrized(WeightsGuide):
     >>> found.group.order()
     6
 
-    Draws, ``median`` and ``quantiles`` are those of the guide in ``base``, one copy of
-    every mode, whose predictions are the symmetrised guide's; only the density, and so
-    the ELBO, differs. The model must be invariant under the group: set-up checks it at
-    draws from the prior.
+    Draws, those of :class:`~pyro.infer.Predictive` and :meth:`get_posterior` too, are
+    the base's, moved by a uniform element of the group: they visit all copies of a
+    mode, and predict as the base's. ``guide.plain``, ``sample_posterior(orbit=False)``,
+    ``median`` and ``quantiles`` give one copy. The model must be invariant under the
+    group: set-up checks it at draws from the prior.
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
         plate).
@@ -145,7 +146,7 @@ class AutoSymmetrized(WeightsGuide):
 
     @property
     def plain(self) -> AutoContinuous:
-        """The guide before it is symmetrised."""
+        """The guide before it is symmetrised, of one copy of every mode."""
         return self.base
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
@@ -241,21 +242,25 @@ class AutoSymmetrized(WeightsGuide):
         return Symmetrized(base, self._action, self.estimator)  # type: ignore[arg-type]
 
     def sample_posterior(
-        self, sample_shape: Sequence[int] = (), orbit: bool = False
+        self, sample_shape: Sequence[int] = (), orbit: bool = True
     ) -> Weights:
         """Draw weights, ``sample_shape + site_shape``, without data; detached and on
         the guide's device.
 
-        :param orbit: whether to draw from the symmetrised guide itself, uniformly on
-            orbits, instead of from its base.
+        :param orbit: whether to move each draw by a uniform element of the group;
+            otherwise draws are those of the base, of one copy of every mode.
         """
-        weights = super().sample_posterior(sample_shape)
-        if not orbit:
-            return weights
-        element = self.group.without_buffers().sample(
-            sample_shape, device=next(iter(weights.values())).device
-        )
-        return element(weights)
+        if orbit:
+            return super().sample_posterior(sample_shape)
+        return sample_posterior(self.plain, sample_shape)
+
+    def median(self, *args: Any, **kwargs: Any) -> Weights:
+        """Return the median of every site in one copy of the mode, the base's."""
+        return super().median(*args, **kwargs)
+
+    def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
+        """Return quantiles of every site in one copy of the mode, the base's."""
+        return super().quantiles(quantiles, *args, **kwargs)
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.base._loc_scale(*args, **kwargs)  # for median and quantiles

@@ -202,9 +202,7 @@ def _start(problem: Problem) -> Any:
 
 
 def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
-    # A symmetrised guide is compared with all its copies.
-    orbit = {"orbit": True} if isinstance(guide, AutoSymmetrized) else {}
-    draws = guide.sample_posterior((problem.settings.draws,), **orbit)
+    draws = guide.sample_posterior((problem.settings.draws,))
     joint = functools.partial(problem.model.log_joint, x=problem.x, y=problem.y)
     bounds = evidence(guide, log_joint=joint, symmetry=problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")

@@ -8,6 +8,7 @@ import math
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.ops.provenance import track_provenance
 from torch.distributions import biject_to, constraints
 
 from pyro_symmetric.distributions import ExactOrbit, InfoNCE, Symmetrized
@@ -84,13 +85,38 @@ def test_shapes_follow_torch_distributions(
     assert wider.estimator is symmetrized.estimator
 
 
-def test_sample_orbit_visits_the_copies_that_sample_does_not() -> None:
+def test_draws_visit_every_copy_and_have_the_density_of_the_base_s_draws() -> None:
+    """InfoNCE without uniform elements is ``q`` itself, of the draw before it was moved.
+
+    A fair coin shows one side 200 times with probability 2^-199.
+    """
     group = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
     q = dist.Normal(torch.tensor([-5.0, 5.0]), 0.1).to_event(1)
-    symmetrized = Symmetrized(q, Action(group, ["w"]), ExactOrbit())
-    assert bool((symmetrized.sample((200,))[:, 0] < 0).all())
-    # A fair coin shows one side 200 times with probability 2^-199.
-    assert 0 < int((symmetrized.sample_orbit((200,))[:, 0] < 0).sum()) < 200
+    symmetrized = Symmetrized(q, Action(group, ["w"]), InfoNCE(0))
+    for draw in (symmetrized.sample, symmetrized.rsample, symmetrized.sample_orbit):
+        value = draw((200,))
+        assert 0 < int((value[:, 0] < 0).sum()) < 200
+        before = q.log_prob(value.sort(-1).values)
+        for same in (value, value.detach(), track_provenance(value, {"site"})):
+            torch.testing.assert_close(symmetrized.log_prob(same), before)
+        changed = value.neg_()
+        torch.testing.assert_close(symmetrized.log_prob(changed), q.log_prob(changed))
+    assert bool((symmetrized.base_distribution.sample((200,))[:, 0] < 0).all())
+
+
+def test_a_moved_draw_on_bounded_coordinates_has_the_jacobian_of_the_move() -> None:
+    """Bounds that differ between entries: the log-density at the draw before it was
+    moved, less the log-determinant, is that of the orbit's sum at the draw."""
+    group = Group.declare({"w": ("unit",)}, {"w": torch.Size([2])})
+    bounds = constraints.independent(
+        constraints.interval(torch.zeros(2), torch.tensor([3.0, 5.0])), 1
+    )
+    q = dist.Normal(torch.tensor([-2.0, -3.0]).double(), 0.1).to_event(1)
+    symmetrized = Symmetrized(q, Action(group, {"w": bounds}), ExactOrbit())
+    value = symmetrized.sample((50,))
+    elsewhere = Symmetrized(q, Action(group, {"w": bounds}), ExactOrbit())
+    log_prob = symmetrized.log_prob(value)
+    torch.testing.assert_close(log_prob, elsewhere.log_prob(value))
 
 
 def test_a_simplex_is_permuted_as_a_simplex() -> None:

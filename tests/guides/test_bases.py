@@ -92,10 +92,12 @@ def test_every_base_is_set_up_trained_and_drawn_from(
         pyro.optim.Adam({"lr": 0.02 if base in GAUSSIAN else 0.01}),
         Trace_ELBO(),
     )
-    losses = [svi.step(x, y) for _ in range(80)]
+    before = [svi.evaluate_loss(x, y) for _ in range(40)]
+    for _ in range(80):
+        svi.step(x, y)
     # set-up created them all
     assert {name for name, _ in guide.named_parameters()} == parameters
-    assert sum(losses[-20:]) < sum(losses[:20])
+    assert sum(svi.evaluate_loss(x, y) for _ in range(40)) < sum(before)
     shapes = {
         site: tuple(value.shape)
         for site, value in guide.sample_posterior((2, 5)).items()
@@ -140,7 +142,7 @@ def test_every_base_starts_at_the_networks_own_values_and_off_the_fixed_point(
     ).setup(x, y)
     start = guide.unpack(guide.base.loc.detach())["0.weight"]
     torch.testing.assert_close(start, model.initial_weights()["0.weight"])
-    draws = guide.sample_posterior((400,))["0.weight"]
+    draws = guide.sample_posterior((400,), orbit=False)["0.weight"]
     assert float(draws.std(0).max()) < 0.1
     torch.testing.assert_close(draws.mean(0), start, atol=0.1, rtol=0)
 
@@ -154,7 +156,7 @@ def test_medians_and_quantiles_are_those_of_the_base(base: type) -> None:
     guide = AutoSymmetrized(model, symmetry, base=base, init_scale=0.3).setup(x, y)
     levels = [0.1, 0.5, 0.9]
     found = guide.quantiles(levels)
-    draws = guide.sample_posterior((20_000,))
+    draws = guide.sample_posterior((20_000,), orbit=False)
     for site, value in found.items():
         assert value.shape == (3, *model.site_shapes[site])
         expected = torch.quantile(draws[site], torch.tensor(levels), dim=0)
@@ -211,7 +213,7 @@ def test_orbit_draws_flip_signs_and_leave_predictions_alone() -> None:
     model, symmetry, x, y = network()
     guide = AutoSymmetrized(model, symmetry.signs, init_scale=1e-4).setup(x, y)
     pyro.set_rng_seed(2)
-    one = guide.sample_posterior((400,))
+    one = guide.sample_posterior((400,), orbit=False)
     pyro.set_rng_seed(2)
     every = guide.sample_posterior((400,), orbit=True)
     torch.testing.assert_close(every["0.bias"].abs(), one["0.bias"].abs())
