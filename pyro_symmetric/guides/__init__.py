@@ -7,6 +7,7 @@ after ``guide.setup(...)``, and give all ranks the same seed before each step.
 
 from pyro_symmetric.guides.base import WeightsGuide
 from pyro_symmetric.guides.by_hand import symmetrize
+from pyro_symmetric.guides.collapse import UnitDivergences, unit_divergences
 from pyro_symmetric.guides.evidence import Evidence, evidence
 from pyro_symmetric.guides.files import load_guide, save_guide
 from pyro_symmetric.guides.gaussian import (
@@ -27,6 +28,7 @@ __all__ = [
     "AutoSymmetrized",
     "AutoUnitBlocks",
     "Evidence",
+    "UnitDivergences",
     "WeightsGuide",
     "barycentre",
     "evidence",
@@ -37,4 +39,5 @@ __all__ = [
     "sample_posterior",
     "save_guide",
     "symmetrize",
+    "unit_divergences",
 ]

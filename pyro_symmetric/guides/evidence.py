@@ -22,15 +22,17 @@ ELBOs: Gelberg et al. 2024 (arXiv 2408.05496).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from scipy.optimize import brentq
 from scipy.special import log_expit, logsumexp
@@ -44,6 +46,7 @@ from pyro_symmetric.discovery.symmetry import Symmetry
 from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.groups import Group, group_of
 from pyro_symmetric.guides.base import action_on, layout_of
+from pyro_symmetric.guides.collapse import UnitDivergences, unit_divergences
 from pyro_symmetric.guides.gaussian import plain_posterior, require_spread
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.mcmc import log_joint as joint_of
@@ -59,6 +62,7 @@ Joint = Callable[[Weights], Tensor]
 
 # draws at which log_joint, and estimates of log q̄, are checked
 CHECKED, CHECKED_DENSITIES = 4, 64
+PRIORS = 16  # draws, at which priors that depend on other sites are taken
 MANY_DRAWS = 1000  # effective draws, from which on the largest weights are among them
 # effective draws, below which neither a tail's shape nor an error is known
 FEW_DRAWS = 25
@@ -112,6 +116,7 @@ class Evidence:
         fewer than 2,200 draws, the standard error is unreliable.
     :param bridge: the log-evidence by bridge sampling, if a posterior was given.
     :param doubts: diagnostics that failed; empty if all passed.
+    :param units: how far the guide's units are from their priors, if it is Gaussian.
     """
 
     elbo: float
@@ -125,6 +130,7 @@ class Evidence:
     pareto_k: float
     bridge: EvidenceEstimate | None = None
     doubts: tuple[str, ...] = ()
+    units: UnitDivergences | None = field(default=None, compare=False)
 
     @property
     def best(self) -> EvidenceEstimate:
@@ -156,6 +162,8 @@ class Evidence:
                     f"  {name + ' sampling':19} ≈ {estimate.log_evidence:.7g}{error}, "
                     f"{draws}"
                 )
+        if self.units:
+            lines.append(f"  {self.units}")
         if self.doubts:
             return "\n".join(
                 [
@@ -249,13 +257,15 @@ def evidence(
     if symmetry is None:
         symmetry = Group([], layout_of(guide).site_shapes)
     group = group_of(symmetry).finite
+    model = None
     if log_joint is None:
         if guide._raw_model is None:
             raise ValueError(
                 "guide was read from a file or another process, without its model; "
                 "take ps.AutoSymmetrized(model, base=guide).setup(*args)"
             )
-        log_joint = joint_of(guide._raw_model[0], *args, **kwargs)
+        model = functools.partial(guide._raw_model[0], *args, **kwargs)
+        log_joint = joint_of(model)
     arguments.whole("num_samples", num_samples, 2)
     layout, base, action = (
         layout_of(guide),
@@ -321,6 +331,7 @@ def evidence(
         k, bridged, r_hat = pareto_k(symmetrized), None, 1.0
         weighted = widened(importance(symmetrized), k)
         slow, mean = slow_tail(symmetrized), float(symmetrized.mean())
+        units = _units(guide, group, model, draws[:PRIORS])
         if posterior is not None and math.isfinite(weighted.log_evidence):
             chains = _vectors(posterior, layout, num_samples).to(draws.device)
             at_chains = joint(chains.flatten(0, 1)) - density(
@@ -352,9 +363,26 @@ def evidence(
         "lower" if estimator.bound == "upper" else estimator.bound,
         group.log_order(),
     )
-    return Evidence(
-        elbo, elbo_error, above, above_error, *settings, weighted, k, bridged, doubts
-    )
+    if units and group.log_order():
+        units = replace(units, share=(above - elbo) / group.log_order())
+    values = (elbo, elbo_error, above, above_error, *settings, weighted, k, bridged)
+    return Evidence(*values, doubts, units)
+
+
+def _units(
+    guide: AutoGuide, group: Group, model: Any, draws: Tensor
+) -> UnitDivergences | None:
+    """Return how far the units of a Gaussian guide are from their priors, which may
+    depend on other sites.
+    """
+    priors = []
+    for draw in draws if model else ():
+        weights = layout_of(guide).constrain(draw)
+        trace = poutine.trace(poutine.condition(model, data=weights)).get_trace()
+        priors.append({site: trace.nodes[site]["fn"] for site in weights})
+    with suppress(TypeError, NotImplementedError):
+        return unit_divergences(guide, group, priors)
+    return None
 
 
 def _of_guide(guide: Any, posterior: Posterior | None) -> Any:

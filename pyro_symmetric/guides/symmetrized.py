@@ -50,6 +50,7 @@ from pyro_symmetric.guides.base import (
     action_on,
     layout_of,
 )
+from pyro_symmetric.guides.collapse import unit_divergences
 from pyro_symmetric.guides.gaussian import (
     AutoGaussian,
     AutoUnitBlocks,
@@ -261,6 +262,12 @@ class AutoSymmetrized(WeightsGuide):
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> Weights:
         """Return quantiles of every site in one copy of the mode, the base's."""
         return super().quantiles(quantiles, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Show, once the guide is set up, how far its units are from their priors."""
+        with suppress(TypeError, ValueError, NotImplementedError):
+            return repr(unit_divergences(self, self.group))
+        return ""
 
     def _loc_scale(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.base._loc_scale(*args, **kwargs)  # for median and quantiles

@@ -1,0 +1,169 @@
+"""Divergences of a guide's units from their priors: planted guides, closed forms,
+quadrature.
+"""
+
+import math
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal, AutoNormal
+from torch import nn
+
+import pyro_symmetric as ps
+from pyro_symmetric.guides import unit_divergences
+
+UNITS = 50
+NETWORKS = [
+    nn.Sequential(nn.Linear(1, UNITS), nn.Tanh(), nn.Linear(UNITS, 1)),
+    nn.Sequential(nn.Linear(4, UNITS), nn.ReLU(), nn.Linear(UNITS, 3)),
+    nn.Sequential(nn.Linear(64, UNITS), nn.Tanh(), nn.Linear(UNITS, 1)),
+    nn.Sequential(nn.Linear(2, UNITS, bias=False), nn.GELU(), nn.Linear(UNITS, 2)),
+    nn.Sequential(nn.Linear(3, 20), nn.ReLU(), nn.Linear(20, 30), nn.ReLU())
+    + nn.Sequential(nn.Linear(30, 1)),
+]
+
+
+def hidden_units(net: nn.Sequential) -> ps.Group:
+    """Permute the units of every hidden layer."""
+    axes: dict[str, tuple[str | None, ...]] = {}
+    entering = None
+    for name, layer in net.named_children():
+        if isinstance(layer, nn.Linear):
+            leaving = None if layer is net[-1] else f"layer {name}"
+            axes[f"{name}.weight"] = (leaving, entering)
+            axes[f"{name}.bias"] = (leaving,)
+            entering = leaving
+    weights = dict(net.named_parameters())
+    return ps.Group.declare({k: v for k, v in axes.items() if k in weights}, weights)
+
+
+def planted(guide: Any, model: Any, place: float) -> None:
+    """Put a mean-field guide ``place`` deviations of the prior beside its mean."""
+    priors = [prior.base_dist for prior in model.priors().values()]
+    scale = torch.cat([prior.scale.flatten() for prior in priors])
+    with torch.no_grad():
+        guide.loc.copy_(place * scale)
+        guide.scale = scale.clone()
+
+
+@pytest.mark.parametrize("net", NETWORKS)
+def test_all_units_at_the_prior_are_named_and_none_far_from_it(net: nn.Module) -> None:
+    """Ten networks: five, with two priors each."""
+    x, y = torch.randn(2, net[0].in_features), torch.randn(2)
+    group = hidden_units(net)
+    for fan_in in (False, True):
+        model = ps.BayesianModel(net, ps.GaussianPrior(1.0, fan_in), "gaussian", 2)
+        guide = AutoDiagonalNormal(model)
+        guide(x, y)
+        planted(guide, model, 0.0)
+        at_prior = unit_divergences(guide, group)
+        assert (at_prior.at_prior, sum(map(len, at_prior.nats))) == (UNITS, UNITS)
+        assert f"{UNITS} of {UNITS} units are at the prior" in repr(at_prior)
+        assert "train on the symmetrised ELBO" in repr(at_prior)
+        planted(guide, model, 5.0)
+        far = unit_divergences(guide, group)
+        assert far.at_prior == 0
+        assert repr(far).startswith(f"0 of {UNITS} units")
+        assert "train" not in repr(far)
+
+
+def locations(prior: Any) -> Any:
+    """Three exchangeable locations and, beside them, a weight that isn't moved."""
+
+    def model() -> None:
+        with pyro.plate("units", 3):
+            pyro.sample("w", prior)
+        pyro.sample("other", dist.Normal(7.0, 1.0))
+
+    return model
+
+
+GROUP = ps.Group.declare({"w": ("unit",)}, {"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("kind", [AutoNormal, AutoDiagonalNormal])
+@pytest.mark.parametrize(
+    ("prior", "tolerance"),
+    [
+        (dist.Normal(0.5, 2.0), 1e-5),
+        (dist.Laplace(0.0, 1.0), 0.25),
+        (dist.Gamma(2.0, 1.0), 0.25),
+        (dist.Beta(2.0, 3.0), 0.25),
+    ],
+)
+def test_divergences_are_those_of_quadrature(
+    kind: Any, prior: Any, tolerance: float
+) -> None:
+    """Of unconstrained values; five errors or more of 256 draws (1 in 10^6)."""
+    guide = kind(locations(prior), init_scale=0.7)
+    guide()
+    transform = dist.transforms.biject_to(prior.support)
+    for unit, nats in enumerate(unit_divergences(guide, GROUP).nats[0]):
+        centre = transform.inv(guide.median()["w"][unit]).double()
+        base = dist.Normal(centre, torch.tensor(0.7).double())
+        z = centre + torch.linspace(-6, 6, 4001).double()
+        log_prior = prior.log_prob(transform(z)) + transform.log_abs_det_jacobian(
+            z, transform(z)
+        )
+        log_guide = base.log_prob(z)
+        exact = torch.trapezoid(log_guide.exp() * (log_guide - log_prior), z)
+        assert float(nats) == pytest.approx(float(exact), abs=tolerance)
+
+
+def test_the_evidence_averages_over_the_scales_that_priors_depend_on() -> None:
+    """Against the closed form of the expected divergence, whatever the start was."""
+
+    def model() -> None:
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("units", 3):
+            pyro.sample("w", dist.Normal(0.0, scale))
+
+    guide = ps.AutoSymmetrized(model, GROUP, init_scale=0.1).setup()
+    log_scale = -3.0
+    with torch.no_grad():
+        guide.base.loc.copy_(torch.tensor([log_scale, 0.0, 0.0, 1.0]))
+        guide.base.scale = torch.tensor([1e-4, *[math.exp(log_scale)] * 3])
+    units = ps.evidence(guide).units
+    assert units is not None
+    exact = torch.tensor([0.0, 0.0, 0.5 * math.exp(-2 * log_scale)])
+    torch.testing.assert_close(units.nats[0], exact, rtol=2e-3, atol=1e-3)
+    assert (units.at_prior, units.symmetrized) == (2, True)
+
+
+def test_evidence_and_guide_show_the_units_in_a_line() -> None:
+    model = locations(dist.Normal(0.0, 1.0))
+    plain = AutoNormal(model, init_scale=1.0)
+    plain()
+    guide = ps.AutoSymmetrized(model, GROUP, base=plain).setup()
+    state = torch.get_rng_state()
+    assert "3 of 3 units are at the prior" in repr(guide)
+    assert torch.equal(torch.get_rng_state(), state)
+    found = ps.evidence(guide)
+    assert found.units is not None
+    share = (found.symmetrized_elbo - found.elbo) / math.log(6)
+    assert found.units.share == pytest.approx(share)
+    assert f"{found.units}" in repr(found)
+    assert "train on the symmetrised ELBO" in repr(found)
+    trained = ps.AutoSymmetrized(model, GROUP, init_scale=1.0)
+    assert "units" not in repr(trained)  # not set up yet
+    assert "train" not in repr(trained.setup())
+    off = ps.AutoSymmetrized(model, GROUP, estimator=ps.InfoNCE(0), init_scale=1.0)
+    assert "train on the symmetrised ELBO" in repr(off.setup())
+
+
+def test_of_a_flow_and_of_a_simplex_no_divergence_is_told() -> None:
+    pyro.set_rng_seed(0)
+    model = locations(dist.Normal(0.0, 1.0))
+    flow = ps.AutoSymmetrized(model, GROUP, base=AutoIAFNormal).setup()
+    assert "prior" not in repr(flow)
+    assert ps.evidence(flow, num_samples=20).units is None
+
+    def shares() -> None:
+        pyro.sample("w", dist.Dirichlet(torch.ones(3)))
+
+    guide = ps.AutoSymmetrized(shares, GROUP).setup()
+    assert "prior" not in repr(guide)
+    assert ps.evidence(guide, num_samples=20).units is None
