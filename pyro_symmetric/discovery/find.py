@@ -113,7 +113,8 @@ def find_symmetry(
         :meth:`~pyro_symmetric.Symmetry.holding`.
     :param verify: whether to try random elements on a copy in float64. Moves that fail
         are dropped, with a warning; an inconclusive check warns
-        (``UnverifiedSymmetry``).
+        (``UnverifiedSymmetry``). Of a model: whether to try random elements of the
+        whole group at generic points; moves that fail are dropped, with a remark.
     :param logits: whether outputs go through a softmax, so that one constant may be
         added to the last bias.
     :param accidents: of a model, whether to keep what holds for these data, but not for
@@ -130,7 +131,9 @@ def find_symmetry(
         )
         return of_bayesian_model(net, found)
     if is_pyro_model(net, example_inputs, kwargs or {}):
-        return find_model_symmetry(net, example_inputs, kwargs, only, freeze, accidents)
+        return find_model_symmetry(
+            net, example_inputs, kwargs, only, freeze, accidents, verify
+        )
     arguments.instance("net", net, nn.Module, "a torch.nn.Module, or a Pyro model")
     assert isinstance(net, nn.Module)
     _require_parameters(net)

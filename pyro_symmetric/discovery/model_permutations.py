@@ -45,12 +45,12 @@ def permuting_units(searcher: Searcher) -> list[Factor]:
     """Return all units that permute."""
     factors = list[Factor]()
     for count, candidates in axes_by_length(searcher.movable_shapes).items():
-        factors += _permutations(searcher, count, candidates)
+        factors += permutations_along(searcher, count, candidates)
     factors += _blocks(searcher, factors)
     return [_placed_inside(factor, factors, searcher) for factor in factors]
 
 
-def _permutations(
+def permutations_along(
     searcher: Searcher, count: int, candidates: Candidates
 ) -> list[Factor]:
     """Return the units of ``count`` positions that permute.
@@ -264,7 +264,7 @@ def _blocks(searcher: Searcher, factors: Sequence[Factor]) -> list[Factor]:
         for interleaved in (False, True):
             candidates = _block_candidates(free, shapes, count, interleaved)
             if candidates:
-                in_blocks += _permutations(searcher, count, candidates)
+                in_blocks += permutations_along(searcher, count, candidates)
                 taken = {(p.site, p.dim) for factor in in_blocks for p in factor.places}
                 free = [axis for axis in free if axis not in taken]
     return in_blocks

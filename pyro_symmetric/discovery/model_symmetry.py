@@ -14,8 +14,9 @@ positions apart that differ by their data.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,11 @@ from torch import Tensor, nn
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
 from pyro_symmetric.discovery.model_group import Built, built_group
-from pyro_symmetric.discovery.model_permutations import Factor, permuting_units
+from pyro_symmetric.discovery.model_permutations import (
+    Factor,
+    permutations_along,
+    permuting_units,
+)
 from pyro_symmetric.discovery.model_signs import SignFlip, flipping_signs
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
@@ -83,6 +88,7 @@ def find_model_symmetry(
     only: Names | None = None,
     freeze: Names = (),
     accidents: bool = False,
+    verify: bool = True,
 ) -> Symmetry:
     """Find the permutations and signs that leave a Pyro model's joint density
     unchanged; see :func:`~pyro_symmetric.find_symmetry`.
@@ -100,7 +106,7 @@ def find_model_symmetry(
     if not accidents and (moves.factors or moves.flips):
         moves, dropped = _without_accidents(moves, searcher, model, args, kwargs)
     built = built_group(moves.factors, moves.flips, density.shapes)
-    repaired = _repaired(built.group, density)
+    repaired = _repaired(built.group, density) if verify else Built(built.group, [])
     remarks = [*moves.remarks, *built.remarks, *repaired.remarks]
     explanation = _explained(searcher, repaired.group, dropped)
     return Symmetry(
@@ -167,17 +173,21 @@ def _all_moves(searcher: Searcher) -> Moves:
 
 
 class _StackedDensity:
-    """A density whose sites of a loop, such as ``loc_0, loc_1``, are one site with a
-    leading axis.
+    """A density whose sites of loops, such as ``loc_0, loc_1``, are one site each, with
+    a leading axis.
+
+    :param stacks: common part of the names -> sites.
     """
 
-    def __init__(self, density: ModelDensity, stack: str, members: Sequence[str]):
-        self.density, self.stack, self.members = density, stack, members
+    def __init__(self, density: ModelDensity, stacks: Mapping[str, Sequence[str]]):
+        self.density, self.stacks = density, stacks
 
     def stacked(self, points: Weights) -> Weights:
-        """Stack the members of points ``(points,) + shape``."""
-        result = {s: v for s, v in points.items() if s not in self.members}
-        result[self.stack] = torch.stack([points[m] for m in self.members], 1)
+        """Stack the sites of points ``(points,) + shape``."""
+        members = set(itertools.chain.from_iterable(self.stacks.values()))
+        result = {s: v for s, v in points.items() if s not in members}
+        for stack, sites in self.stacks.items():
+            result[stack] = torch.stack([points[site] for site in sites], 1)
         return result
 
     def terms(self, points: Weights) -> Terms:
@@ -190,45 +200,59 @@ class _StackedDensity:
         return self.density.same(after, before)
 
     def site_inside(self, site: str, values: Tensor) -> Tensor:
-        if site != self.stack:
-            return self.density.site_inside(site, values)
         inside = list[Tensor]()
-        for member, value in zip(self.members, values.unbind(1), strict=True):
+        for member, value in self._members(site, values):
             inside.append(self.density.site_inside(member, value))
         return torch.stack(inside).all(0)
 
+    def _members(self, site: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if site not in self.stacks:
+            yield site, values
+            return
+        yield from zip(self.stacks[site], values.unbind(1), strict=True)
+
     def _unstacked(self, points: Weights) -> Weights:
-        result = {s: v for s, v in points.items() if s != self.stack}
-        for number, member in enumerate(self.members):
-            result[member] = points[self.stack][:, number]
+        result = dict[str, Tensor]()
+        for site, values in points.items():
+            result.update(self._members(site, values))
         return {site: result[site] for site in self.density.shapes}
 
 
 def _whole_sites(searcher: Searcher) -> list[str]:
     """Return advice on sites that a loop makes and that exchange as wholes."""
+    families = _families(searcher)
     remarks = list[str]()
-    for stack, members in _families(searcher).items():
-        density: Any = _StackedDensity(searcher.density, stack, members)
+    for count in sorted({len(sites) for sites in families.values()}):
+        stacks = {s: sites for s, sites in families.items() if len(sites) == count}
+        density: Any = _StackedDensity(searcher.density, stacks)
         points = density.stacked(searcher.points)
-        of_stack = Searcher(density, points, searcher.before, searcher.movable)
-        count = len(members)
+        of_stacks = Searcher(density, points, searcher.before, searcher.movable)
         candidates = axes_by_length(searcher.movable_shapes).get(count, {})
-        for member in members:
-            candidates.pop(member, None)
-        candidates[stack] = [Place(stack, 0)]
-        exchange = Exchange(0, 1, count)
-        for places in of_stack.valid_sets(exchange, candidates):
-            if Place(stack, 0) not in places:
-                continue
-            beside = sorted(str(place) for place in places if place.site != stack)
-            together = f" with {', '.join(beside)}" if beside else ""
-            name = stack.rstrip("_") or "site"
-            remarks.append(
-                f"the sites {', '.join(members)} exchange as wholes{together}, which no "
-                f"group here can express: sample them in one plate, with "
-                f"pyro.plate('{name}_plate', {count}): pyro.sample('{name}', ...)"
-            )
+        candidates = {s: axes for s, axes in candidates.items() if s in points}
+        candidates |= {stack: [Place(stack, 0)] for stack in stacks}
+        for factor in permutations_along(of_stacks, count, candidates):
+            remarks += _advice(factor, stacks)
     return remarks
+
+
+def _advice(factor: Factor, stacks: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a remark on the sites of loops among the places of a factor."""
+    moved = [place for place in sorted(factor.places) if place.site in stacks]
+    if not moved:
+        return []
+    exchanged = list[str]()
+    for place in moved:
+        sites = [stacks[place.site][unit] for unit in factor.units]
+        exchanged.append(", ".join(sites))
+    beside = sorted(str(place) for place in factor.places - {*moved})
+    together = f", together with {', '.join(beside)}," if beside else ""
+    names = [place.site.rstrip("_") or "site" for place in moved]
+    lines = ", ".join(f"pyro.sample({name!r}, ...)" for name in names)
+    return [
+        f"the sites {' and '.join(exchanged)} exchange as wholes{together} which no "
+        f"group here can express: sample them in one plate, with "
+        f"pyro.plate('{names[0]}_plate', {len(factor.units)}): {lines}"
+    ]
 
 
 def _families(searcher: Searcher) -> dict[str, list[str]]:

@@ -246,6 +246,37 @@ def test_sites_of_a_loop_are_told_to_move_into_a_plate():
     assert "pyro.plate('loc_plate', 3)" in str(symmetry)
 
 
+def test_sites_of_several_loops_that_exchange_together_are_told():
+    def looped(x: Tensor) -> None:
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+        locs, scales = [], []
+        for k in range(3):
+            locs.append(pyro.sample(f"loc_{k}", dist.Normal(0.0, 5.0)))
+            scales.append(pyro.sample(f"scale_{k}", dist.LogNormal(0.0, 1.0)))
+        components = dist.Normal(torch.stack(locs, -1), torch.stack(scales, -1))
+        with pyro.plate("data", len(x)):
+            fn = dist.MixtureSameFamily(dist.Categorical(weights), components)
+            pyro.sample("x", fn, obs=x)
+
+    symmetry = ps.find_symmetry(looped, X)
+    assert symmetry.at_least
+    sites = "loc_0, loc_1, loc_2 and scale_0, scale_1, scale_2"
+    assert f"{sites} exchange as wholes, together with weights[0]," in str(symmetry)
+
+
+def test_without_verification_no_random_elements_are_tried(monkeypatch):
+    from pyro_symmetric.discovery import model_symmetry
+
+    def refused(*_: object) -> None:
+        raise AssertionError("tried")
+
+    monkeypatch.setattr(model_symmetry, "_repaired", refused)
+    symmetry = ps.find_symmetry(mixture, X, ONES, verify=False)
+    assert symmetry.permutations.order() == 6
+    with pytest.raises(AssertionError, match="tried"):
+        ps.find_symmetry(mixture, X, ONES)
+
+
 def test_dropout_is_refused():
     def noisy(x: Tensor) -> None:
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
