@@ -276,7 +276,8 @@ class TracedTarget(Traced):
             "the model's density isn't a function of its sites: two evaluations at one "
             "point differ"
         )
-        if hidden := hidden_sites(self._prior_run):
+        blocked = hidden_sites(self._prior_run)  # around the call, perhaps all sites
+        if hidden := [name for name in blocked if name not in self.sites]:
             return ValueError(
                 f"{found}. The model draws the sites {hidden} anew each time, as "
                 "poutine.block hides them; leave them visible (a sampler moves "

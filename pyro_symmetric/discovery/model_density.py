@@ -185,11 +185,7 @@ class ModelDensity:
         points, before = self.generic, self.before
         again = self.terms(points)
         if not torch.equal(before.values, again.values):
-            raise InconclusiveError(
-                "two evaluations of the model's density at the same sites differ, so "
-                "that no symmetry can be told: is there dropout (call .eval()), or "
-                "randomness outside of pyro.sample?"
-            )
+            raise InconclusiveError(str(self.target.is_random()))
         epsilon = torch.finfo(self.dtype).eps
         nearby = {site: value * (1 + epsilon) for site, value in points.items()}
         after = self.terms(nearby)

@@ -350,7 +350,8 @@ def evidence(
                 if posterior.kind == "chains"
                 else 1.0
             )
-    doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat)
+    apart = float(at_chains.mean()) - mean if bridged else 0.0
+    doubts = doubts_of(weighted, k, slow, mean, open_nats, bridged, r_hat, apart)
     if getattr(guide, "at_least", False):
         doubts += ("symmetry: it says at least, and copies that it misses count less",)
     elbos = (
@@ -406,6 +407,7 @@ def doubts_of(
     open_nats: bool = False,
     bridged: EvidenceEstimate | None = None,
     r_hat: float = 1.0,
+    apart: float = 0.0,
 ) -> tuple[str, ...]:
     """Return the diagnostics that the estimates by importance sampling, ``weighted``,
     and by the bridge fail.
@@ -414,7 +416,9 @@ def doubts_of(
     is then too small:
     :func:`slow_tail` looks at more of them, and log-normal weights whose log-mean lies
     ``above`` the ELBO, the mean of their logarithms, are worth ``exp(-2 above)`` of a
-    draw each. Importance sampling in doubt should be too low.
+    draw each. Importance sampling in doubt should be too low. The log-ratios of two
+    normals whose means are ``d`` deviations apart differ by ``d**2``, ``apart``, and
+    the share ``exp(-apart / 8)`` of their draws overlaps.
     """
     largest_k, count = (
         min(0.7, 1 - 1 / math.log10(max(weighted.num_draws, 11))),
@@ -463,6 +467,11 @@ def doubts_of(
                 f"bridge sampling: {mixing}, with an error of {bridged.error:.2g} nats",
             ),
             (difference > 3 * error, f"bridge sampling: {differs}"),
+            (
+                weighted.num_draws * math.exp(-max(apart, 0.0) / 8) < 50,
+                "bridge sampling: draws of guide and posterior don't overlap, as their "
+                f"log-ratios lie {apart:.4g} nats apart",
+            ),
         ]
     return tuple(reason for wrong, reason in checks if wrong)
 

@@ -29,6 +29,7 @@ from pyro_symmetric.guides.base import WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
+from pyro_symmetric.weights import require_finite
 
 KIND = "guide"
 VERSION = 4
@@ -54,6 +55,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     torch.Size([20, 3])
 
     :raises TypeError: for any other guide or estimator.
+    :raises ValueError: for a guide that isn't set up, or holds NaN or infinite values.
     :raises OSError: if the file can't be written.
     """
     if not isinstance(guide, AutoGuide):
@@ -63,6 +65,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
             "pyro.get_param_store() or its module's state_dict()"
         )
     header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
+    require_finite(dict(guide.named_parameters()), "guide")
     moments = AutoGaussian(guide, plain_posterior(guide))
     if isinstance(guide, AutoSymmetrized):
         name = type(guide.estimator).__name__
@@ -98,8 +101,10 @@ def load_guide(
     :param device: the device of its parameters and draws; by default the CPU.
     :raises OSError: if the file can't be read.
     :raises StoreError: if its checksum doesn't fit, or it is no guide.
+    :raises ValueError: if a moment is NaN or infinite.
     """
     tensors, header = load_tensors(path, KIND, VERSION)
+    require_finite(tensors, str(path))
     if device is not None:
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
@@ -136,6 +141,7 @@ _KINDS = {
 
 def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
     """Describe the sites of a guide, with their supports and the plates around them."""
+    shapes = layout_of(guide).site_shapes  # raises before set-up
     nodes = guide.prototype_trace.nodes  # type: ignore[union-attr]
     return [
         {
@@ -148,7 +154,7 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
                 for p in nodes[name]["cond_indep_stack"]
             ],
         }
-        for name, shape in layout_of(guide).site_shapes.items()
+        for name, shape in shapes.items()
     ]
 
 

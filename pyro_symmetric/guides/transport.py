@@ -276,6 +276,8 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
         raise ValueError(
             "posterior has no model; attach it by posterior.attach(model, *args)"
         )
+    if posterior.num_chains * posterior.num_samples < 2:
+        raise ValueError("posterior is one draw, which has no covariance; give more")
     model, args, kwargs = posterior.source[:3]
     # priors may be improper
     draw = {site: draws[0, 0] for site, draws in posterior.samples.items()}

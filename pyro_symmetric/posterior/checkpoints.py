@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -48,6 +47,8 @@ def read_checkpoints(
     :param pattern: of the folder's files, for :meth:`pathlib.Path.glob`; those with a
         known ending are read in natural order (``net-2`` before ``net-10``).
     :param rename: name in the file -> name of the site, or ``None`` to leave it out.
+        By default sites are named as in the network that was compiled or made parallel,
+        without ``_orig_mod.``, and without ``module.`` at the start of all names.
         Running statistics of batch normalisation become sites; integer tensors are left
         out.
     :param key: of the state dict in a ``.pt`` file. Default: the file's own top level,
@@ -143,10 +144,10 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
         (entries[name] for name in _KEYS if isinstance(entries.get(name), Mapping)),
         entries,
     )
-    state: Any = default if key is None else entries.get(key)
+    state = default if key is None else entries.get(key)
     tensors = {
         str(name): value
-        for name, value in (state or {}).items()
+        for name, value in (state if isinstance(state, Mapping) else {}).items()
         if isinstance(value, Tensor)
     }
     if not tensors:
@@ -157,11 +158,23 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
     return tensors
 
 
+def _unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state with the names that it has without ``torch.compile`` and
+    ``DataParallel``.
+    """
+    names = [name.replace("_orig_mod.", "") for name in state]
+    while all(name.startswith("module.") for name in names):
+        names = [name.removeprefix("module.") for name in names]
+    return dict(zip(names, state.values(), strict=True))
+
+
 def _sites(
     state: Mapping[str, Tensor], rename: Callable[[str], str | None] | None, file: Path
 ) -> Weights:
     """Rename the tensors of one network to sites."""
     sites: Weights = {}
+    if rename is None:
+        state = _unwrapped(state)
     for name, value in state.items():
         site = name if rename is None else rename(name)
         if site is None or not (value.is_floating_point() or value.is_complex()):

@@ -287,6 +287,16 @@ def test_dropout_is_refused():
         ps.find_symmetry(noisy, torch.tensor(0.3))
 
 
+def test_a_model_that_hides_sites_is_told_their_names():
+    def hidden() -> None:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(w.sum() + z, 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(InconclusiveError, match=r"\['z'\].*poutine\.block"):
+        ps.find_symmetry(pyro.poutine.block(hidden, hide=["z"]))
+
+
 def test_only_and_freeze_choose_sites():
     free = ps.find_symmetry(mixture, X, ONES)
     assert free.permutations.order() == 6

@@ -353,3 +353,30 @@ def test_a_guide_far_from_the_posterior_is_doubted_though_no_weight_stands_out(
     )
     assert all(doubt.startswith("importance sampling") for doubt in bridged.doubts)
     assert bool(bridged.doubts) == doubted
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize(("distance", "doubted"), [(1.0, False), (30.0, True)])
+def test_a_bridge_between_sets_that_do_not_overlap_is_doubted(
+    distance: float, doubted: bool
+) -> None:
+    """Guide and posterior are normal in two weights: of such draws a bridge over 30
+    deviations knows nothing, and over one it is right up to 4.5 errors, which 1 in
+    10^5 exceeds."""
+    group = ps.Group.declare({"w": ("k",)}, {"w": torch.Size([2])})
+    guide = normal_guide(torch.zeros(2), torch.ones(2))
+    there = torch.tensor(distance / math.sqrt(2))
+
+    def density(weights: Any) -> torch.Tensor:
+        return dist.Normal(there, 1.0).log_prob(weights["w"]).sum(-1)
+
+    draws = ps.Posterior({"w": there + torch.randn(1, 1000, 2)}, kind="independent")
+    found = evidence(guide, log_joint=density, symmetry=group, posterior=draws)
+    assert any("don't overlap" in doubt for doubt in found.doubts) == doubted
+    if not doubted:
+        assert abs(found.best.log_evidence) < 4.5 * found.best.error
+
+
+def test_a_gaussian_of_a_single_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="one draw, which has no covariance"):
+        ps.guides.fit_gaussian(exact_draws(2, (1, 1)), relabellings(2))

@@ -32,7 +32,9 @@ from pyro_symmetric.guides import (
     push_forward,
     save_guide,
 )
+from pyro_symmetric.guides.files import KIND, VERSION
 from pyro_symmetric.models import BayesianModel
+from pyro_symmetric.store import load_tensors, save_tensors
 
 HIDDEN = 3
 X = torch.linspace(-2, 2, 20)[:, None]
@@ -240,3 +242,35 @@ def test_a_guide_over_a_flow_is_refused_by_a_file(tmp_path: Path) -> None:
     )
     with pytest.raises(TypeError, match="isn't Gaussian"):
         save_guide(guide.setup(X, Y), tmp_path / "flow.safetensors")
+
+
+@pytest.mark.parametrize("kind", [AutoNormal, AutoDiagonalNormal, AutoUnitBlocks])
+def test_a_guide_is_set_up_before_it_is_saved(kind: type, tmp_path: Path) -> None:
+    model, guide = symmetrized("diagonal")
+    args = (model, guide.group) if kind is AutoUnitBlocks else (model,)
+    for early in (kind(*args), guide):
+        with pytest.raises(ValueError, match="hasn't been set up"):
+            save_guide(early, tmp_path / "guide.safetensors")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_moments_that_are_not_finite_are_neither_saved_nor_loaded(
+    value: float, tmp_path: Path
+) -> None:
+    _, guide = symmetrized("diagonal")
+    guide.setup(X, Y)
+    with torch.no_grad():
+        guide.base.loc[0] = value
+    path = tmp_path / "guide.safetensors"
+    with pytest.raises(ValueError, match=r"loc'\] holds 1 NaN or infinite"):
+        save_guide(guide, path)
+    assert not path.exists()
+    with torch.no_grad():
+        guide.base.loc[0] = 0.0
+    save_guide(guide, path)
+    tensors, header = load_tensors(path, KIND, VERSION)
+    tensors["loc"][0] = value
+    fields = {name: header[name] for name in ("sites", "group", "estimator")}
+    save_tensors(path, KIND, VERSION, tensors, fields)
+    with pytest.raises(ValueError, match=r"loc'\] holds 1 NaN or infinite"):
+        load_guide(path)

@@ -108,3 +108,36 @@ def test_a_network_that_is_not_finite_is_warned_of_and_named(tmp_path):
     ):
         posterior = read_checkpoints(tmp_path, progress=False)
     assert posterior.metadata["not_finite"] == ["net-1.pt"]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [torch.compile, nn.DataParallel, lambda net: nn.DataParallel(torch.compile(net))],
+)
+def test_compiled_and_parallel_networks_have_the_sites_of_the_plain_one(tmp_path, wrap):
+    states = [network().state_dict() for _ in range(2)]
+    torch.save(states[0], tmp_path / "net-0.pt")
+    net = network()
+    net.load_state_dict(states[1])
+    torch.save(wrap(net).state_dict(), tmp_path / "net-1.pt")
+    samples = read_checkpoints(tmp_path, progress=False).samples
+    for number, state in enumerate(states):
+        assert all(torch.equal(samples[s][0, number], state[s]) for s in samples)
+    files = [tmp_path / "net-1.pt"]
+    named = read_checkpoints(files, rename=lambda name: name, progress=False)
+    assert set(named.samples).isdisjoint(samples)
+
+
+def test_a_submodule_may_be_compiled_or_called_module(tmp_path):
+    net = nn.Sequential(torch.compile(nn.Linear(2, 3)), nn.Linear(3, 1))
+    net[1].module = nn.Linear(2, 2)
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    samples = read_checkpoints(tmp_path, progress=False).samples
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert set(samples) == {*names, "1.module.weight", "1.module.bias"}
+
+
+def test_a_key_that_names_a_number_is_told_what_the_file_holds(tmp_path):
+    torch.save({"epoch": 3, "net": network().state_dict()}, tmp_path / "net.pt")
+    with pytest.raises(ValueError, match=r"no state dict, but \['epoch', 'net'\]"):
+        read_checkpoints(tmp_path, key="epoch", progress=False)
