@@ -24,6 +24,7 @@ EXPERIMENTS = {
             "mode_proximity",
         )
     },
+    "experiments.beyond.little_data": [],
     "experiments.laurent_2024.two_blobs": ["--networks", "300"],
     "experiments.laurent_2024.two_circles": [],
     "experiments.laurent_2024.functional_collapse": [],

@@ -5,15 +5,19 @@ quadrature.
 import math
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal, AutoNormal
+from pyro.infer.autoguide.initialization import init_to_value
 from torch import nn
 
 import pyro_symmetric as ps
 from pyro_symmetric.guides import unit_divergences
+from pyro_symmetric.guides.gaussian import plain_posterior
 
 UNITS = 50
 NETWORKS = [
@@ -167,3 +171,54 @@ def test_of_a_flow_and_of_a_simplex_no_divergence_is_told() -> None:
     guide = ps.AutoSymmetrized(shares, GROUP).setup()
     assert "prior" not in repr(guide)
     assert ps.evidence(guide, num_samples=20).units is None
+
+
+class Noise:
+    """Normal numbers one after the other, however many are asked for at once."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, shape: Any, dtype: Any, device: Any) -> torch.Tensor:
+        return torch.from_numpy(self.random.standard_normal(tuple(shape))).to(dtype)
+
+
+def test_stock_guides_train_as_a_symmetrised_one_whose_estimator_has_no_terms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From one start and the same noise: so what else changes is due to the objective.
+
+    Stock guides may train the very tensors of ``init_to_value``: each gets copies.
+    """
+    net = nn.Sequential(nn.Linear(2, 20), nn.Tanh(), nn.Linear(20, 1))
+    model = ps.BayesianModel(net, likelihood=ps.GaussianLikelihood(0.3))
+    x = torch.randn(15, 2)
+    y = x[:, 0].sin()
+    weights = model.initial_weights()
+    makes = {
+        "stock": lambda **start: AutoNormal(model, **start),
+        "flat": lambda **start: AutoDiagonalNormal(model, **start),
+        "symmetrised": lambda **start: ps.AutoSymmetrized(
+            model, hidden_units(net), estimator=ps.InfoNCE(0), **start
+        ),
+    }
+    losses, posteriors = {}, {}
+    for name, make in makes.items():
+        pyro.clear_param_store()
+        start = {site: value.clone() for site, value in weights.items()}
+        guide = make(init_loc_fn=init_to_value(values=start), init_scale=0.1)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), Trace_ELBO())
+        with torch.no_grad():
+            guide(x, y)
+        monkeypatch.setattr(torch.distributions.normal, "_standard_normal", Noise())
+        losses[name] = [svi.step(x, y) for _ in range(60)]
+        posteriors[name] = plain_posterior(guide)
+    for name in ("flat", "symmetrised"):
+        assert losses[name] == pytest.approx(losses["stock"], rel=1e-4)
+        for moment in ("mean", "stddev"):
+            torch.testing.assert_close(
+                getattr(posteriors[name], moment),
+                getattr(posteriors["stock"], moment),
+                rtol=1e-3,
+                atol=1e-4,
+            )
