@@ -36,7 +36,8 @@ INSIDE = {
         ["enumeration", "site_checks"],
         ["traced"],
         ["eager"],
-        ["compiled", "layers"],
+        ["lanes", "layers"],
+        ["compiled"],
         ["density"],
     ],
     "posterior": [

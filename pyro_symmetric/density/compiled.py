@@ -15,12 +15,17 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_symmetric._process import LOCK, OwnLock, without_messages, without_warnings
+from pyro_symmetric._process import (
+    OwnLock,
+    running_pyro,
+    without_messages,
+    without_warnings,
+)
 from pyro_symmetric.density.eager import (
     Eager,
     Evaluation,
@@ -28,9 +33,12 @@ from pyro_symmetric.density.eager import (
     Unavailable,
     same_evaluation,
 )
+from pyro_symmetric.density.lanes import ChainsLast
+from pyro_symmetric.density.traced import TracedTarget
 
 # for which compiling, about 9 s, pays: an eager evaluation takes 2.5 ms or more
 MIN_EVALUATIONS = 3500
+MIN_LANES = 16  # chains from which innermost loops over chains are faster
 # With one thread PyTorch starts no worker processes. It detects vector instructions by
 # compiling and loading test programs, which takes as long as all else; AVX512 is known
 # from its own kernels.
@@ -51,8 +59,18 @@ def has_compiler(device: torch.device) -> bool:
     return device.type != "cpu" or any(shutil.which(name) for name in names)
 
 
+class Program(NamedTuple):
+    """A compiled function of tensors."""
+
+    function: Callable[..., Any]
+    results: Any  # their structure
+
+
 class Compiled:
     """The compiled programs of one density.
+
+    Those of :data:`MIN_LANES` chains and more hold the chains along the last axis, in
+    memory as well, if the model can be traced so.
 
     :param most_chains: largest number of chains to compile for; intermediate results of
         more leave the cache.
@@ -62,7 +80,11 @@ class Compiled:
 
     def __init__(self, eager: Eager, most_chains: int):
         self.eager, self.most_chains = eager, most_chains
-        self._programs: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._lanes: ChainsLast | None = None
+        self._has_lanes = (
+            isinstance(eager.target, TracedTarget) and not eager.target.row_counts
+        )
         self._lock = OwnLock()
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
@@ -84,36 +106,69 @@ class Compiled:
         """
         flat: list[Tensor] = []
         structure = flatten(inputs, flat)
+        if self._has_lanes and len(flat[0]) >= MIN_LANES and not flat[0].is_cuda:
+            try:
+                return self._run_last(function, structure, flat)
+            except Unavailable:
+                self._has_lanes, self._lanes = False, None
+        evaluate = self._evaluation(names)
         flat = [value.contiguous() for value in flat]  # so that strides don't matter
-        key = (
-            function,
-            names,
-            structure,
-            *[(value.shape, value.dtype) for value in flat],
-        )
+        return self._run(evaluate, function, names, structure, flat)
+
+    def _run_last(
+        self, function: Callable[..., Any], structure: Any, flat: list[Tensor]
+    ) -> Any:
+        """Run the program with the chains last."""
+        with self._lock:
+            if self._lanes is None:
+                self._lanes = self._traced_lanes(flat[0][0])
+        flat = [
+            value.t().contiguous().t() if value.dim() == 2 else value.contiguous()
+            for value in flat
+        ]
+        return self._run(self._lanes, function, (), structure, flat)
+
+    def _traced_lanes(self, z: Tensor) -> ChainsLast:
+        try:
+            with without_warnings():
+                return ChainsLast(self.eager, z.detach().clone())
+        # the model's code, operators and their rules may raise anything
+        except Exception as error:
+            raise Unavailable(str(error)) from error
+
+    def _run(
+        self,
+        evaluate: Callable[..., Evaluation],
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        structure: Any,
+        flat: list[Tensor],
+    ) -> Any:
+        shapes = [(value.shape, value.dtype) for value in flat]
+        key = (function, names, structure, *shapes)
         with self._lock:
             cached = self._programs.get(key)
-            program, out = cached or self._compile(
-                function, names, structure, [value.detach() for value in flat]
+            program = cached or self._compile(
+                evaluate, function, structure, [value.detach() for value in flat]
             )
         with torch.no_grad():
-            results = program(*flat)
+            results = program.function(*flat)
             if flat[0].is_cuda:  # a CUDA graph reuses the memory of its results
                 results = [value.clone() for value in results]
-            result = unflatten(out, iter(results))
+            result = unflatten(program.results, iter(results))
         if cached is None:
-            evaluate = self._evaluation(names)
+            expected = self._evaluation(names)
             pairs = [
-                ((point.energy, point.gradient), evaluate(point.z))
+                ((point.energy, point.gradient), expected(point.z))
                 for point in _points(result)
             ]
             if function is _evaluate:
-                pairs = [(result, evaluate(*flat))]
-            if not all(same_evaluation(actual, expected) for actual, expected in pairs):
+                pairs = [(result, expected(*flat))]
+            if not all(same_evaluation(*pair) for pair in pairs):
                 raise Unavailable(
                     "PyTorch's compiler made a program that computes something else"
                 )
-            self._programs[key] = program, out
+            self._programs[key] = program
         return result
 
     def _evaluation(self, names: tuple[str, ...]) -> Callable[..., Evaluation]:
@@ -125,25 +180,22 @@ class Compiled:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_programs": {}}
+        return {**vars(self), "_programs": {}, "_lanes": None}
 
     def _compile(
         self,
+        evaluate: Callable[..., Evaluation],
         function: Callable[..., Any],
-        names: tuple[str, ...],
         structure: Any,
         inputs: list[Tensor],
-    ) -> tuple[Callable[..., Any], Any]:
-        """Return a program of tensors, and the structure of its results."""
+    ) -> Program:
         from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
         out: list[Any] = []
 
         def of_tensors(*values: Tensor) -> list[Tensor]:
             results: list[Tensor] = []
-            result = function(
-                self._evaluation(names), *unflatten(structure, iter(values))
-            )
+            result = function(evaluate, *unflatten(structure, iter(values)))
             out[:] = [flatten(result, results)]
             return [
                 value.clone() if any(value is one for one in values) else value
@@ -153,7 +205,7 @@ class Compiled:
         try:
             # PyTorch logs programs that it can't cache on disk.
             with (
-                LOCK,
+                running_pyro(inputs[0].dtype),
                 without_warnings(),
                 without_messages("torch._inductor.standalone_compile"),
                 torch.no_grad(),
@@ -190,7 +242,7 @@ class Compiled:
             raise Unavailable(
                 f"compiling failed: {type(error).__name__}: {str(error).strip()[:300]}"
             ) from error
-        return program, out[0]
+        return Program(program, out[0])
 
 
 def _evaluate(evaluate: Callable[..., Evaluation], *inputs: Tensor) -> Evaluation:

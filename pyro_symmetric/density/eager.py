@@ -61,11 +61,21 @@ class Eager:
 
         :raises torch.linalg.LinAlgError: if a matrix of a chain is singular.
         """
+        return self._differentiated(z, lambda w: self.target.log_joint(w, rows))
+
+    def raw_of_one(self, z: Tensor) -> Evaluation:
+        """Evaluate one chain, ``(D,)``, of a Pyro model without mapping it."""
+        target: Any = self.target
+        return self._differentiated(z, target.log_joint_of_one)
+
+    def _differentiated(
+        self, z: Tensor, log_joint: Callable[[Weights], Tensor]
+    ) -> Evaluation:
         with torch.enable_grad():
             leaf = z.detach().requires_grad_()
             weights, log_det = self.layout.constrain_with_log_det(leaf)
             # a model may use double precision
-            energy = -(self.target.log_joint(weights, rows) + log_det).to(z.dtype)
+            energy = -(log_joint(weights) + log_det).to(z.dtype)
             return energy.detach(), torch.autograd.grad(energy.sum(), leaf)[0]
 
 

@@ -263,6 +263,11 @@ class TracedTarget(Traced):
     def log_joint(self, weights: Weights, rows: Mapping[str, Tensor] | None) -> Tensor:
         return self.mapped(self._log_joint, weights, dict(rows or {}))
 
+    def log_joint_of_one(self, weights: Weights) -> Tensor:
+        """Return the log-joint density of one set of weights, without a map."""
+        with _stand_ins(promoted(list(weights.values()))):
+            return self._log_joint(weights, {})
+
     def _log_joint(self, weights: Weights, rows: Mapping[str, Tensor]) -> Tensor:
         trace = self.run({**weights, **rows})
         if self.one_by_one:  # the model may branch on values

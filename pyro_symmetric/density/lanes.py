@@ -1,0 +1,428 @@
+"""A model's energies and gradients with the chains along the last axis.
+
+:func:`torch.func.vmap` puts chains along the first axis. The innermost loops of a
+compiled program then run over a model's own last axis, such as the three components of
+a mixture, one number after another. Here one chain's energy and gradient are traced as
+a graph, and the graph is interpreted with values of all chains, ``(*shape, C)``, so that
+innermost loops run over chains. Broadcasting aligns last axes: constants of a pointwise
+operator get an axis of size 1, and nothing else changes. Operators without a rule are
+mapped over the last axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from pyro_symmetric._process import running_pyro
+from pyro_symmetric.density.eager import Eager, Evaluation
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+LARGEST_CONSTANT = 2**20  # numbers; larger ones are computed anew in each evaluation
+SHORT_SUM = 16  # terms up to which cumulative sums are sums over a triangle
+
+
+@dataclass(frozen=True, eq=False)
+class Lanes:
+    """A value of each chain, ``(*shape, C)``."""
+
+    values: Tensor
+
+
+class Call(NamedTuple):
+    """An operator of one chain's graph with its arguments, some of which are Lanes."""
+
+    op: Any
+    arguments: dict[str, Any]  # by their names in the operator's schema
+    result: Any  # of one chain, as a fake tensor
+    num_chains: int
+
+    def aligned(self, value: Any) -> Any:
+        """Return a tensor that broadcasts with values of all chains; others unchanged."""
+        if isinstance(value, Lanes):
+            return value.values
+        is_array = isinstance(value, Tensor) and value.dim() > 0
+        return value.unsqueeze(-1) if is_array else value
+
+    def expanded(self, value: Any) -> Any:
+        """Return the values of all chains, of a tensor or of Lanes; others unchanged."""
+        if isinstance(value, Lanes):
+            return value.values
+        if isinstance(value, Tensor):
+            return value.unsqueeze(-1).expand(*value.shape, self.num_chains)
+        return value
+
+    def with_own_target(self) -> Call:
+        """Return the call with a clone of the tensor that it writes into.
+
+        PyTorch's compiler adds several times to an expanded tensor, whose numbers share
+        memory.
+        """
+        target = Lanes(self.expanded(self.arguments["self"]).clone())
+        return self._replace(arguments=self.arguments | {"self": target})
+
+
+class ChainsLast:
+    """The energy and gradient of a density, for any number of chains.
+
+    :param z: position of a chain, ``(D,)``.
+    :ivar constants: results of the graph's nodes that don't depend on the position.
+    """
+
+    def __init__(self, eager: Eager, z: Tensor):
+        # operators of the graph may make tensors in the default dtype
+        with running_pyro(z.dtype):
+            self.graph = _graph_of_one_chain(eager, z)
+            self.constants = _constants(self.graph)
+
+    def __call__(self, z: Tensor) -> Evaluation:
+        """Return energies ``(C,)`` and gradients ``(C, D)``."""
+        results: dict[Any, Any] = {
+            node: constant() for node, constant in self.constants.items()
+        }
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                results[node] = Lanes(z.t())
+            elif node.op != "output" and node not in results:
+                args, kwargs = fx.node.map_arg(
+                    (node.args, node.kwargs), results.__getitem__
+                )
+                results[node] = _interpret(node, args, kwargs, len(z))
+        call = Call(None, {}, None, len(z))
+        outputs: Any = self.graph.graph.output_node().args[0]
+        energy, gradient = [call.expanded(results[node]) for node in outputs]
+        return energy.clone(), gradient.t()
+
+
+def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
+    """Trace the energy and the gradient at one position, ``(D,)``, without mutations
+    and in the operators that PyTorch's compiler is left with.
+    """
+    from torch._inductor.decomposition import select_decomp_table  # slow to import
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        graph = make_fx(lambda position: eager.raw_of_one(position))(z)
+        pure = torch.func.functionalize(graph, remove="mutations")
+        graph = make_fx(pure, decomposition_table=dict(select_decomp_table()))(z)
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def _constants(graph: fx.GraphModule) -> dict[fx.Node, Callable[[], Any]]:
+    """Compute the nodes that don't depend on the position, such as ``lgamma(y + 1)``.
+
+    :return: functions that return them. They fill tensors of equal numbers anew, since
+        programs then hold the number.
+    """
+    results: dict[fx.Node, Any] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            results[node] = getattr(graph, node.target)
+        if node.op != "call_function":
+            continue
+        value = node.meta.get("val")
+        is_small = not isinstance(value, Tensor) or value.numel() <= LARGEST_CONSTANT
+        if is_small and all(parent in results for parent in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), results.__getitem__
+            )
+            results[node] = node.target(*args, **kwargs)
+    return {node: _source(value) for node, value in results.items()}
+
+
+def _source(value: Any) -> Callable[[], Any]:
+    """Return a function that returns a constant."""
+    if isinstance(value, Tensor) and value.numel() and not value.is_complex():
+        number = value.flatten()[0]
+        if bool((value == number).all()):
+            return functools.partial(
+                torch.full,
+                value.shape,
+                number.item(),
+                dtype=value.dtype,
+                device=value.device,
+            )
+    return lambda: value
+
+
+def _interpret(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], num_chains: int
+) -> Any:
+    """Return the result of a node for all chains: Lanes, or the same for each."""
+    op: Any = node.target
+    if op is operator.getitem or not any(
+        isinstance(leaf, Lanes) for leaf in tree_leaves((args, kwargs))
+    ):
+        return op(*args, **kwargs)
+    arguments = {}
+    for index, argument in enumerate(op._schema.arguments):
+        if index < len(args):
+            arguments[argument.name] = args[index]
+        elif argument.name in kwargs or argument.has_default_value():
+            arguments[argument.name] = kwargs.get(argument.name, argument.default_value)
+    if op in WITH_AXES:
+        op, arguments["dim"] = WITH_AXES[op], None
+    result = node.meta.get("val")
+    by_default = _pointwise if torch.Tag.pointwise in op.tags else _mapped
+    found = RULES.get(op, by_default)(Call(op, arguments, result, num_chains))
+    if not isinstance(found, Lanes) or not isinstance(result, Tensor):
+        return found
+    return Lanes(found.values.to(result.dtype).expand(*result.shape, num_chains))
+
+
+# rules of operators -------------------------------------------------------------------
+
+
+def _mapped(call: Call) -> Any:
+    """Map any operator over chains."""
+    leaves, structure = tree_flatten(call.arguments)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Lanes)]
+    absent: list[int] = []
+
+    def of_one(*values: Tensor) -> Any:
+        for place, value in zip(places, values, strict=True):
+            leaves[place] = value
+        result = call.op(**tree_unflatten(leaves, structure))
+        if not isinstance(result, tuple | list):
+            return result
+        absent[:] = [place for place, part in enumerate(result) if part is None]
+        return tuple(part for part in result if part is not None)
+
+    values = [leaves[place].values for place in places]
+    result = torch.vmap(of_one, in_dims=-1, out_dims=-1)(*values)
+    if isinstance(result, Tensor):
+        return Lanes(result)
+    parts: list[Any] = [Lanes(part) for part in result]
+    for place in absent:
+        parts.insert(place, None)
+    return parts
+
+
+def _pointwise(call: Call) -> Lanes:
+    return Lanes(call.op(**tree_map(call.aligned, call.arguments)))
+
+
+def _same(call: Call) -> Any:
+    return next(iter(call.arguments.values()))
+
+
+def _cast(call: Call) -> Lanes:
+    return Lanes(_same(call).values.to(call.result.dtype))
+
+
+def _copied(call: Call) -> Lanes:
+    return Lanes(call.expanded(call.arguments["src"]))
+
+
+def _alike(call: Call) -> Any:
+    """Make a tensor that depends on the shape of its argument only."""
+    values = tree_map(
+        lambda leaf: leaf.values[..., 0] if isinstance(leaf, Lanes) else leaf,
+        call.arguments,
+    )
+    return call.op(**values)
+
+
+def _reshaped(call: Call) -> Lanes:
+    return Lanes(_same(call).values.reshape(*call.result.shape, call.num_chains))
+
+
+def _broadcast(call: Call) -> Lanes:
+    return Lanes(_same(call).values.expand(*call.result.shape, call.num_chains))
+
+
+def _padded(call: Call) -> Lanes:
+    pad = [0, 0, *call.arguments["pad"]]
+    return Lanes(call.op(_same(call).values, pad, call.arguments["value"]))
+
+
+def _along_axes(call: Call) -> Any:
+    """Apply an operator along axes, which are counted from the first."""
+    values = tree_map(call.expanded, call.arguments)
+    operand = next(iter(values.values()))
+    rank = operand.dim() - 1 if isinstance(operand, Tensor) else call.result.dim()
+    if rank == 0:
+        return _mapped(call)
+    for name in ("dim", "dims", "dim0", "dim1"):
+        axes = values.get(name, ())
+        if isinstance(axes, int):
+            values[name] = axes % rank
+        elif name in values:
+            values[name] = [axis % rank for axis in axes or range(rank)]
+    return tree_map(Lanes, call.op(**values))
+
+
+def _cumulative_sum(call: Call) -> Lanes:
+    values = _same(call).values
+    rank = values.dim() - 1
+    if rank == 0:
+        return _same(call)
+    axis = call.arguments["dim"] % rank
+    size = values.shape[axis]
+    if size > SHORT_SUM:
+        along_last = values.movedim(axis, -1).contiguous().cumsum(-1)
+        return Lanes(along_last.movedim(-1, axis).contiguous())
+    number = torch.arange(size, device=values.device)
+    is_term = (number[:, None] >= number).reshape(size, size, *[1] * rank)
+    terms = torch.where(is_term, values.movedim(axis, 0), 0)
+    return Lanes(terms.sum(1).movedim(0, axis))
+
+
+def _scattered(call: Call) -> Any:
+    """Scatter, or select where each row gets one number, which vectorises."""
+    index, shape = call.arguments["index"], [*call.result.shape]
+    call = call.with_own_target()
+    target = call.arguments["self"].values
+    axis = call.arguments["dim"] % max(1, len(shape))
+    if isinstance(index, Lanes) or [*index.shape] != [
+        *shape[:axis],
+        1,
+        *shape[axis + 1 :],
+    ]:
+        return _along_axes(call)
+    number = torch.arange(shape[axis], device=index.device)
+    number = number.reshape(-1, *[1] * (len(shape) - axis - 1))
+    is_target = (number == index).unsqueeze(-1)
+    source = call.expanded(call.arguments.get("src", call.arguments.get("value")))
+    if isinstance(source, Tensor):
+        source = source[tuple([slice(size) for size in index.shape])]
+    if call.op is aten.scatter_add.default:
+        return Lanes(target + torch.where(is_target, source, 0))
+    return Lanes(torch.where(is_target, source, target))
+
+
+def _indexed(call: Call) -> Any:
+    values, indices = call.arguments["self"], call.arguments["indices"]
+    if any(isinstance(index, Lanes) for index in indices):
+        return _mapped(call)
+    return Lanes(call.op(values.values, indices))
+
+
+def _index_put(call: Call) -> Any:
+    call = call.with_own_target()
+    if any(isinstance(index, Lanes) for index in call.arguments["indices"]):
+        return _mapped(call)
+    changes = {name: call.aligned(call.arguments[name]) for name in ("self", "values")}
+    return Lanes(call.op(**call.arguments | changes))
+
+
+def _diagonal_scattered(call: Call) -> Any:
+    return _mapped(call.with_own_target())
+
+
+def _matrix_product(call: Call) -> Any:
+    """Multiply by a constant matrix in one product, and vectors term by term."""
+    left, right = call.arguments.values()
+    if call.op is aten.dot.default:
+        return Lanes((call.expanded(left) * call.expanded(right)).sum(0))
+    if call.op is aten.mv.default and isinstance(left, Lanes):
+        return Lanes((left.values * call.expanded(right)).sum(1))
+    if isinstance(left, Tensor):
+        return Lanes(torch.tensordot(left, right.values, 1))
+    if isinstance(right, Tensor):
+        return Lanes(torch.matmul(right.t(), left.values))
+    return _mapped(call)
+
+
+def _sum_with_product(call: Call) -> Any:
+    product = Call(
+        aten.mm.default,
+        {name: call.arguments[name] for name in ("mat1", "mat2")},
+        call.result,
+        call.num_chains,
+    )
+    if call.arguments["beta"] != 1 or call.arguments["alpha"] != 1:
+        return _mapped(call)
+    if any(isinstance(factor, Lanes) for factor in product.arguments.values()):
+        found = _matrix_product(product).values
+    else:
+        found = call.expanded(torch.mm(*product.arguments.values()))
+    return Lanes(found + call.expanded(call.arguments["self"]))
+
+
+def _checked(call: Call) -> None:
+    """Raise where a matrix of any chain is singular."""
+    call.op(**tree_map(call.expanded, call.arguments))
+
+
+WITH_AXES = {
+    aten.sum.default: aten.sum.dim_IntList,
+    aten.mean.default: aten.mean.dim,
+    aten.any.default: aten.any.dims,
+    aten.all.default: aten.all.dims,
+}
+
+
+_BY_RULE: dict[Callable[[Call], Any], tuple[Any, ...]] = {
+    _same: (
+        aten.clone.default,
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh_copy.default,
+    ),
+    _cast: (prims.convert_element_type.default, aten._to_copy.default),
+    _copied: (aten.copy.default,),
+    _alike: (
+        aten.full_like.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.empty_like.default,
+        aten.new_full.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_empty.default,
+    ),
+    _reshaped: (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+    ),
+    _along_axes: (
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten.prod.dim_int,
+        aten.cumprod.default,
+        aten.amax.default,
+        aten.amin.default,
+        aten.any.dim,
+        aten.any.dims,
+        aten.all.dim,
+        aten.all.dims,
+        aten.max.dim,
+        aten.min.dim,
+        aten.sort.default,
+        aten.cat.default,
+        aten.stack.default,
+        aten.gather.default,
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        aten.flip.default,
+        prims.rev.default,
+    ),
+    _padded: (aten.constant_pad_nd.default,),
+    _cumulative_sum: (aten.cumsum.default,),
+    _scattered: (
+        aten.scatter_add.default,
+        aten.scatter.src,
+        aten.scatter.value,
+    ),
+    _indexed: (aten.index.Tensor, aten._unsafe_index.Tensor),
+    _index_put: (aten.index_put.default, aten._unsafe_index_put.default),
+    _diagonal_scattered: (aten.diagonal_scatter.default,),
+    _matrix_product: (aten.mm.default, aten.mv.default, aten.dot.default),
+    _sum_with_product: (aten.addmm.default,),
+    _checked: (aten._linalg_check_errors.default,),
+}
+RULES = {op: rule for rule, operators in _BY_RULE.items() for op in operators}

@@ -1,0 +1,170 @@
+"""Chains along the last axis: energies and gradients against those of the mapped
+model, in double precision, and of compiled programs against them.
+"""
+
+import pickle
+import shutil
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_symmetric.density.density import Density
+from pyro_symmetric.density.eager import same_evaluation
+from pyro_symmetric.density.lanes import ChainsLast
+
+X, Y = torch.randn(30, 3), torch.randn(30)
+COUNTS = torch.arange(30).remainder(4).float()
+GROUPS = torch.arange(30).remainder(7)
+
+
+def varying_slopes() -> None:
+    """Rows of a site are picked by an index with repeats."""
+    scale = pyro.sample("scale", dist.HalfNormal(torch.ones(2)).to_event(1))
+    root = pyro.sample("root", dist.LKJCholesky(2, 2.0))
+    with pyro.plate("groups", 7):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    effects = z @ (scale[:, None] * root).T
+    with pyro.plate("rows", 30):
+        mean = effects[GROUPS, 0] + effects[GROUPS, 1] * X[:, 0]
+        pyro.sample("y", dist.Poisson(mean.exp()), obs=COUNTS)
+
+
+def mixture() -> None:
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    components = dist.Normal(mean, scale)
+    with pyro.plate("rows", 30):
+        likelihood = dist.MixtureSameFamily(dist.Categorical(weights), components)
+        pyro.sample("y", likelihood, obs=Y)
+
+
+def enumerated_chain() -> None:
+    rows = dist.Dirichlet(torch.ones(2, 2)).to_event(1)
+    transition = pyro.sample("transition", rows)
+    mean = pyro.sample("mean", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    state = 0
+    for t in pyro.markov(range(4)):
+        state = pyro.sample(f"state{t}", dist.Categorical(transition[state]))
+        pyro.sample(f"y{t}", dist.Normal(mean[state], 1.0), obs=Y[t])
+
+
+def network() -> None:
+    w1 = pyro.sample("w1", dist.Normal(torch.zeros(4, 3), 1.0).to_event(2))
+    b1 = pyro.sample("b1", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    w2 = pyro.sample("w2", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+    hidden = torch.nn.functional.linear(X.to(w1), w1, b1).tanh()
+    pyro.sample("y", dist.Normal(hidden @ w2, 1.0).to_event(1), obs=Y)
+
+
+def ordinal() -> None:
+    slope = pyro.sample("slope", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    gaps = pyro.sample("gaps", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("rows", 30):
+        likelihood = dist.OrderedLogistic((X * slope).sum(-1), gaps.cumsum(-1))
+        pyro.sample("y", likelihood, obs=COUNTS)
+
+
+def written_and_sorted() -> None:
+    """In-place changes, flips, scattering, and integers of each chain."""
+    x = pyro.sample("x", dist.Normal(torch.zeros(6), 1.0).to_event(1))
+    knots, order = x.sort()
+    padded = torch.nn.functional.pad(knots.flip(0), (1, 2))
+    rows = torch.tensor([0, 0, 1, 2, 2, 2])
+    summed = x.new_zeros(3).index_add(0, rows, x**2)
+    picked = x[order] * torch.arange(6)
+    running = torch.cumsum(torch.cat([x, x, x, x.exp()]), 0) / 10
+    total = padded.cumprod(0).sum() + (summed * summed.amax()).sum() + picked.sum()
+    pyro.factor("f", -(total**2) / 100 - running.square().mean() - x.prod())
+
+
+def multivariate() -> None:
+    length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+    x = X[:8, 0].to(length)
+    distance = (x[:, None] - x) / length
+    covariance = torch.exp(-(distance**2)) + 0.1 * torch.eye(8)
+    y = dist.MultivariateNormal(torch.zeros(8), covariance)
+    pyro.sample("y", y, obs=Y[:8])
+    target = Y[:8].to(covariance)
+    solved = torch.linalg.solve(covariance, target)
+    pyro.factor("f", -0.5 * target @ solved - torch.logdet(covariance))
+
+
+def of_one_number() -> None:
+    rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+    pyro.sample("y", dist.NegativeBinomial(rate, logits=rate - 1), obs=COUNTS[3])
+
+
+def varying_intercepts() -> None:
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    with pyro.plate("groups", 7):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("y", dist.Normal(scale * z[GROUPS], 1.0).to_event(1), obs=Y)
+
+
+MODELS = [
+    varying_slopes,
+    mixture,
+    enumerated_chain,
+    network,
+    ordinal,
+    written_and_sorted,
+    multivariate,
+    of_one_number,
+]
+
+
+def positions(density: Density, num_chains: int) -> Tensor:
+    generator = torch.Generator(torch.empty(0).device).manual_seed(1)
+    z = torch.randn(num_chains, density.dim, generator=generator, dtype=density.dtype)
+    return 0.5 * z
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_with_the_chains_last_a_model_has_the_energies_and_gradients_of_vmap(model):
+    density = Density(model, dtype=torch.float64, engine="eager")
+    z = positions(density, 5)
+    energy, gradient = density.energy_and_gradient(z)
+    found = ChainsLast(density._eager, z[2].clone())(z.t().contiguous().t())
+    torch.testing.assert_close(found[0], energy, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found[1], gradient, rtol=1e-9, atol=1e-9)
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
+)
+
+
+@needs_compiler
+def test_programs_of_many_chains_hold_them_last_and_add_to_repeated_rows_rightly():
+    """PyTorch's compiler adds wrongly to an expanded tensor, in silence."""
+    density = Density(varying_intercepts, engine="compiled")
+    z = positions(density, 16)
+    found = density.energy_and_gradient(z)
+    assert density.engine == "compiled"
+    assert density.fast._lanes is not None
+    exact = Density(varying_intercepts, engine="eager", dtype=torch.float64)
+    expected = exact.energy_and_gradient(z.double())
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-4, atol=1e-4)
+    assert pickle.loads(pickle.dumps(density.fast))._lanes is None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_model_that_cannot_be_traced_so_is_compiled_with_the_chains_first(
+    monkeypatch,
+):
+    def refuse(*arguments):
+        raise RuntimeError("no rule")
+
+    monkeypatch.setattr("pyro_symmetric.density.compiled.ChainsLast", refuse)
+    density = Density(of_one_number, engine="compiled")
+    z = positions(density, 16)
+    assert same_evaluation(density.energy_and_gradient(z), density.without_compiling(z))
+    assert density.engine == "compiled"
+    assert not density.fast._has_lanes
