@@ -43,6 +43,7 @@ from pyro_symmetric.posterior.diagnostics import (
     Check,
     Status,
     checked,
+    short,
 )
 from pyro_symmetric.posterior.posterior import Draws, Posterior, chains_of
 from pyro_symmetric.posterior.predict import predict
@@ -70,6 +71,8 @@ WEIGHTS, MODULO, PREDICTIONS, DENSITY = (
     "log density",
 )
 
+SITES = "sites as drawn"  # what weights of a model that is no network are called
+
 # space -> site -> statistics of every entry
 Statistics = dict[str, dict[str, ChainStatistics]]
 
@@ -89,24 +92,35 @@ class Diagnosis:
         every entry.
     :param draws: their number, such as ``4 chains of 100 draws``.
     :param remarks: what limits the diagnosis: symmetries that may have been missed.
+    :param of_network: whether the draws are a network's weights, and called so.
     """
 
     checks: tuple[Check, ...]
     statistics: Statistics
     draws: str
     remarks: tuple[str, ...] = ()
+    of_network: bool = True
 
     @property
     def ok(self) -> bool:
-        """True if every check passes or warns. Chains in different copies of a mode are
-        only a warning.
+        """True if every check passes or warns, and none is short of draws. Chains in
+        different copies of a mode are only a warning.
         """
         return all(check.status in ("pass", "warn") for check in self.checks)
 
     @property
+    def outcome(self) -> str:
+        """In words: ``"ok"``, ``"short: run longer"`` if nothing else is amiss, or
+        ``"not ok"``."""
+        found = {check.status for check in self.checks}
+        if found & {"fail", "unknown"}:
+            return "not ok"
+        return "short: run longer" if "short" in found else "ok"
+
+    @property
     def failed(self) -> list[Check]:
         """The checks that don't pass, worst first."""
-        order: list[Status] = ["fail", "unknown", "warn"]
+        order: list[Status] = ["fail", "unknown", "short", "warn"]
         return [
             check for status in order for check in self.checks if check.status == status
         ]
@@ -129,6 +143,7 @@ class Diagnosis:
         return plain(
             {
                 "ok": self.ok,
+                "outcome": self.outcome,
                 "remarks": self.remarks,
                 "checks": {c.name: vars(c) for c in self.checks},
                 "statistics": summaries,
@@ -144,7 +159,10 @@ class Diagnosis:
         return "\n\n".join(
             [
                 self._format(self.checks),
-                *(f"{k}\n{table([HEAD, *own])}" for k, own in rows.items()),
+                *(
+                    f"{self._shown(k)}\n{table([HEAD, *own])}"
+                    for k, own in rows.items()
+                ),
             ]
         )
 
@@ -153,12 +171,18 @@ class Diagnosis:
         return self._format(self.failed)
 
     def _format(self, checks: Any) -> str:
-        head = f"{self.draws}: {'ok' if self.ok else 'not ok'}"
-        rows = [(check.status, check.name, check.words) for check in checks]
+        head = f"{self.draws}: {self.outcome}"
+        rows = [
+            (check.status, self._shown(check.name), check.words) for check in checks
+        ]
         lines = [head, *self.remarks]
         if rows:
             lines.append(table(rows, left=(0, 1, 2)))
         return "\n".join(lines)
+
+    def _shown(self, name: str) -> str:
+        """Return what is printed for the name of a check or space."""
+        return SITES if name == WEIGHTS and not self.of_network else name
 
 
 def diagnose(
@@ -228,13 +252,20 @@ def diagnose(
     remarks = [*carried.line.splitlines()]
     remarks += [MAY_MISS] * (carried.at_least and group is not None)
     checks = list(_soundness(posterior, given))
+
+    def conclude(
+        checks: Sequence[Check], statistics: Statistics, remarks: Sequence[str]
+    ) -> Diagnosis:
+        counted, of_network = posterior.counted(), _is_network(posterior)
+        return Diagnosis(tuple(checks), statistics, counted, tuple(remarks), of_network)
+
     if posterior.kind == "independent" or any(
         check.status == "fail" for check in checks
     ):
-        return Diagnosis(tuple(checks), {}, posterior.counted(), tuple(remarks))
+        return conclude(checks, {}, remarks)
     spaces = _spaces(posterior, group, model, x, given)
     if (finite := _finite(spaces)).status == "fail":
-        return Diagnosis((finite,), {}, posterior.counted(), tuple(remarks))
+        return conclude([finite], {}, remarks)
     statistics = {}
     if posterior.num_samples >= LEAST_DRAWS:
         statistics = {
@@ -245,7 +276,7 @@ def diagnose(
     if carried.is_found and MODULO in statistics:
         aligned = replace(posterior, samples=spaces[MODULO])
         remarks += _on_uncertain_labels(aligned, carried.group.finite, checks)
-    return Diagnosis(tuple(checks), statistics, posterior.counted(), tuple(remarks))
+    return conclude(checks, statistics, remarks)
 
 
 def _on_uncertain_labels(
@@ -271,13 +302,11 @@ def _soundness(posterior: Posterior, spaces: dict[str, Any]) -> Iterator[Check]:
     if finite.status == "pass" and posterior.kind == "independent":
         count = posterior.num_chains * posterior.num_samples
         limits = (EFFECTIVE_DRAWS[0], 0.0)
-        yield checked(
-            "effective draws",
-            float(count),
-            limits,
-            f"{count} independent draws",
-            "means are rough",
+        finding = f"{count} independent draws"
+        size = checked(
+            "effective draws", float(count), limits, finding, "means are rough"
         )
+        yield short(size)
     elif finite.status == "pass":
         yield from diagnostics.copies(posterior.samples)
 
@@ -400,12 +429,11 @@ def _agreement(statistics: Statistics, is_network: bool) -> list[Check]:
     for name, by_site in statistics.items():
         may_fail = name in decisive and (name != WEIGHTS or not is_network)
         check = _r_hat(name, by_site, hint if name == WEIGHTS else "")
-        checks.append(
-            replace(check, status=downgraded)
-            if check.status == "fail" and not may_fail
-            else check
-        )
-    return [*checks, _effective({name: statistics[name] for name in decisive})]
+        if check.status == "fail" and not may_fail:
+            check = replace(check, status=downgraded)
+        checks.append(short(check) if name in decisive else check)
+    size = _effective({name: statistics[name] for name in decisive})
+    return [*checks, short(size)]
 
 
 def _r_hat(space: str, by_site: dict[str, ChainStatistics], hint: str) -> Check:
@@ -450,7 +478,9 @@ def _effective(statistics: Statistics) -> Check:
     space, site = min(least, key=lambda name: (math.isnan(least[name]), least[name]))
     if math.isnan(least[space, site]):
         return Check("effective draws", "unknown", "undefined: the draws never change")
-    measured = f"{least[space, site]:.0f} of {space if site == space else f'site {site!r} ({space})'}"
+    of_space = "" if space == WEIGHTS else f" ({space})"
+    of_site = space if site == space else f"site {site!r}{of_space}"
+    measured = f"{least[space, site]:.0f} of {of_site}"
     return checked(
         "effective draws",
         least[space, site],

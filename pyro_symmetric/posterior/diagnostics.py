@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from pyro_symmetric.posterior.statistics import (
     watched,
 )
 
-Status = Literal["fail", "warn", "pass", "unknown"]
+Status = Literal["fail", "short", "warn", "pass", "unknown"]
 
 # Beyond the first limit a check is a warning, beyond the second a failure.
 R_HAT = (1.02, 1.05)
@@ -55,7 +55,8 @@ TOO_LARGE = "the step size is too large for all of them, or the density or its g
 class Check:
     """The result of one convergence check; true if it passes or warns.
 
-    :param status: ``"unknown"`` if the draws don't suffice to tell.
+    :param status: ``"unknown"`` if the draws don't suffice to tell; ``"short"`` if more
+        of them would pass.
     :param words: the finding, its limit and advice.
     :param value: the number that was checked; NaN if there is none.
     """
@@ -84,6 +85,11 @@ def graded(value: float, limits: tuple[float, float]) -> Status:
         if sign * value > sign * warn
         else "pass"
     )
+
+
+def short(check: Check) -> Check:
+    """Return a check of draws of which more would help: its warning says so."""
+    return replace(check, status="short") if check.status == "warn" else check
 
 
 def checked(

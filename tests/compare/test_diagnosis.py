@@ -489,3 +489,24 @@ def test_a_symmetry_that_says_at_least_is_repeated_in_a_line():
     assert repr(said).splitlines()[1].startswith("the symmetry says at least")
     assert said.to_dict()["remarks"] == list(said.remarks)
     assert "at least" not in repr(diagnose(draws, symmetry))
+
+
+@pytest.mark.stochastic
+def test_too_few_draws_are_short_and_not_ok() -> None:
+    """Chains that agree, of 60 and of 600 draws: of 240 independent draws 400 can't be
+    counted; false alarms of the long chains below 1 in 10^4."""
+    for site, shown in (("mu", "sites as drawn"), ("0.weight", "weights")):
+        short, long = (
+            diagnose({site: torch.randn(4, number, 3)}) for number in (60, 600)
+        )
+        assert not short.ok
+        assert short["effective draws"].status == "short"
+        assert not short["effective draws"]
+        assert str(short).splitlines()[0] == "4 chains of 60 draws: short: run longer"
+        assert shown in long.full()
+        assert ("weights" in long.full()) == (site == "0.weight")
+        assert long["weights"].status == "pass"
+    apart = torch.randn(4, 600, 3) + 0.3 * torch.arange(4.0)[:, None, None]
+    assert diagnose({"mu": apart}).outcome == "not ok"
+    few = diagnose(Posterior({"mu": torch.randn(1, 100, 3)}, kind="independent"))
+    assert few.outcome == "short: run longer"
