@@ -49,7 +49,7 @@ INSIDE = {
     ],
     "discovery": [
         ["registry", "symmetry"],
-        ["integer_algebra", "trace"],
+        ["integer_algebra", "reads", "trace"],
         ["flow", "linear_twin", "verify"],
         ["cells", "model_density", "repeats", "rules"],
         ["alike", "completeness", "conservation_law", "model_check", "valid_sets"],

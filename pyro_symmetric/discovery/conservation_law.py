@@ -14,8 +14,9 @@ may be shifted, the entries of its gradient sum to zero.
 
 Gradients are those of a twin of the network, in which no scale passes, say, a clamp
 that its inputs don't reach. Signs obey the same law, modulo two, in a linearised twin
-(:mod:`~pyro_symmetric.discovery.linear_twin`). Whatever the law proposes is then tried
-on the network itself.
+(:mod:`~pyro_symmetric.discovery.linear_twin`), in which each read of a parameter has a
+law of its own (:mod:`~pyro_symmetric.discovery.reads`). Whatever the law proposes is
+then tried on the network itself.
 
 Source: Kunin et al. 2021, arXiv 2012.04728 (conservation laws of the gradient);
 Laurent, Aldea & Franchi 2024, arXiv 2310.08287 (scalings); Wiese et al. 2023, arXiv
@@ -43,15 +44,19 @@ from pyro_symmetric.discovery.integer_algebra import (
     Exponents,
     echelon,
     independent,
+    saturated,
     small_integers,
+    vanishing,
 )
 from pyro_symmetric.discovery.linear_twin import (
     NotDifferentiable,
     Pass,
     gradients,
     in_dtype,
+    is_bounded,
     random_like,
 )
+from pyro_symmetric.discovery.reads import READ
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.repeats import (
     Repeats,
@@ -72,14 +77,16 @@ SMALL = 20_000  # networks with fewer weights are probed at several points
 # fresh weights follows each: there units are on that the network's own weights, a bias
 # of minus six, say, never switch on.
 NEAR = (0.3, 0.6, 1.2)
-# further points, at which proposals are tried only: as far as the last ones above, and
-# with fresh weights and inputs of these sizes, which reach clamps
+# further points, at which proposals are tried only: as far as the last ones above, and,
+# if there are bounds to reach, with fresh weights and inputs of these sizes
 TEST_POINTS = 6
 TEST_SIZES = (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
 # of a large network, if units that are dead at the first one would be needed
 MORE_POINTS = 3
 # of a large and of a small network; cells that need more get no multipliers
 MOST_LOSSES = (6, 48)
+# signs that are tried of each cell of a small network, if some have no law
+MOST_PARITIES = 63
 # Relative tolerances, by precision: singular values of the null space, and magnitudes
 # of axes without gradient.
 NULL, SILENT = (
@@ -94,7 +101,8 @@ AUDIBLE = 0.3
 # relative tolerance for the scale of a whole site; the epsilon of a norm exceeds it
 EXACT = 1e-12
 
-Place = tuple[str, int, int]  # site, dim and span of an axis
+# site, or leaf of one of its reads; dim and span of an axis
+Place = tuple[str, int, int]
 # ``(2, losses, length)``: inner products, and sums of their terms' magnitudes
 Products = dict[Place, Tensor]
 # whether these are the exponents of scales, of signs, or of both
@@ -251,6 +259,7 @@ class _Law:
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.repeats = Repeats(None, {}, {})
         self.points, self.test_points = list[_Point](), list[_Point]()
+        self.untied = list[Pass]()  # with a leaf for each read
         self.undecided = False  # whether units may have more multipliers
         self.first_gradient: Weights = {}
 
@@ -341,7 +350,8 @@ class _Law:
                 self.points.append(self._fresh_point(weights))
             for _ in range(TEST_POINTS):
                 self.test_points.append(self._near_point(weights, NEAR[-1]))
-            for size in TEST_SIZES:
+            bounded = any(is_bounded(forward.trace) for forward in self.passes)
+            for size in TEST_SIZES if bounded else ():
                 self.test_points.append(self._fresh_point(weights, size))
         most = MOST_LOSSES[self.small]
         soluble = [
@@ -375,6 +385,7 @@ class _Law:
             {cell: self._scales(cell, products) for cell in cells}, FACTOR[self.dtype]
         )
         scales = _independent_of_others(scales, self.shapes, False)
+        self.untied = [one.untied(self.weights) for one in self.passes]
         try:
             linear = self._inner_products(cells, losses, "flip")
             signs = {
@@ -384,9 +395,10 @@ class _Law:
         except NotDifferentiable:
             self.undecided = True
             return scales, {cell: [] for cell in cells}
-        return scales, _independent_of_others(
-            self._confirmed(signs, -1.0), self.shapes, True
-        )
+        signs = self._confirmed(signs, -1.0)
+        if self.small:
+            signs = self._with_signs_that_laws_miss(signs, products, linear)
+        return scales, _independent_of_others(signs, self.shapes, True)
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
         """Iterate over vectors that may be shifted as a whole, and sites that may be
@@ -444,6 +456,9 @@ class _Law:
             site: [axis for axis in places.values() if axis.site == site]
             for site, _, _ in places
         }
+        for leaf, site in self._leaves(twin).items():
+            axes[leaf] = [replace(axis, site=leaf) for axis in axes.get(site, ())]
+            places |= {(leaf, *_place(a)[1:]): a for a in axes.get(site, ())}
         lengths = {place: axis.length(self.shapes) for place, axis in places.items()}
         products = {
             place: torch.zeros(2, losses, n, dtype=torch.float64, device="cpu")
@@ -474,9 +489,11 @@ class _Law:
     def _gradients(self, losses: int, twin: Move) -> Iterator[tuple[Weights, Weights]]:
         """Iterate over weights and the gradients of random losses of a twin there."""
         for k, point in enumerate(self.points):
+            values = dict(point.weights)
+            for leaf, site in self._leaves(twin).items():
+                values[leaf] = point.weights[site].clone()
             weights = {
-                site: value.detach().requires_grad_()
-                for site, value in point.weights.items()
+                leaf: value.detach().requires_grad_() for leaf, value in values.items()
             }
             outputs = self._outputs(weights, point.inputs, twin)
             for gradient in gradients(
@@ -485,7 +502,16 @@ class _Law:
                 len(range(k, losses, len(self.points))),
                 self.generator,
             ):
-                yield point.weights, gradient
+                yield values, gradient
+
+    def _leaves(self, twin: Move | None) -> dict[str, str]:
+        """Return the further leaves of a twin, one for each read of a site, with the
+        site.
+        """
+        leaves = dict[str, str]()
+        for forward in self.untied if twin == "flip" else ():
+            leaves |= forward.leaves
+        return leaves
 
     def _outputs(
         self,
@@ -495,7 +521,8 @@ class _Law:
         unfitted: set[int] | None = None,
     ) -> list[Tensor]:
         torch.default_generator.manual_seed(0)
-        passes = zip(self.passes, inputs, strict=True)
+        forwards = self.untied if twin == "flip" else self.passes
+        passes = zip(forwards, inputs, strict=True)
         with without_fast_attention(), without_warnings(), sdpa_kernel(SDPBackend.MATH):
             return [
                 out
@@ -573,7 +600,8 @@ class _Law:
             for a in cell.axes
         ]
         live = (magnitude > self.silent) & torch.tensor(movable, device="cpu")
-        return _integer_null_space(law, magnitude, live, cell, self.null)
+        buffers = np.array([axis.buffer for axis in cell.axes])
+        return _integer_null_space(law, magnitude, live, buffers, self.null)
 
     def _signs(
         self, cell: _Cell, scales: list[Exponents], products: Products, linear: Products
@@ -584,20 +612,27 @@ class _Law:
         :param products: inner products in the twin of scales.
         :param linear: inner products in the linearised twin.
         """
-        magnitude, (law, linear_magnitude) = (
-            _matrix(cell, products)[1],
-            _matrix(cell, linear),
-        )
+        magnitude = _matrix(cell, products)[1]
         if not bool((magnitude > 0).all()):
             return []
-        live = (magnitude > self.silent) & torch.tensor(
-            [axis.epsilon is None for axis in cell.axes], device="cpu"
-        )
-        seen = live & (linear_magnitude > self.silent)
+        columns = _columns(cell, linear)
+        law, linear_magnitude = _matrix(cell, linear, columns)
+        if len(law) < len(columns) + 2:  # too few losses to tell reads apart
+            self.undecided |= len(columns) > len(cell.axes)
+            columns = _columns_of_axes(cell, columns)
+            law, linear_magnitude = _matrix(cell, linear, columns)
+        movable = torch.tensor([a.epsilon is None for a in cell.axes], device="cpu")
+        live = (magnitude > self.silent) & movable
+        axis_of = torch.tensor([column.axis for column in columns], device="cpu")
+        seen = live[axis_of] & (linear_magnitude > self.silent)
+        seen_axes = torch.zeros_like(live)
+        seen_axes[axis_of[seen]] = True
         # Axes that only even functions read flip together; what is nearly silent,
         # trials can't decide.
-        unseen = live & ~seen & (magnitude > 10 * self.null)
-        null_space = _integer_null_space(law, linear_magnitude, seen, cell, self.null)
+        unseen = live & ~seen_axes & (magnitude > 10 * self.null)
+        buffers = np.array([cell.axes[k].buffer for k in axis_of])
+        of_reads = _integer_null_space(law, linear_magnitude, seen, buffers, self.null)
+        null_space = _agreeing(of_reads, axis_of.numpy(), seen.numpy(), len(cell.axes))
         proposed = np.array([unseen.tolist(), *null_space], dtype=int)
         # Gains and biases are the pivots, so that streams flip without the gains of
         # their normalisations.
@@ -616,6 +651,45 @@ class _Law:
         ]
         candidates = [*shared, *map(tuple, basis)]
         return [candidates[k] for k in independent(candidates, True)]
+
+    def _with_signs_that_laws_miss(
+        self, signs: Bases, products: Products, linear: Products
+    ) -> Bases:
+        """Try further parities, one by one, and add those that hold.
+
+        An even power has no law: ``z @ z.T`` keeps its value when a unit of ``z``
+        changes sign, though no other factor undoes that. Nor have several axes that
+        only even functions read.
+        """
+        powers, found = any(one.has_powers() for one in self.untied), dict(signs)
+        of_all_units = list[Proposal]()
+        for cell, basis in signs.items():
+            magnitude = _matrix(cell, products)[1]
+            if not bool((magnitude > self.silent).all()):
+                continue  # what has no effect may change sign in any case
+            linear_magnitude = _matrix(cell, linear)[1]
+            unseen = int((linear_magnitude <= self.silent).sum())
+            if not powers and unseen < 2:
+                continue
+            every = torch.ones(cell.units.count, dtype=torch.float64, device="cpu")
+            further = list[Exponents]()
+            for parity in _further_parities(cell, basis):
+                together = {(cell, parity): every}
+                points = [*self.points, *self.test_points]
+                if any(self._changes(point, together, -1.0) for point in points):
+                    continue
+                if self._confirmed({cell: [parity]}, -1.0)[cell]:
+                    further.append(parity)
+                else:
+                    of_all_units.append((cell, parity))
+            chosen = independent([*basis, *further], True)
+            found[cell] = [[*basis, *further][k] for k in chosen]
+        known = [(cell, parity) for cell, basis in found.items() for parity in basis]
+        if of_all_units:  # units that change signs together, by no flips of others
+            flips = _exponents_of_entries([*known, *of_all_units], 1, self.shapes)
+            chosen = independent(flips, True)
+            self.undecided |= any(k >= len(known) for k in chosen)
+        return found
 
     # trials ---------------------------------------------------------------------------
 
@@ -661,39 +735,43 @@ class _Law:
 
         def change(some: Sequence[Proposal]) -> bool:
             """Return whether these proposals together change outputs."""
-            total = dict[Place, Tensor]()
-            for cell, exponents in some:
-                largest = 1 if factor < 0 else max(map(abs, exponents))
-                for axis, exponent in zip(cell.axes, exponents, strict=True):
-                    if exponent:
-                        zeros = torch.zeros(
-                            axis.length(self.shapes), dtype=torch.float64, device="cpu"
-                        )
-                        power = exponent / largest * powers[cell, exponents]
-                        total.setdefault(_place(axis), zeros)[axis.index] += power
-            moved = dict(point.weights)
-            for (site, dim, span), power in total.items():
-                value, epsilon = (
-                    moved[site].flatten(dim, dim + span - 1),
-                    self.epsilons.get(site),
-                )
-                factors = factor ** power.to(value.device).reshape(
-                    -1, *(1 for _ in value.shape[dim + 1 :])
-                )
-                factors = factors.to(value.real.dtype)
-                value = (
-                    (value + epsilon) * factors - epsilon
-                    if epsilon
-                    else value * factors
-                )
-                moved[site] = value.reshape(self.shapes[site])
-            with torch.no_grad():
-                return (
-                    not difference(point.outputs, self._outputs(moved, point.inputs))
-                    < 10 * self.null
-                )
+            return self._changes(point, {one: powers[one] for one in some}, factor)
 
         return guilty(proposals, change) if proposals and change(proposals) else []
+
+    def _changes(
+        self, point: _Point, powers: Mapping[Proposal, Tensor], factor: float
+    ) -> bool:
+        """Return whether units that are multiplied by powers of a factor change
+        outputs at a point.
+        """
+        total = dict[Place, Tensor]()
+        for (cell, exponents), of_units in powers.items():
+            largest = 1 if factor < 0 else max(map(abs, exponents))
+            for axis, exponent in zip(cell.axes, exponents, strict=True):
+                if exponent:
+                    zeros = torch.zeros(
+                        axis.length(self.shapes), dtype=torch.float64, device="cpu"
+                    )
+                    power = exponent / largest * of_units
+                    total.setdefault(_place(axis), zeros)[axis.index] += power
+        moved = dict(point.weights)
+        for (site, dim, span), power in total.items():
+            value, epsilon = (
+                moved[site].flatten(dim, dim + span - 1),
+                self.epsilons.get(site),
+            )
+            factors = factor ** power.to(value.device).reshape(
+                -1, *(1 for _ in value.shape[dim + 1 :])
+            )
+            factors = factors.to(value.real.dtype)
+            value = (
+                (value + epsilon) * factors - epsilon if epsilon else value * factors
+            )
+            moved[site] = value.reshape(self.shapes[site])
+        with torch.no_grad():
+            outputs = self._outputs(moved, point.inputs)
+        return not difference(point.outputs, outputs) < 10 * self.null
 
 
 # axes of the law ----------------------------------------------------------------------
@@ -802,29 +880,93 @@ def _spanned(value: Tensor, axis: Axis) -> Tensor:
 # integer null spaces ------------------------------------------------------------------
 
 
-def _matrix(cell: _Cell, products: Products) -> tuple[Tensor, Tensor]:
-    """Return the matrix of a cell's law, ``(losses * units, axes)``, and the largest
+class _Column(NamedTuple):
+    """A column of a law.
+
+    :param axis: the number of an axis of the cell.
+    :param places: where its inner products are: of the axis itself, or of reads.
+    """
+
+    axis: int
+    places: list[Place]
+
+
+def _columns(cell: _Cell, products: Products) -> list[_Column]:
+    """Return a column for each read of each axis."""
+    places_of: dict[Place, list[Place]] = {}
+    for place in products:
+        places_of.setdefault((place[0].split(READ)[0], *place[1:]), []).append(place)
+    return [
+        _Column(number, [place])
+        for number, axis in enumerate(cell.axes)
+        for place in places_of[_place(axis)]
+    ]
+
+
+def _columns_of_axes(cell: _Cell, of_reads: Sequence[_Column]) -> list[_Column]:
+    """Return a column for each axis, in which its reads are added up."""
+    columns = [_Column(number, []) for number in range(len(cell.axes))]
+    for read in of_reads:
+        columns[read.axis].places.extend(read.places)
+    return columns
+
+
+def _matrix(
+    cell: _Cell, products: Products, columns: Sequence[_Column] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return the matrix of a cell's law, ``(losses * units, columns)``, and the largest
     magnitude of each column.
 
     Each row is relative to the largest magnitude of its own.
+
+    :param columns: the columns; one for each axis by default.
     """
-    columns = [
-        products[_place(axis)][..., axis.index].sum(2).flatten(1) for axis in cell.axes
-    ]
-    law, magnitude = torch.stack(columns, -1)
+    columns = columns or [_Column(k, [_place(a)]) for k, a in enumerate(cell.axes)]
+    sums = []
+    for axis, places in columns:
+        index = cell.axes[axis].index
+        terms = [products[place][..., index].sum(2).flatten(1) for place in places]
+        sums.append(torch.stack(terms).sum(0) if len(terms) > 1 else terms[0])
+    law, magnitude = torch.stack(sums, -1)
     valid = (magnitude.amax(1) > 0) & magnitude.isfinite().all(1)
     law, magnitude = law[valid], magnitude[valid]
     if not len(law):
-        return law, torch.zeros(len(cell.axes), dtype=torch.float64, device="cpu")
+        return law, torch.zeros(len(columns), dtype=torch.float64, device="cpu")
     largest = magnitude.amax(1, keepdim=True)
     return law / largest, (magnitude / largest).amax(0)
+
+
+def _agreeing(
+    vectors: Sequence[Exponents], axis_of: Array, seen: Array, axes: int
+) -> list[Exponents]:
+    """Return a basis of the parities in which all reads of an axis agree.
+
+    Two reads with exponents 1 and -1 agree, as both change signs.
+
+    :param vectors: a basis of the exponents of reads.
+    :param axis_of: the axis of each read.
+    :param seen: whether the linearised twin sees a read; others agree with any.
+    :param axes: the number of axes.
+    """
+    if not vectors:
+        return []
+    parities = saturated(np.array(vectors)) % 2
+    first = {int(axis_of[k]): k for k in reversed(np.flatnonzero(seen))}
+    others = [k for k in np.flatnonzero(seen) if first[axis_of[k]] != k]
+    against = [first[axis_of[k]] for k in others]
+    apart = (parities[:, others] + parities[:, against]) % 2
+    by_axis = []
+    for parity in vanishing(parities, apart, True):
+        signs = [parity[first[k]] if k in first else 0 for k in range(axes)]
+        by_axis.append(tuple(map(int, signs)))
+    return by_axis
 
 
 def _rows_and_axes(cell: _Cell, products: Products) -> tuple[int, int, int]:
     """Return the rows of a cell's law, those that it would have if no unit were dead,
     and its axes with a gradient.
     """
-    law, magnitude = _matrix(cell, products)
+    law, magnitude = _matrix(cell, products, _columns(cell, products))
     return (
         len(law),
         products[_place(cell.axes[0])].shape[1] * cell.units.count,
@@ -849,7 +991,7 @@ def _has_rows(cell: _Cell, products: Products) -> bool:
 
 
 def _integer_null_space(
-    law: Tensor, magnitude: Tensor, live: Tensor, cell: _Cell, null: float
+    law: Tensor, magnitude: Tensor, live: Tensor, buffers: Array, null: float
 ) -> list[Exponents]:
     """Return a basis of small integers of the null space of a law's live columns."""
     columns = live.nonzero().flatten().tolist()
@@ -876,7 +1018,7 @@ def _integer_null_space(
         if (numbers := small_integers(vector, tolerance))
     ]
     null_space = []
-    for vector in _sparse(integers, np.array([cell.axes[k].buffer for k in columns])):
+    for vector in _sparse(integers, buffers[columns]):
         exponents = np.zeros(len(live), dtype=int)
         exponents[columns] = vector
         # what enters the units has a positive exponent
@@ -953,6 +1095,19 @@ def _exponents_of_entries(
         hashes = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
     return np.concatenate(columns, 1)
+
+
+def _further_parities(cell: _Cell, basis: Sequence[Exponents]) -> Iterator[Exponents]:
+    """Iterate over parities of a cell's axes that a basis doesn't span, those of few
+    axes first, and :data:`MOST_PARITIES` at most.
+    """
+    pivots = echelon(np.array(basis), True)[1] if basis else []
+    free = [k for k, a in enumerate(cell.axes) if k not in pivots and a.epsilon is None]
+    choices = itertools.chain.from_iterable(
+        itertools.combinations(free, size) for size in range(1, len(free) + 1)
+    )
+    for chosen in itertools.islice(choices, MOST_PARITIES):
+        yield tuple(int(k in chosen) for k in range(len(cell.axes)))
 
 
 def _parity(exponents: Exponents) -> Exponents:

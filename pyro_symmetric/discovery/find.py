@@ -34,7 +34,7 @@ from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
 from pyro_symmetric.discovery.flow import Flow, propagate
-from pyro_symmetric.discovery.linear_twin import NotDifferentiable
+from pyro_symmetric.discovery.linear_twin import NotDifferentiable, is_bounded
 from pyro_symmetric.discovery.model_symmetry import (
     find_model_symmetry,
     is_pyro_model,
@@ -195,7 +195,10 @@ def _of_network(
             stacklevel=3,
         )
     symmetry = symmetry if buffers else symmetry.holding(net)
-    return repaired(symmetry, net, example_inputs, kwargs) if verify else symmetry
+    if not verify:
+        return symmetry
+    bounded = any(is_bounded(trace) for trace in traces)
+    return repaired(symmetry, net, example_inputs, kwargs, bounded)
 
 
 # small steps --------------------------------------------------------------------------

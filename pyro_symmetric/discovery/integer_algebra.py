@@ -69,3 +69,20 @@ def vanishing(vectors: Array, images: Array, modulo_two: bool) -> list[Array]:
     ]
     candidates = np.array([*vectors[~images.any(1)], *found])
     return [*candidates[independent(candidates, modulo_two)]] if len(candidates) else []
+
+
+def saturated(vectors: Array) -> Array:
+    """Return integer vectors with the same span that are independent modulo two.
+
+    >>> from pyro_symmetric.discovery.integer_algebra import saturated
+    >>> saturated(
+    ...     np.array([[1, 1, 0], [1, -1, 2]])
+    ... )  # the sum of both is twice (1, 0, 1)
+    array([[1, 1, 0],
+           [1, 0, 1]])
+    """
+    vectors, combinations = vectors.copy(), np.eye(len(vectors), dtype=int)
+    while even := vanishing(combinations, vectors % 2, True):
+        chosen = np.flatnonzero(even[0])
+        vectors[chosen[-1]] = vectors[chosen].sum(0) // 2
+    return vectors

@@ -19,8 +19,9 @@ by constants.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pyro_symmetric.discovery.reads import arguments_of, untied, viewed
 from pyro_symmetric.discovery.registry import bound, operator_name
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.discovery.trace import Deterministic, Trace, site_names
@@ -37,6 +39,8 @@ from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
 EVEN = ("linalg_vector_norm", "norm", "var", "std")
+CHOICES = ("maximum", "minimum", "fmax", "fmin", "where")
+PRODUCTS = ("mul", "mm", "bmm", "matmul", "dot", "vdot", "einsum")
 # Positively homogeneous functions of several numbers that are neither odd nor even.
 UNSIGNED = (
     *(
@@ -61,6 +65,22 @@ UNSIGNED = (
         "fmax",
         "fmin",
     ),
+)
+# Operators without bounds: analytic but where arguments change sign, as the corner of a
+# ReLU. What holds at generic weights and ordinary inputs holds at all of them.
+UNBOUNDED = frozenset(
+    """
+    linear addmm mm bmm baddbmm matmul mv dot vdot einsum bilinear mul div add sub rsub
+    neg reciprocal relu leaky_relu prelu _prelu_kernel rrelu elu selu celu abs gelu silu
+    mish tanh sigmoid softplus sin cos exp erf square sqrt rsqrt pow softmax log_softmax
+    layer_norm group_norm rms_norm batch_norm instance_norm var std mean sum norm
+    linalg_vector_norm amax amin conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d adaptive_avg_pool1d
+    adaptive_avg_pool2d adaptive_max_pool2d embedding lstm gru rnn_tanh rnn_relu
+    scaled_dot_product_attention dropout view reshape _unsafe_view transpose permute t
+    squeeze unsqueeze flatten unflatten expand select slice split unsafe_split chunk
+    split_with_sizes unbind getitem cat stack contiguous clone alias detach zeros ones
+    """.split()  # noqa: SIM905
 )
 # where functions of one number are tried
 GRID = torch.logspace(-3.0, 3.0, 61, dtype=torch.float64, device="cpu")
@@ -110,23 +130,40 @@ def gradients(
         }
 
 
+def is_bounded(trace: Trace) -> bool:
+    """Return whether a network may compare numbers with bounds."""
+    return any(
+        node.op == "call_function" and operator_name(node.target) not in UNBOUNDED
+        for node in trace.nodes()
+    )
+
+
 class Pass:
     """A traced forward pass as a function of weights.
 
-    :param graph: a shorter graph to run; the trace's by default.
+    :param graph: another graph to run; the trace's by default.
+    :param leaves: the names of the graph's further leaves, and the sites that they
+        copy; see :meth:`untied`.
     :ivar epsilons: site of a running variance -> the constant that batch normalisation
         adds to it.
     :ivar random: whether it draws random numbers; these are the same whenever it runs.
     """
 
-    def __init__(self, trace: Trace, logits: bool, graph: fx.Graph | None = None):
+    def __init__(
+        self,
+        trace: Trace,
+        logits: bool,
+        graph: fx.Graph | None = None,
+        leaves: Mapping[str, str] | None = None,
+    ):
         self.trace, self.logits, self.sites = trace, logits, site_names(trace.net)
+        self.leaves = leaves or {}
         kinds = [spec.kind for spec in trace.program.graph_signature.output_specs]
         self.returned = [
             i for i, kind in enumerate(kinds) if kind == OutputKind.USER_OUTPUT
         ]
-        names = {
-            spec.arg.name: spec.target
+        self.site_of = {
+            spec.arg.name: self.sites.get(spec.target, spec.target)
             for spec in trace.specs
             if getattr(spec.arg, "name", None) and spec.target
         }
@@ -153,13 +190,34 @@ class Pass:
             self.random |= bool(
                 trains
             ) and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if (
-                isinstance(variance := given.get("running_var"), fx.Node)
-                and variance.name in names
-            ):
-                self.epsilons[
-                    self.sites.get(names[variance.name], names[variance.name])
-                ] = given["eps"]
+            variance = given.get("running_var")
+            if isinstance(variance, fx.Node) and variance.name in self.site_of:
+                self.epsilons[self.site_of[variance.name]] = given["eps"]
+
+    def untied(self, sites: Collection[str]) -> Pass:
+        """Return the pass with a leaf for each read of some sites."""
+        graph, leaves = untied(self.graph, self.site_of, sites)
+        if not leaves:
+            return self
+        return Pass(self.trace, self.logits, graph, leaves)
+
+    def has_powers(self) -> bool:
+        """Return whether a product or a choice has an operand that depends on no
+        weights but those of another, as ``h * tanh(h)``.
+        """
+        leaves = {node: 0 for node in self.graph.nodes}  # one bit for each leaf
+        for number, node in enumerate(self.graph.nodes):
+            spec = self.trace.inputs.get(node.name)
+            if node.op == "placeholder" and (spec is None or spec.target):
+                leaves[node] = 1 << number
+            for read in node.all_input_nodes:
+                leaves[node] |= leaves[read]
+            if operator_name(node.target) in (*PRODUCTS, *CHOICES):
+                operands = [leaves[read] for read in arguments_of(node)]
+                for one, other in itertools.combinations(operands, 2):
+                    if one and other and one & other in (one, other):
+                        return True
+        return False
 
     def outputs(
         self,
@@ -187,6 +245,7 @@ class Pass:
                     if value is None
                     else value
                 )
+        args += [weights[leaf] for leaf in self.leaves]
         with (
             evaluation(),
             Deterministic(dtype) if self.random else contextlib.nullcontext(),
@@ -238,7 +297,7 @@ class _Run:
                 )
             else:
                 own, named = self._in_precision(*given)
-                result = in_dtype(self._call(node.target, own, named), self.dtype)
+                result = in_dtype(self._call(node, own, named), self.dtype)
                 values[node] = self._law_broken(node, own, named, result)
             for read in self.forward.last.get(node, ()):
                 del values[read]
@@ -309,7 +368,8 @@ class _Run:
             for name, x in kwargs.items()
         }
 
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
         name, given = operator_name(target), bound(target, args, kwargs)
         # a twin's tensors may have other strides
         if name in ("view", "_unsafe_view") and "dtype" not in given:
@@ -321,6 +381,8 @@ class _Run:
             returns = len(target._schema.returns)
             return normalised if returns == 1 else (normalised, *[None] * (returns - 1))
         if self.twin == "flip":
+            if _is_square(node, name):
+                return target(*args, **kwargs).detach()
             return self._linearised(target, name, args, kwargs)
         return target(*args, **kwargs)
 
@@ -378,7 +440,7 @@ class _Run:
         ]
         if not first.is_floating_point() or not any(x.requires_grad for x in tensors):
             return result
-        if name in EVEN or (name == "mul" and args[0] is args[1]):
+        if name in EVEN:
             return result.detach()
         if name.removesuffix("_with_indices").rstrip("123d") in UNSIGNED:
             return (
@@ -394,6 +456,21 @@ class _Run:
         if torch.allclose(positive, -negative):
             return x
         return result.detach() if torch.allclose(positive, negative) else result + 1.0
+
+
+def _is_square(node: fx.Node, name: str) -> bool:
+    """Return whether a call multiplies a result by itself, or by a view of itself.
+
+    Weights that are multiplied by themselves have a leaf for each read.
+    """
+    if name not in PRODUCTS:
+        return False
+    factors = [viewed(read) for read in arguments_of(node)]
+    return (
+        len(factors) == 2
+        and factors[0] is factors[1]
+        and factors[0].op == "call_function"
+    )
 
 
 def _only_number(target: Any, args: Any, kwargs: Any) -> Tensor | None:

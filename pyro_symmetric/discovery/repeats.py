@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric.discovery.flow import STATISTICS
 from pyro_symmetric.discovery.integer_algebra import Exponents, independent, vanishing
+from pyro_symmetric.discovery.reads import arguments_of
 from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
@@ -258,7 +259,7 @@ def _blocks(
         """Return whether two calls read the same, or results a period apart, or sites
         of their own.
         """
-        for a, b in zip(_reads(one), _reads(other), strict=True):
+        for a, b in zip(arguments_of(one), arguments_of(other), strict=True):
             apart = a in number and b in number and number[b] - number[a] == period
             own = a.name in site_of and b.name in site_of
             if a is not b and not ((apart or own) and _form(a) == _form(b)):
@@ -283,7 +284,7 @@ def _blocks(
     first += int(crossing[first : min(first + period, last - period + 1)].argmin())
     blocks = [calls[at : at + period] for at in range(first, last + 1, period)]
     read = (
-        [site_of.get(one.name, "") for call in block for one in _reads(call)]
+        [site_of.get(one.name, "") for call in block for one in arguments_of(call)]
         for block in blocks
     )
     own = [
@@ -356,13 +357,6 @@ def _obey_alike(sites: Sequence[Sequence[str]], laws: Sequence[Sequence[Axis]]) 
         elif touched and any(image != images[0] for image in images):
             return False
     return all(own == inner[0] for own in inner)
-
-
-def _reads(node: fx.Node) -> list[fx.Node]:
-    """Return what a call reads, once for each argument."""
-    reads = list[fx.Node]()
-    fx.map_arg((node.args, node.kwargs), reads.append)
-    return reads
 
 
 def _form(node: fx.Node) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -148,13 +148,17 @@ def repaired(
     net: nn.Module,
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
+    bounded: bool = True,
 ) -> Symmetry:
     """Drop the moves that fail from a symmetry, with a warning that names them, or warn
     if nothing is conclusive.
+
+    :param bounded: whether the network may compare numbers with bounds, which only
+        inputs of some sizes reach. If it doesn't, fresh weights tell what holds.
     """
     dropped: list[BrokenMove] = []
     try:
-        outputs = _Points(symmetry, net, inputs, kwargs)
+        outputs = (_Points if bounded else _OnePoint)(symmetry, net, inputs, kwargs)
         while broken := broken_moves(symmetry.group, outputs.change)[0]:
             dropped += broken
             for one in broken:
@@ -548,6 +552,7 @@ class _Points:
         self.at_own = _at_own_weights(symmetry, net, args, kwargs)
         self.at_fresh = list[_Outputs]()
         self.unknown: tuple[str, ...] = ()
+        self.copy = self.at_own.copy
         weights = _weights_without_constants(symmetry, net)
         weight_count = sum(value.numel() for value in weights.values())
         if weight_count < SMALL:
@@ -562,27 +567,33 @@ class _Points:
         """Add a point for each size of inputs, drawn anew while it leaves all units of
         a set off.
         """
-        group = symmetry.group
-        # Which units may be exchanged shows in how they are read, on or off.
-        multiplied = sorted(
-            {name for move in MOVES for name in group.names(move) if move != "permute"}
-        )
-        always_off = set(self.at_own.off(group, multiplied))
+        multiplied = _multiplied(symmetry.group)
+        always_off = set(self.at_own.off(symmetry.group, multiplied))
         for size in INPUT_SIZES:
-            best, fewest = None, multiplied
-            for _ in range(DRAWS):
-                point = self._fresh(symmetry, weights, size)
-                if point is None:
-                    continue
-                off = point.off(group, multiplied)
-                if best is None or len(off) < len(fewest):
-                    best, fewest = point, off
-                if not off:
-                    break
+            best, off = self._point_where_units_are_on(symmetry, weights, size)
             if best is not None:
                 self.at_fresh.append(best)
-                always_off &= set(fewest)
+                always_off &= set(off)
         self.unknown = tuple(sorted(always_off))
+
+    def _point_where_units_are_on(
+        self, symmetry: Symmetry, weights: Weights, size: float
+    ) -> tuple[_Outputs | None, list[str]]:
+        """Draw points until one leaves no set of units off, and return the best, with
+        what it leaves off.
+        """
+        multiplied = _multiplied(symmetry.group)
+        best, fewest = None, multiplied
+        for _ in range(DRAWS):
+            point = self._fresh(symmetry, weights, size)
+            if point is None:
+                continue
+            off = point.off(symmetry.group, multiplied)
+            if best is None or len(off) < len(fewest):
+                best, fewest = point, off
+            if not off:
+                break
+        return best, fewest
 
     def _fresh(
         self, symmetry: Symmetry, weights: Weights, size: float
@@ -592,9 +603,9 @@ class _Points:
             site: fresh(value, site in symmetry.buffers) if _real(value) else value
             for site, value in weights.items()
         }
-        inputs = _random_inputs(self.at_own.copy.call, size)
+        inputs = _random_inputs(self.copy.call, size)
         with suppress(InconclusiveError):
-            return _Outputs(self.at_own.copy, drawn, inputs)
+            return _Outputs(self.copy, drawn, inputs)
         return None
 
     @property
@@ -618,6 +629,47 @@ class _Points:
                     key=lambda change: (change.broken, change.size),
                 )
         return largest
+
+
+class _OnePoint(_Points):
+    """A network's outputs at fresh weights alone, or at its own if it has none there.
+
+    What holds at generic weights and inputs holds at all, unless there are bounds.
+    """
+
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ):
+        self.at_fresh, self.unknown = [], ()
+        self.again: Callable[[], _Outputs] | None = None
+        if not any(parameter.is_meta for parameter in net.parameters()):
+            self.copy = _Copy(symmetry, net, args, kwargs)
+            weights = _weights_without_constants(symmetry, net)
+            if sum(value.numel() for value in weights.values()) < SMALL:
+                point, _ = self._point_where_units_are_on(symmetry, weights, 1.0)
+            else:
+                point = self._fresh(symmetry, weights, 1.0)
+            if point is not None:
+                self.at_own = point
+                self.again = lambda: _at_own_weights(symmetry, net, args, kwargs)
+                return
+        self.at_own = _at_own_weights(symmetry, net, args, kwargs)
+
+    def change(self, element: Element) -> Change:
+        """Return the change by an element; also that at the network's own weights if
+        fresh ones are too rough for a verdict.
+        """
+        if self.again is not None:
+            with suppress(InconclusiveError):
+                change = self.at_own.change(element)
+                if change.broken or self.at_own.tolerance == TOLERANCE:
+                    return change
+            self.at_fresh, self.at_own, self.again = [self.at_own], self.again(), None
+        return super().change(element)
 
 
 def _at_own_weights(
@@ -829,6 +881,14 @@ class _Outputs:
     def _run(self, train: bool) -> list[Tensor] | None:
         with torch.no_grad():
             return self.copy.run(self.inputs, train)
+
+
+def _multiplied(group: Group) -> list[str]:
+    """Return the names of units that are multiplied or shifted: which units may be
+    exchanged shows in how they are read, on or off.
+    """
+    names = (group.names(move) for move in MOVES if move != "permute")
+    return sorted({name for of_move in names for name in of_move})
 
 
 def _is_on(units: Units, gradient_of: Mapping[str, Tensor | None]) -> bool:
