@@ -28,7 +28,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,7 +245,7 @@ def estimate(name: str, options: Any) -> Row:
         else math.nan,
         "truth_seconds": (middle - begin) / options.seeds,
         "seconds": time.process_time() - middle,
-        "evidence": asdict(found),
+        "evidence": asdict(replace(found, units=None)),
     }
 
 

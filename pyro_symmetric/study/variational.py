@@ -8,7 +8,7 @@ import functools
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyro
@@ -206,9 +206,9 @@ def _fit(problem: Problem, guide: WeightsGuide, losses: list[float]) -> Fit:
     joint = functools.partial(problem.model.log_joint, x=problem.x, y=problem.y)
     bounds = evidence(guide, log_joint=joint, symmetry=problem.symmetry.finite)
     posterior = Posterior.from_samples(draws, kind="independent")
+    numbers = asdict(replace(bounds, units=None))  # which are tensors, not JSON
     return Fit(
-        posterior,
-        {"losses": {"negative ELBO (nats)": losses}, "evidence": asdict(bounds)},
+        posterior, {"losses": {"negative ELBO (nats)": losses}, "evidence": numbers}
     )
 
 
