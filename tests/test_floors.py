@@ -52,7 +52,10 @@ INSIDE = {
         ["integer_algebra", "reads", "trace"],
         ["flow", "linear_twin", "verify"],
         ["cells", "model_density", "repeats", "rules"],
-        ["alike", "completeness", "conservation_law", "model_check", "valid_sets"],
+        [
+            *("alike", "completeness", "conservation_law", "members", "model_check"),
+            "valid_sets",
+        ],
         ["model_permutations"],
         ["model_signs"],
         ["model_group"],

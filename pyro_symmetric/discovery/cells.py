@@ -18,6 +18,7 @@ stay. Refinement is always sound: it only makes the group smaller.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
 from pyro_symmetric.discovery.flow import Flow, Leaf, rank_within
-from pyro_symmetric.discovery.registry import Array, hash64, salt
+from pyro_symmetric.discovery.registry import Array, Part, hash64, salt
 from pyro_symmetric.groups import Axis, Units
 
 NOTHING = np.empty(0, dtype=np.int64)
@@ -473,7 +474,9 @@ def permuted_units(flow: Flow, cells: Cells) -> dict[int, Units]:
     """
     builder = _Builder(cells)
     for leaf in flow.leaves.values():
-        if leaf.slices is None:
+        if leaf.members is not None:
+            builder.add_members(leaf, leaf.members)
+        elif leaf.slices is None:
             for part in leaf.value.parts:
                 builder.add(leaf, part.axes[0], part.atoms)
         else:
@@ -495,43 +498,45 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     )
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
-            classes = cells.unit[part.atoms]
+            if part.axes == (leaf.members,):  # its members' units are told apart
+                continue
+            classes = cells.unit[part.atoms.reshape(-1)]
             fixed = np.flatnonzero(~np.isin(cells.cell[classes], list(cells.cells)))
             # pixels have no multipliers
             if len(fixed) and not (leaf.kernel and part.axes[0] > 1):
+                span = part.axes[-1] - part.axes[0] + 1
                 axes.append(
                     Axis(
                         leaf.site,
                         part.axes[0],
-                        torch.from_numpy(fixed)[None],
+                        torch.from_numpy(_positions(part, leaf.value.shape)[:, fixed]),
                         buffer=leaf.buffer,
+                        span=span,
                     )
                 )
-                unions.append(
-                    (first.setdefault(fixed.tobytes(), classes[fixed]), classes[fixed])
-                )
+                same = first.setdefault(fixed.tobytes(), classes[fixed])
+                unions.append((same, classes[fixed]))
     if not axes:
         return []
     _, unit = components(
         len(cells.cell), *map(np.concatenate, zip(*unions, strict=True))
     )
-    # unit -> number of an axis, position along it
+    # unit -> number of an axis, place of the unit among those along it
     locations = defaultdict[int, list[tuple[int, int]]](list)
-    for number, (axis, (_, classes)) in enumerate(zip(axes, unions, strict=True)):
-        for one, position in zip(
-            unit[classes].tolist(), axis.index[0].tolist(), strict=True
-        ):
-            locations[one].append((number, position))
-    # numbers of axes -> positions of each unit
+    for number, (_, classes) in enumerate(unions):
+        for place, own in enumerate(unit[classes].tolist()):
+            locations[own].append((number, place))
+    # numbers of axes -> places of each unit
     alike = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list)
     for own in locations.values():
-        numbers, positions = zip(*own, strict=True)
-        alike[numbers].append(positions)
+        numbers, places = zip(*own, strict=True)
+        alike[numbers].append(places)
     units = list[Units]()
     for numbers, rows in alike.items():
         lines = zip(numbers, torch.tensor(rows, device="cpu").T, strict=True)
         own_axes = tuple(
-            replace(axes[number], index=line[None]) for number, line in lines
+            replace(axes[number], index=axes[number].index[:, line])
+            for number, line in lines
         )
         units.append(
             Units(f"fixed {len(units)}", len(rows), own_axes, moves=frozenset())
@@ -616,6 +621,35 @@ class _Builder:
                 )
         for dim, atoms in enumerate(others, start=2):
             self.add(leaf, dim, atoms)
+
+    def add_members(self, leaf: Leaf, members: int) -> None:
+        """Locate units in a parameter each of whose members has units of its own.
+
+        An axis that spans two dimensions spans those between them, too.
+        """
+        with_own_axis = any(part.axes == (members,) for part in leaf.value.parts)
+        for part in leaf.value.parts:
+            if len(part.axes) == 1:
+                self.add(leaf, part.axes[0], part.atoms)
+                continue
+            atoms = part.atoms.reshape(-1)
+            units_of = self._units_of(leaf, atoms)
+            span = part.axes[-1] - part.axes[0] + 1
+            location = leaf.site, part.axes[0], span, leaf.buffer, False
+            layers = _positions(part, leaf.value.shape)
+            order = layers.reshape(-1).argsort()
+            position = np.tile(np.arange(len(atoms)), len(layers))[order]
+            layer = np.repeat(np.arange(len(layers)), len(atoms))[order]
+            for cell, units in units_of.items():
+                # members as wholes move along an axis of their own
+                if with_own_axis and _alike_in_members(units, part, members):
+                    continue
+                context = self._context(
+                    atoms, units_of, {cell, *self.cells[cell].parents}
+                )[position]
+                self._add_blocks(
+                    cell, units[position], context * len(layers) + layer, location
+                )
 
     def _units_of(self, leaf: Leaf, atoms: Array) -> dict[int, Array]:
         """Return cell -> for each position, the unit of this cell that lies there or
@@ -713,6 +747,27 @@ class _Builder:
 # small steps --------------------------------------------------------------------------
 
 
+def _positions(part: Part, shape: Sequence[int]) -> Array:
+    """Return the positions of a part's units along the axes that it spans.
+
+    Units along the first and the last of three axes of lengths 2, 3 and 2 have three
+    positions, ``(3, 4)``: the first unit's are 0, 2 and 4, the last one's 7, 9 and 11.
+    """
+    along = shape[part.axes[0] : part.axes[-1] + 1]
+    if len(along) == 1:
+        return np.arange(along[0])[None]
+    positions = np.arange(math.prod(along)).reshape(along[0], -1, along[-1])
+    return np.moveaxis(positions, 1, 0).reshape(positions.shape[1], -1)
+
+
+def _alike_in_members(units: Array, part: Part, members: int) -> bool:
+    """Return whether all positions of each member belong to the same unit."""
+    by_member = np.moveaxis(
+        units.reshape(part.atoms.shape), part.axes.index(members), 0
+    )
+    return bool((by_member == by_member[:, :1]).all())
+
+
 def _index(blocks: Sequence[Array]) -> torch.Tensor:
     """Concatenate blocks, sorted by their first position."""
     index = np.concatenate(blocks)
@@ -723,7 +778,7 @@ def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
     """Reduce an axis that spans rows and columns to one of these, if units lie alike at
     all positions of the other.
     """
-    if axis.span == 1:
+    if axis.span != 2:
         return axis
     rows, columns = shape[axis.dim : axis.dim + 2]
     row, column = np.divmod(axis.index.numpy(), columns)

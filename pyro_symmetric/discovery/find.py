@@ -33,14 +33,15 @@ from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules o
 from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
 from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
-from pyro_symmetric.discovery.flow import Flow, propagate
+from pyro_symmetric.discovery.flow import Flow, Leaf, propagate
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, is_bounded
+from pyro_symmetric.discovery.members import members_of
 from pyro_symmetric.discovery.model_symmetry import (
     find_model_symmetry,
     is_pyro_model,
     of_bayesian_model,
 )
-from pyro_symmetric.discovery.registry import Array
+from pyro_symmetric.discovery.registry import Array, Part
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
@@ -166,6 +167,11 @@ def _of_network(
     traces, flow = _traces(net, example_inputs, kwargs), Flow()
     for trace in traces:
         propagate(flow, trace)
+    members = members_of(flow, traces)
+    if members.axes:
+        flow = Flow(members.axes)
+        for trace in traces:
+            propagate(flow, trace)
     used = set[str]().union(*(trace.used_sites() for trace in traces))
     for site, leaf in flow.leaves.items():
         why = (
@@ -185,7 +191,9 @@ def _of_network(
         group,
         _explained(flow, cells, units),
         logits,
-        undecided or _at_least(flow, cells, traces, held, logits),
+        undecided
+        or bool(members.refused)
+        or _at_least(flow, cells, traces, held, logits),
     )
     if flow.given_up:
         warnings.warn(
@@ -344,7 +352,8 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
         if len(atoms) == 1 or (colours != colours[:1]).any():
             pinned_by[cells.unit[atoms]] = number
     for leaf in flow.leaves.values():
-        for dim, part in enumerate(leaf.value.parts):
+        for part in leaf.value.parts:
+            dim = _own_axis(leaf, part)
             atoms = np.unique(part.atoms)
             cell = cells.cell[cells.unit[atoms]]
             moves = np.isin(cell, list(cells.cells))
@@ -372,7 +381,11 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
                     )
             if movers:
                 home = movers[0].axes[0]
-                target = flow.leaves[home.site].value.parts[home.dim].atoms
+                target = next(
+                    part.atoms
+                    for part in flow.leaves[home.site].value.parts
+                    if home.dim in part.axes
+                )
             names, chain = (
                 tuple(one.name for one in movers),
                 chains.between(atoms, target),
@@ -385,15 +398,22 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
     return Explanation(axes)
 
 
+def _own_axis(leaf: Leaf, part: Part) -> int:
+    """Return the axis along which units lie inside a slice or a member."""
+    if leaf.members == part.axes[-1]:
+        return part.axes[0]
+    return part.axes[-1]
+
+
 class _Chains:
     """Shortest chains of facts between arrays of atoms, by breadth-first search."""
 
     def __init__(self, flow: Flow):
         self.flow, self.starts = flow, np.array(flow.starts)
         leaves = [
-            (leaf.site, dim, part)
+            (leaf.site, _own_axis(leaf, part), part)
             for leaf in flow.leaves.values()
-            for dim, part in enumerate(leaf.value.parts)
+            for part in leaf.value.parts
         ]
         self.names = {
             self._arrays(part.atoms)[0]: f"{site}[{dim}]"

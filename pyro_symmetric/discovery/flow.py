@@ -21,6 +21,7 @@ import functools
 import math
 import operator
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -108,6 +109,8 @@ class Leaf:
     :param kernel: whether it belongs to a convolution.
     :param slices: of a matrix whose rows fall into slices with columns of their own,
         the slice of each row.
+    :param members: the axis of members, each of which has units of its own along all
+        others.
     """
 
     site: str
@@ -115,6 +118,7 @@ class Leaf:
     buffer: bool = False
     kernel: bool = False
     slices: Array | None = None
+    members: int | None = None
 
 
 class Fact(NamedTuple):
@@ -127,10 +131,30 @@ class Fact(NamedTuple):
     number: int
 
 
-class Flow:
-    """Facts about atoms, and the methods that rules are written in."""
+class Product(NamedTuple):
+    """A product whose operands share axes.
 
-    def __init__(self) -> None:
+    :param shared: the axes that several operands have.
+    :param units: units that lie along a single axis.
+    """
+
+    shared: frozenset[int]
+    units: list[Part]
+
+
+class Flow:
+    """Facts about atoms, and the methods that rules are written in.
+
+    :param members: site -> the axis of its members; see :class:`Leaf`.
+    """
+
+    def __init__(self, members: Mapping[str, int] | None = None) -> None:
+        self.members = members or {}
+        # for each sum of products, units along axes that several operands and the
+        # result have, and units along other axes
+        self.batches: list[tuple[list[Array], list[Array]]] = []
+        # id of a result's parts -> the parts, and the product that they are
+        self.unsummed: dict[int, tuple[tuple[Part, ...], Product]] = {}
         # the operator that is being applied and its module, in words
         self.operator = ""
         self.size = 0
@@ -254,11 +278,13 @@ class Flow:
                 parts[1] = Part(
                     (0, 1), self.fresh((int(slices[-1]) + 1, shape[1]))[slices]
                 )
+            members = self.members.get(site) if slices is None else None
+            if members is not None:
+                parts = self._per_member(parts, members, shape)
             for part in parts:
                 self.occur(np.unique(part.atoms))
-            self.leaves[site] = Leaf(
-                site, Value(tuple(shape), tuple(parts)), buffer, kernel, slices
-            )
+            value = Value(tuple(shape), tuple(parts))
+            self.leaves[site] = Leaf(site, value, buffer, kernel, slices, members)
         leaf = self.leaves[site]
         if leaf.slices is None or (
             slices is not None and np.array_equal(leaf.slices, slices)
@@ -274,6 +300,25 @@ class Flow:
                 leaf.value, parts=(rows, Part((1,), columns.atoms[0]), *rest)
             ),
         )
+
+    def _per_member(
+        self, parts: list[Part], members: int, shape: Sequence[int]
+    ) -> list[Part]:
+        """Return the parts of a parameter each of whose members has units of its own.
+
+        Of weights (member, in, out), units are pairs (member, in) and (member, out);
+        an entry belongs to both, which tie to the same member.
+        """
+        sizes, own = dict(enumerate(shape)), list[Part]()
+        others = [axis for axis in sizes if axis != members]
+        for axis in others:
+            axes = tuple(sorted((axis, members)))
+            own.append(Part(axes, self.fresh([shape[a] for a in axes])))
+        if len(others) > 1:
+            for part in own:
+                self.relate(part.atoms, spread(parts[members], part.axes, sizes))
+            own.append(parts[members])
+        return own
 
     # values ---------------------------------------------------------------------------
 
@@ -432,6 +477,8 @@ class Flow:
         """
         reduced = {value.axis(axis) for axis in axes}
         keep = [axis for axis in range(value.dim) if axis not in reduced]
+        if id(value.parts) in self.unsummed:
+            self._note_batch(self.unsummed[id(value.parts)][1], keep)
         parts = tuple(
             up
             for part in value.parts
@@ -728,6 +775,9 @@ class Flow:
         if any(units & letters for letters in known):
             self.doubts[self.operator] = None
         self._tie(terms, sizes)
+        product = _product(operands, [part for parts, _ in terms for part in parts])
+        if sizes.keys() - out:
+            self._note_batch(product, out)
         fixed = {letter for _, own in terms for letter in own}
         moving = [
             part
@@ -749,11 +799,22 @@ class Flow:
             connected.append([*(other for group in touching for other in group), part])
         to = {letter: i for i, letter in enumerate(out)}
         parts = [self.product_units(group, sizes).renumbered(to) for group in connected]
-        return self.value(
+        result = self.value(
             [sizes.get(letter, 1) for letter in out],
             parts,
             {to[letter] for letter in fixed & to.keys()},
         )
+        if product.shared and out == [*range(len(out))]:
+            self.unsummed[id(result.parts)] = result.parts, product
+        return result
+
+    def _note_batch(self, product: Product, out: Collection[int]) -> None:
+        """Note a sum of products over all axes but those of the result."""
+        shared = product.shared.intersection(out)
+        batch = [part.atoms for part in product.units if part.axes[0] in shared]
+        others = [part.atoms for part in product.units if part.axes[0] not in shared]
+        if batch and others:
+            self.batches.append((batch, others))
 
     def _tie(
         self, terms: Sequence[tuple[list[Part], set[int]]], sizes: Mapping[int, int]
@@ -1117,6 +1178,21 @@ def _module_of(node: Node) -> str:
 
 
 # parts and arrays of atoms ------------------------------------------------------------
+
+
+def _product(
+    operands: Sequence[tuple[Value, Sequence[int]]], parts: Iterable[Part]
+) -> Product:
+    """Return what several operands, whose axes carry letters, share."""
+    holders = Counter(
+        letter
+        for value, letters in operands
+        for letter, n in zip(letters, value.shape, strict=True)
+        if n > 1
+    )
+    shared = frozenset(letter for letter, number in holders.items() if number > 1)
+    units = [part for part in parts if len(part.axes) == 1 and part.atoms.size > 1]
+    return Product(shared, units)
 
 
 def letters_of(text: str, hidden: int) -> list[int]:

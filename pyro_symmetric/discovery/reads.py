@@ -63,7 +63,7 @@ def untied(
     for node in graph.nodes:
         if site_of.get(node.name) in sites:
             site = site_of[node.name]
-            counts[site] = counts.get(site, 0) + len(_reads_of(node))
+            counts[site] = counts.get(site, 0) + len(reads_of(node))
     if max(counts.values(), default=0) < 2:
         return Untied(graph, {})
     graph = copy.deepcopy(graph)
@@ -74,7 +74,7 @@ def untied(
         site = site_of.get(node.name, "")
         if counts.get(site, 0) < 2:
             continue
-        for read in _reads_of(node):
+        for read in reads_of(node):
             alike = (len(numbers),) if counts[site] <= MOST else read.kind()
             number = numbers.setdefault((site, *alike), len(numbers))
             if number == min(n for key, n in numbers.items() if key[0] == site):
@@ -86,6 +86,21 @@ def untied(
                 leaves[name] = site
             _move(graph, node, read, nodes[name])
     return Untied(graph, leaves)
+
+
+def reads_of(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[Read]:
+    """Return the reads of a node, those of its views included."""
+    reads = list[Read]()
+    for user in node.users:
+        if user.op == "output":
+            continue
+        if is_view(user):
+            reads += reads_of(user, (*views, user))
+            continue
+        for place, argument in enumerate(arguments_of(user)):
+            if argument is node:
+                reads.append(Read(views, user, place))
+    return reads
 
 
 def arguments_of(node: fx.Node) -> list[fx.Node]:
@@ -114,21 +129,6 @@ def is_view(node: fx.Node) -> bool:
     if alias is not None and not alias.is_write:
         return True
     return operator_name(node.target) in COPIES
-
-
-def _reads_of(node: fx.Node, views: tuple[fx.Node, ...] = ()) -> list[Read]:
-    """Return the reads of a node, those of its views included."""
-    reads = list[Read]()
-    for user in node.users:
-        if user.op == "output":
-            continue
-        if is_view(user):
-            reads += _reads_of(user, (*views, user))
-            continue
-        for place, argument in enumerate(arguments_of(user)):
-            if argument is node:
-                reads.append(Read(views, user, place))
-    return reads
 
 
 def _move(graph: fx.Graph, node: fx.Node, read: Read, leaf: fx.Node) -> None:
