@@ -20,13 +20,24 @@ the mean ``trajectory_length``, :math:`\pi / 2`, which avoids resonance.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import biject_to
+
 from pyro_symmetric import arguments, mcmc
+from pyro_symmetric._process import forked
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
+from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Weights, require_sites
 
 __all__ = ["HMC", "MCMC", "NUTS"]
 
@@ -51,6 +62,13 @@ class MCMC:
     :param kernel: any kernel of this library.
     :param num_samples: draws per chain.
     :param warmup_steps: warm-up iterations per chain. ``None``: ``num_samples``.
+    :param initial_params: site -> unconstrained starting points, a row for each chain.
+    :param hook_fn: called as ``hook_fn(kernel, params, stage, i)`` for each chain after
+        each iteration, with its unconstrained sites; the kernel holds settings only.
+    :param mp_context, disable_validation: of Pyro, and mean nothing here.
+    :param transforms: refused: sites are mapped by the bijections of their supports.
+    :param save_params: the sites that :meth:`get_samples`, :meth:`diagnostics` and
+        :meth:`summary` tell of.
     :param options: of :func:`~pyro_symmetric.sample`: ``initial``, ``hook``, ``seed``,
         ``engine``, ``store`` ...
     """
@@ -60,9 +78,14 @@ class MCMC:
         kernel: Kernel,
         num_samples: int,
         warmup_steps: int | None = None,
-        *,
+        initial_params: Mapping[str, Tensor] | None = None,
         num_chains: int = 1,
+        hook_fn: Callable[..., Any] | None = None,
+        mp_context: str | None = None,
         disable_progbar: bool = False,
+        disable_validation: bool | None = True,
+        transforms: Any = None,
+        save_params: Sequence[str] | None = None,
         **options: Any,
     ):
         self.kernel = arguments.instance(
@@ -72,7 +95,20 @@ class MCMC:
             "HMC(model), NUTS(model) or another kernel of ours",
         )
         _require_options(options)
+        if transforms is not None:
+            raise TypeError(f"MCMC takes no transforms: {REFUSED['transforms']}")
+        for name, pyros in (("initial", initial_params), ("hook", hook_fn)):
+            if pyros is not None and options.get(name) is not None:
+                raise TypeError(f"MCMC has {name}= and Pyro's name of it; pass one")
+        for site, value in (initial_params or {}).items():
+            if len(value) != num_chains:
+                raise ValueError(
+                    f"initial_params[{site!r}] has shape {tuple(value.shape)}; its "
+                    f"first axis must be the {num_chains} chains"
+                )
         self.num_samples, self.num_chains = num_samples, num_chains
+        self.initial_params, self.hook_fn = initial_params, hook_fn
+        self.save_params = save_params
         self._options = {
             "num_warmup": num_samples if warmup_steps is None else warmup_steps,
             **options,
@@ -87,10 +123,31 @@ class MCMC:
     def run(self, *args: Any, **kwargs: Any) -> Posterior:
         """Run the chains; all arguments are passed to the model."""
         self._args, self._kwargs = args, kwargs  # read by ArviZ
-        self._posterior = mcmc.sample(
-            self.kernel, *args, kwargs=kwargs, **self._options
-        )
+        options = dict(self._options)
+        if self.initial_params is not None or self.hook_fn is not None:
+            transforms = _bijections(self.kernel.model, args, kwargs)
+        if self.initial_params is not None:
+            options["initial"] = {
+                site: transforms[site](value) if site in transforms else value
+                for site, value in self.initial_params.items()
+            }
+        if self.hook_fn is not None:
+            options["hook"] = functools.partial(self._call_hook, transforms)
+        self._posterior = mcmc.sample(self.kernel, *args, kwargs=kwargs, **options)
         return self._posterior
+
+    def _call_hook(
+        self, transforms: Mapping[str, Any], number: int, weights: Weights
+    ) -> None:
+        """Call Pyro's hook for each chain, with its unconstrained sites."""
+        num_warmup = self._options["num_warmup"]
+        stage = "Warmup" if number < num_warmup else "Sample"
+        iteration = number if number < num_warmup else number - num_warmup
+        params = {site: transforms[site].inv(value) for site, value in weights.items()}
+        for chain in range(self.num_chains):
+            title = f"{stage} [{chain}]" if self.num_chains > 1 else stage
+            of_chain = {site: value[chain] for site, value in params.items()}
+            self.hook_fn(self.kernel, of_chain, title, iteration)  # type: ignore[misc]
 
     @property
     def posterior(self) -> Posterior:
@@ -105,17 +162,40 @@ class MCMC:
         self, num_samples: int | None = None, group_by_chain: bool = False
     ) -> Weights:
         """Return draws of the latent sites; see ``Posterior.get_samples``."""
-        return self.posterior.get_samples(num_samples, group_by_chain)
+        return self._saved().get_samples(num_samples, group_by_chain)
 
     def diagnostics(self) -> dict[str, dict[str, Any]]:
         """Return convergence diagnostics in Pyro's form; see
         ``Posterior.diagnostics``.
         """
-        return self.posterior.diagnostics()
+        return self._saved().diagnostics()
 
     def summary(self, prob: float = 0.9) -> None:
         """Print a table of the sites; see ``Posterior.summary``."""
-        self.posterior.summary(prob)
+        self._saved().summary(prob)
+
+    def _saved(self) -> Posterior:
+        """Return the draws of the sites in ``save_params``."""
+        if self.save_params is None:
+            return self.posterior
+        saved = arguments.listed("save_params", self.save_params, str, "sites")
+        require_sites(self.posterior.samples, saved, "save_params: the model")
+        samples = {site: self.posterior.samples[site] for site in saved}
+        return replace(self.posterior, samples=samples)
+
+
+def _bijections(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the bijections from unconstrained values to a model's sites."""
+    with torch.no_grad(), forked():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    transforms = {}
+    for name, node in trace.iter_stochastic_nodes():
+        law: Any = node["fn"]
+        if not (site_is_subsample(node) or law.has_enumerate_support):
+            transforms[name] = biject_to(law.support)
+    return transforms
 
 
 def _require_options(options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ it makes of the draws.
 """
 
 import functools
+import inspect
 import math
 import re
 
@@ -10,6 +11,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide.initialization import init_to_median, init_to_value
 
 import pyro_symmetric as ps
 from pyro_symmetric.infer import HMC, MCMC, NUTS
@@ -178,3 +180,145 @@ def test_draws_that_are_not_there_yet_are_told(method):
     mcmc = MCMC(NUTS(positive), num_samples=5)
     with pytest.raises(RuntimeError, match=r"no draws yet; call run\(\.\.\.\)"):
         getattr(mcmc, method)()
+
+
+# each argument of Pyro's works, or is refused with what to do instead -----------------
+
+
+MODEL = {"model": conjugate}
+SETTINGS = {
+    "step_size": 0.5,
+    "adapt_step_size": False,
+    "adapt_mass_matrix": False,
+    "full_mass": True,
+    "max_plate_nesting": 1,
+    "jit_compile": True,
+    "jit_options": {},
+    "ignore_jit_warnings": True,
+    "target_accept_prob": 0.7,
+    "init_strategy": init_to_median,
+}
+TAKEN = {
+    "HMC": {**MODEL, **SETTINGS, "trajectory_length": 2.0, "num_steps": 3},
+    "NUTS": {
+        **MODEL,
+        **SETTINGS,
+        "max_tree_depth": 3,
+        "use_multinomial_sampling": True,
+    },
+    "MCMC": {
+        "kernel": None,
+        "num_samples": 4,
+        "warmup_steps": 4,
+        "initial_params": {"mean": torch.zeros(2)},
+        "num_chains": 2,
+        "hook_fn": lambda kernel, params, stage, i: None,
+        "mp_context": "spawn",
+        "disable_progbar": True,
+        "disable_validation": False,
+        "save_params": ["mean"],
+    },
+}
+REFUSED = {
+    "HMC": {
+        "potential_fn": (lambda z: 0.0, "pyro.factor"),
+        "transforms": ({}, "reparam"),
+        "min_stepsize": (1e-5, "leave it out"),
+        "max_stepsize": (1.0, "leave it out"),
+    },
+    "NUTS": {
+        "potential_fn": (lambda z: 0.0, "pyro.factor"),
+        "transforms": ({}, "reparam"),
+    },
+    "MCMC": {"transforms": ({}, "reparam")},
+}
+
+
+def parameters_of(function):
+    return inspect.signature(function).parameters
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_each_argument_of_pyros_is_taken_or_refused(name):
+    theirs = set(parameters_of(getattr(pyro.infer, name).__init__)) - {"self"}
+    assert theirs == TAKEN[name].keys() | REFUSED[name].keys()
+    ours = getattr(ps.infer, name)
+    if name == "MCMC":
+        given = {**TAKEN[name], "kernel": NUTS(conjugate)}
+        mcmc = ours(**given)
+        assert list(parameters_of(ours.__init__))[: len(theirs) + 1] == list(
+            parameters_of(pyro.infer.MCMC.__init__)
+        )
+        mcmc.run(torch.ones(3))
+        assert mcmc.get_samples()["mean"].shape == (8,)
+        required = {"kernel": NUTS(conjugate), "num_samples": 5}
+    else:
+        kernel = ours(**TAKEN[name])
+        assert MCMC(kernel, 3, 3, num_chains=2, disable_progbar=True).run(torch.ones(3))
+        required = {"model": None}
+    for argument, (value, advice) in REFUSED[name].items():
+        with pytest.raises(TypeError, match=rf"takes no {argument}: .*{advice}"):
+            ours(**required, **{argument: value})
+        assert ours(**required, **{argument: None})
+
+
+@pytest.mark.parametrize("method", ["run", "get_samples", "summary", "diagnostics"])
+def test_methods_have_pyros_arguments(method):
+    theirs, ours = (
+        [(p.name, p.default, p.kind) for p in parameters_of(function).values()]
+        for function in (getattr(pyro.infer.MCMC, method), getattr(MCMC, method))
+    )
+    assert theirs == ours
+
+
+def test_chains_start_where_pyro_puts_them():
+    """Without warm-up and with steps so small that they hardly move."""
+    still = {"step_size": 1e-6, "adapt_step_size": False, "num_steps": 1}
+    values = {"scale": torch.tensor([0.5, 2.0, 3.0]), "shift": torch.tensor(1.5)}
+    strategies = [init_to_value(values=values), lambda site: values[site["name"]]]
+    for strategy in strategies:
+        kernel = HMC(positive, init_strategy=strategy, **still)
+        posterior = quiet(kernel, 1, 0, num_chains=3).run()
+        for site, value in values.items():
+            drawn = posterior.samples[site][:, 0]
+            torch.testing.assert_close(drawn, value.expand_as(drawn), atol=1e-3, rtol=0)
+    starts = {"scale": torch.randn(2, 3), "shift": torch.randn(2)}
+    posterior = quiet(HMC(positive, **still), 1, 0, starts, 2).run()
+    torch.testing.assert_close(
+        posterior.samples["scale"][:, 0], starts["scale"].exp(), atol=1e-3, rtol=1e-3
+    )
+    with pytest.raises(ValueError, match=r"initial_params\['shift'\].*3 chains"):
+        quiet(HMC(positive), 1, 0, {"shift": torch.zeros(2)}, 3)
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_hooks_are_called_as_by_pyro(chains):
+    seen = {"theirs": [], "ours": []}
+
+    def hook(name):
+        def call(kernel, params, stage, i):
+            shapes = {site: tuple(value.shape) for site, value in params.items()}
+            seen[name].append((stage, i, shapes))
+
+        return call
+
+    options = {"num_chains": chains, "disable_progbar": True}
+    for _ in range(chains):
+        theirs = pyro.infer.MCMC(
+            pyro.infer.NUTS(positive),
+            3,
+            2,
+            hook_fn=hook("theirs"),
+            disable_progbar=True,
+        )
+        theirs.run()
+    ours = MCMC(NUTS(positive), 3, 2, hook_fn=hook("ours"), **options)
+    posterior = ours.run()
+    stripped = [(stage.split()[0], i, shapes) for stage, i, shapes in seen["ours"]]
+    assert sorted(map(str, stripped)) == sorted(map(str, seen["theirs"]))
+    assert (
+        {"Sample"}
+        if chains == 1
+        else {"Sample [0]", "Sample [1]"} <= {stage for stage, *_ in seen["ours"]}
+    )
+    assert posterior.num_samples == 3

@@ -4,6 +4,7 @@ returns the posterior.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -17,7 +18,10 @@ from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
+from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from tqdm import tqdm
 
@@ -155,6 +159,10 @@ def sample(
         chains.
     """
     arguments.whole("num_chains", num_chains, 1, none="the default")
+    strategy = getattr(kernel_or_model, "init_strategy", None)
+    if isinstance(kernel_or_model, Kernel) and initial is None and strategy is not None:
+        of_model = (kernel_or_model.model, args, dict(kwargs or {}))
+        initial = functools.partial(placed_by, strategy, *of_model)
     settings = Settings(
         kernel_or_model
         if isinstance(kernel_or_model, Kernel)
@@ -675,6 +683,34 @@ def resolve(
         "weights, a Posterior, a guide "
         "or a function num_chains -> weights"
     )
+
+
+@torch.no_grad()
+def placed_by(
+    strategy: Callable[[Any], Any],
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    count: int,
+) -> Weights:
+    """Start chains where one of Pyro's strategies, such as ``init_to_median``, puts the
+    sites of a model."""
+
+    def place(site: Any) -> Any:
+        # sites that are summed out take any value
+        if getattr(site["fn"], "has_enumerate_support", False):
+            return site["fn"].sample()
+        return strategy(site)
+
+    starts: list[dict[str, Any]] = []
+    for _ in range(count):
+        with InitMessenger(place):
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
+        sites = trace.iter_stochastic_nodes()
+        starts.append(
+            {name: v["value"] for name, v in sites if not site_is_subsample(v)}
+        )
+    return {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
 
 
 def starting_points(

@@ -26,7 +26,7 @@ if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that en
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from statistics import NormalDist
 from typing import Any, ClassVar
@@ -69,6 +69,14 @@ IGNORED = (
     "ignore_jit_warnings",
     "use_multinomial_sampling",
 )
+REFUSED = {
+    "potential_fn": "write the density as a model, e.g. pyro.sample sites with improper "
+    "priors and pyro.factor('energy', -potential)",
+    "transforms": "sites are mapped by the bijections of their supports; for others "
+    "reparametrise the model by pyro.poutine.reparam",
+    "min_stepsize": "the step size is adapted without bounds; leave it out",
+    "max_stepsize": "the step size is adapted without bounds; leave it out",
+}
 # limits of the thinned history; an even number of draws
 CHAINS, COORDINATES, DRAWS = 64, 512, 512
 
@@ -108,6 +116,7 @@ class TunedKernel(Kernel):
     full_mass: bool = False
 
     ignored: ClassVar[tuple[str, ...]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = REFUSED
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -96,17 +96,27 @@ class _KernelType(ABCMeta):
     """Class of kernels, whose calls name the right argument for a wrong one."""
 
     ignored: tuple[str, ...]
+    refused: Mapping[str, str]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in cls.ignored:
             kwargs.pop(name, None)
+        for name, advice in cls.refused.items():
+            if kwargs.pop(name, None) is not None:
+                raise TypeError(f"{cls.__name__} takes no {name}: {advice}")
+        strategy = kwargs.pop("init_strategy", None) if cls.refused else None
+        if kwargs.get("trajectory_length", 0.0) is None:  # Pyro's default
+            del kwargs["trajectory_length"]
         known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         if all(
             argument.kind is not argument.VAR_KEYWORD for argument in known.values()
         ):
             advice = "pass it to sample" if kwargs.keys() & OF_SAMPLE else ""
             arguments.require_keywords(cls.__name__, known, kwargs, GUESSES, advice)
-        return super().__call__(*args, **kwargs)
+        kernel = super().__call__(*args, **kwargs)
+        if strategy is not None:
+            object.__setattr__(kernel, "init_strategy", strategy)
+        return kernel
 
 
 class Kernel(metaclass=_KernelType):
@@ -130,6 +140,10 @@ class Kernel(metaclass=_KernelType):
     num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
     ignored: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing
+    # arguments of Pyro's kernels, and what to do instead
+    refused: ClassVar[Mapping[str, str]] = {}
+    # one of Pyro's, which places chains unless ``initial`` does
+    init_strategy: ClassVar[Any] = None
 
     def __post_init__(self) -> None:
         # a kernel without a model can be run by hand on a Density
