@@ -33,7 +33,7 @@ FLOORS = [
 # Floors inside a room, likewise.
 INSIDE = {
     "density": [
-        ["enumeration", "site_checks"],
+        ["enumeration", "site_checks", "special_functions"],
         ["traced"],
         ["eager"],
         ["lanes", "layers"],

@@ -341,7 +341,7 @@ class Density:
             numbers = max([self.dim, *sizes]) * self.dtype.itemsize
             self.chain_chunk = 2 ** int(math.log2(max(1, CACHE_BYTES // numbers)))
         if engine == "compiled" and not self.engine_reason:
-            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize)
+            self.fast = Compiled(self._eager, self.chain_chunk or sys.maxsize, z)
 
     def _try_model(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Evaluate the model, and decide whether its chains are mapped or evaluated one

@@ -7,18 +7,20 @@ A network with its data is a :class:`NetworkTarget`, any other Pyro model a
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from pyro_symmetric._process import forked, running_pyro
+from pyro_symmetric._process import LOCK, forked, running_pyro
 from pyro_symmetric.arguments import described, described_call
 from pyro_symmetric.density.site_checks import require_possible_targets
-from pyro_symmetric.density.traced import TracedTarget, explaining
+from pyro_symmetric.density.traced import TracedTarget, explaining, placed
 from pyro_symmetric.models import (
     UNMAPPABLE,
     BayesianModel,
@@ -32,6 +34,8 @@ Evaluation = tuple[Tensor, Tensor]
 Evaluate = Callable[..., Evaluation]
 Rows = Mapping[str, Tensor]  # mini-batches: name -> (C, B)
 ROWS = "rows"  # name of a network's mini-batches
+# relative errors of gradients and of energies in single precision
+COARSE, FINE = 1e-2, 3e-4
 TRIAL_ROWS = 2  # on which a network is tried
 
 
@@ -47,13 +51,23 @@ class Eager:
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``. Chains with a singular
-        matrix have infinite energy; they are found by bisection."""
-        try:
+        matrix have infinite energy."""
+        # Errors hold the memory of their evaluations, so none is handled during another.
+        with contextlib.suppress(torch.linalg.LinAlgError):
             return self.raw(z, rows)
-        except torch.linalg.LinAlgError:
-            if len(z) == 1:
-                return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
-            return in_chunks(self.energy_and_gradient, z, rows, -(-len(z) // 2))
+        with contextlib.suppress(torch.linalg.LinAlgError):
+            return despite_singular(lambda: self.raw(z, rows))
+        if len(z) == 1:
+            return torch.full_like(z[:, 0], torch.inf), torch.zeros_like(z)
+        return in_chunks(self.energy_and_gradient, z, rows, -(-len(z) // 2))
+
+    def in_double(self) -> Eager:
+        """Return the evaluation of the density of a Pyro model in double precision."""
+        target: Any = copy.copy(self.target)
+        target.model, target.args, target.kwargs = placed(
+            target.model, target.args, target.kwargs, None, torch.float64
+        )
+        return Eager(target, self.layout)
 
     def raw(self, z: Tensor, rows: Rows | None = None) -> Evaluation:
         """Evaluate all chains at once. One backward pass gives all gradients, since
@@ -97,6 +111,58 @@ def in_chunks(
     return energy, gradient
 
 
+def despite_singular(evaluate: Callable[[], Evaluation]) -> Evaluation:
+    """Evaluate with infinite energy for chains of which a matrix has no Cholesky
+    factor, instead of an error for all.
+    """
+    calls: list[torch.Size] = []
+
+    def factor_or_nan(matrix: Tensor, **options: Any) -> Tensor:
+        calls.append(matrix.shape)
+        factor, info = torch.linalg.cholesky_ex(matrix, **options)
+        return torch.where((info == 0)[..., None, None], factor, torch.nan)
+
+    with _factoring_by(factor_or_nan):
+        energy, gradient = evaluate()
+    if not calls:
+        return energy, gradient
+    is_singular = energy.isnan()
+    return (
+        torch.where(is_singular, torch.inf, energy),
+        torch.where(is_singular[..., None], 0.0, gradient),
+    )
+
+
+def catches_errors(evaluate: Callable[[], Evaluation]) -> bool:
+    """Return whether the model itself handles matrices without a Cholesky factor."""
+    calls: list[torch.Size] = []
+
+    def fail(matrix: Tensor, **options: Any) -> Tensor:
+        calls.append(matrix.shape)
+        raise torch.linalg.LinAlgError("a trial")
+
+    with _factoring_by(fail):
+        try:
+            evaluate()
+        except torch.linalg.LinAlgError:
+            return len(calls) > 1
+        # whatever the model does after an error of each of its matrices
+        except Exception:
+            return bool(calls)
+    return bool(calls)
+
+
+@contextlib.contextmanager
+def _factoring_by(stand_in: Callable[..., Tensor]) -> Iterator[None]:
+    with LOCK:
+        cholesky = torch.linalg.cholesky
+        torch.linalg.cholesky = stand_in
+        try:
+            yield
+        finally:
+            torch.linalg.cholesky = cholesky
+
+
 def same_evaluation(actual: Evaluation, expected: Evaluation) -> bool:
     """Return whether two evaluations agree up to rounding wherever the expected energy
     is finite.
@@ -106,7 +172,7 @@ def same_evaluation(actual: Evaluation, expected: Evaluation) -> bool:
     """
     (energy, gradient), (expected_energy, expected_gradient) = actual, expected
     coarse, fine = (
-        (1e-2, 3e-4) if expected_energy.dtype == torch.float32 else (1e-6, 1e-8)
+        (COARSE, FINE) if expected_energy.dtype == torch.float32 else (1e-6, 1e-8)
     )
     same = (energy - expected_energy).abs() <= fine * (1 + expected_energy.abs())
     close = (gradient - expected_gradient).norm(dim=-1) <= coarse * (
@@ -114,6 +180,29 @@ def same_evaluation(actual: Evaluation, expected: Evaluation) -> bool:
     )
     close |= (gradient.isnan() & expected_gradient.isnan()).any(dim=-1)
     return bool((same & close | ~torch.isfinite(expected_energy)).all())
+
+
+def is_as_exact(found: Evaluation, expected: Evaluation, exact: Evaluation) -> bool:
+    """Return whether errors in single precision are like those of the expected
+    evaluation: the least, the second and so on at most a few times as large.
+    """
+    finite = expected[0].isfinite() & exact[0].isfinite()
+
+    def errors(evaluation: Evaluation) -> tuple[Tensor, Tensor]:
+        differences = [
+            (value.double() - right)[finite]
+            for value, right in zip(evaluation, exact, strict=True)
+        ]
+        energy = differences[0].abs() / (1 + exact[0][finite].abs())
+        gradient = differences[1].norm(dim=-1)
+        return energy, gradient / (1 + exact[1][finite].norm(dim=-1))
+
+    return all(
+        bool((error.sort().values <= tolerance + 4 * usual.sort().values).all())
+        for error, usual, tolerance in zip(
+            errors(found), errors(expected), (FINE, COARSE), strict=True
+        )
+    )
 
 
 # networks -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pyro_symmetric._process import running_pyro
-from pyro_symmetric.density.eager import Eager, Evaluation
+from pyro_symmetric.density.eager import Eager, Evaluation, despite_singular
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -110,7 +110,9 @@ def _graph_of_one_chain(eager: Eager, z: Tensor) -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        graph = make_fx(lambda position: eager.raw_of_one(position))(z)
+        graph = make_fx(
+            lambda position: despite_singular(lambda: eager.raw_of_one(position))
+        )(z)
         pure = torch.func.functionalize(graph, remove="mutations")
         graph = make_fx(pure, decomposition_table=dict(select_decomp_table()))(z)
     graph.graph.eliminate_dead_code()

@@ -18,6 +18,8 @@ from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 from torch import Tensor, nn
 
+from pyro_symmetric.density.compiled import Compiled
+from pyro_symmetric.density.eager import is_as_exact
 from pyro_symmetric.mcmc import HMC, MCLMC, NUTS, SGHMC, AdaptiveHMC, Density, sample
 from pyro_symmetric.mcmc.run import starting_points
 from pyro_symmetric.models import BayesianModel, GaussianPrior
@@ -280,6 +282,74 @@ def test_singular_matrices_cost_one_chain_only():
     )
     assert torch.allclose(energy[[0, 2, 3]], expected[[0, 2, 3], 0], atol=1e-3)
     assert torch.isfinite(gradient).all()
+
+
+def ill_conditioned() -> None:
+    """Single precision itself is off by more than rounding."""
+    length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+    x = torch.linspace(0, 3, 30)
+    covariance = torch.exp(-(((x[:, None] - x) / length) ** 2)) + 1e-5 * torch.eye(30)
+    y = dist.MultivariateNormal(torch.zeros(30), covariance)
+    pyro.sample("y", y, obs=x.sin())
+
+
+def test_double_precision_decides_where_the_model_itself_rounds_coarsely():
+    density = Density(ill_conditioned, engine="eager")
+    z = torch.linspace(-0.5, 1.0, 16)[:, None]
+    exact = density._eager.in_double().energy_and_gradient(z.double(), None)
+    expected = density.energy_and_gradient(z)
+    # another order of sums: the mapped model against a loop
+    alone = [density.energy_and_gradient(chain[None]) for chain in z]
+    found = tuple(torch.cat(parts) for parts in zip(*alone, strict=True))
+    rough = (expected[0] * (1 + 1e-3), expected[1])
+    wrong = (expected[0], expected[1] * 1.1)
+    error = (expected[0] - exact[0]).abs() / (1 + exact[0].abs())
+    assert error.max() > 3e-4
+    assert is_as_exact(found, expected, exact)
+    assert is_as_exact(expected, expected, exact)
+    assert not is_as_exact(rough, exact, exact)
+    assert not is_as_exact(wrong, expected, exact)
+
+
+def caught() -> None:
+    """A model that mends singular matrices itself."""
+    s = pyro.sample("s", dist.Normal(0.0, 0.1))  # from which the model is run
+    matrix = torch.eye(2) * (1 + s)
+    try:
+        root = torch.linalg.cholesky(matrix)
+    except torch.linalg.LinAlgError:
+        root = torch.linalg.cholesky(matrix + 10 * torch.eye(2))
+    pyro.factor("f", root.sum())
+
+
+def test_errors_that_a_model_catches_reach_it():
+    s = torch.tensor([[-2.0], [-3.0]])
+    energy = Density(caught).energy(s)
+    expected = -dist.Normal(0.0, 0.1).log_prob(s) - 2 * (11 + s).sqrt()
+    torch.testing.assert_close(energy, expected[:, 0])
+    assert torch.linalg.cholesky.__name__ != "factor_or_nan"
+
+
+def test_programs_leave_errors_to_models_that_catch_them():
+    for model, catches in [(caught, True), (singular, False), (hierarchical, False)]:
+        arguments = (X, Y) if model is hierarchical else ()
+        eager = Density(model, arguments, engine="eager")
+        z = torch.zeros(2, eager.dim)
+        compiled = Compiled(eager._eager, 8, z)
+        assert compiled._catches_errors is catches
+        assert compiled._has_lanes is not catches
+
+
+def inverted() -> None:
+    s = pyro.sample("s", dist.Normal(0.0, 0.1))
+    matrix = torch.eye(2) + s * torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    root = torch.linalg.cholesky(matrix + torch.eye(2) * s)
+    pyro.factor("f", torch.linalg.inv(matrix)[0, 1] + root[0, 0])
+
+
+def test_singular_matrices_of_other_kinds_are_found_by_bisection():
+    energy = Density(inverted).energy(torch.tensor([[0.0], [1.0], [0.5], [-1.0]]))
+    assert energy.isfinite().tolist() == [True, False, True, False]
 
 
 def test_a_module_with_single_precision_priors_runs_in_double():

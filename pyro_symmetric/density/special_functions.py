@@ -1,0 +1,56 @@
+"""Logarithms of the gamma function and their derivative as arithmetic.
+
+PyTorch's compiler calls a scalar function for each number of ``lgamma`` and
+``digamma``; arithmetic runs in vector instructions. Errors in single precision are at
+most ``1.4e-6 * (1 + |value|)``; double precision is left to PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHIFT = 4  # from which Stirling's series holds
+
+
+def lgamma(x: Tensor) -> Any:
+    """Return the logarithm of the gamma function, by Stirling's series of ``x + 4``."""
+    if x.dtype != torch.float32:
+        return NotImplemented
+    positive = torch.where(x > 0, x, 1 - x)
+    is_small = positive < SHIFT
+    y = torch.where(is_small, positive + SHIFT, positive)
+    rising = positive * (positive + 1) * (positive + 2) * (positive + 3)
+    inverse = 1 / y
+    square = inverse * inverse
+    series = 1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680))
+    value = (y - 0.5) * (y.log() - 1) + 0.5 * (math.log(2 * math.pi) - 1)
+    value = value + inverse * series - torch.where(is_small, rising, 1.0).log()
+    sine = torch.sin(math.pi * (x - x.round())).abs()
+    return torch.where(x > 0, value, math.log(math.pi) - sine.log() - value)
+
+
+def digamma(x: Tensor) -> Any:
+    """Return the derivative of :func:`lgamma`."""
+    if x.dtype != torch.float32:
+        return NotImplemented
+    positive = torch.where(x > 0, x, 1 - x)
+    is_small = positive < SHIFT
+    y = torch.where(is_small, positive + SHIFT, positive)
+    terms = 1 / positive + 1 / (positive + 1) + 1 / (positive + 2) + 1 / (positive + 3)
+    inverse = 1 / y
+    square = inverse * inverse
+    series = 1 / 12 - square * (1 / 120 - square * (1 / 252 - square / 240))
+    value = y.log() - 0.5 * inverse - square * series
+    value = value - torch.where(is_small, terms, 0.0)
+    reflected = math.pi / torch.tan(math.pi * (x - x.round()))
+    return torch.where(x > 0, value, value - reflected)
+
+
+ARITHMETIC = {
+    torch.ops.aten.lgamma.default: lgamma,
+    torch.ops.aten.digamma.default: digamma,
+}
