@@ -56,7 +56,7 @@ INSIDE = {
             *("alike", "completeness", "conservation_law", "members", "model_check"),
             "valid_sets",
         ],
-        ["model_permutations"],
+        ["model_likelihood", "model_permutations"],
         ["model_signs"],
         ["model_group"],
         ["model_symmetry"],

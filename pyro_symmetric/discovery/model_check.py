@@ -1,7 +1,7 @@
 r"""Verification of a declared symmetry of a Pyro model.
 
 A group is a symmetry of a model if the joint density is invariant, :math:`p(g \cdot w,
-D) = p(w, D)`, which is tried at draws from the prior. If it isn't, the sites whose own
+D) = p(w, D)`, which is tried at points in the support. If it isn't, the sites whose own
 (conditional) density changes are named, and declarations with one axis fewer, or one
 more, are tried. A posterior has the symmetries of its network only if the prior has
 them: a prior may give the units of a layer different scales, say.
@@ -10,26 +10,22 @@ them: a prior may give the units of a layer different scales, say.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.density import Density
-from pyro_symmetric.density.site_checks import check_observed, require_declared_axes
-from pyro_symmetric.discovery.model_density import site_entries
+from pyro_symmetric.discovery.model_density import ModelDensity
 from pyro_symmetric.discovery.verify import (
     BrokenMove,
     Change,
-    InconclusiveError,
     Verification,
     broken_moves,
 )
@@ -40,8 +36,6 @@ from pyro_symmetric.posterior.statistics import evenly_spaced
 from pyro_symmetric.weights import Weights
 
 POSTERIOR_DRAWS = 4
-# the share of a site's change that is left at most if others compensate it
-COMPENSATED = 0.1
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
 # changes pass up to this multiple of the noise, plus so many nats, by which evidence
 # may err
@@ -65,11 +59,11 @@ def verify_model(
     model: Callable[..., Any],
     *args: Any,
     trials: int = 2,
-    tolerance: float = 1e-4,
+    tolerance: float = 0.0,
     **kwargs: Any,
 ) -> Verification:
-    """Compare a model's joint density before and after elements of a group, at draws
-    from the prior.
+    """Compare a model's joint density before and after elements of a group, at points
+    of several scales in its support.
 
     Discrete sites are summed out if they can be enumerated; subsampled plates keep one
     draw of their rows.
@@ -110,35 +104,42 @@ def verify_model(
     :param model: any Pyro model; ``args`` and ``kwargs`` are its arguments, data
         included. (If some of these are called ``trials`` or ``tolerance``, give
         ``functools.partial(model, ...)``.)
-    :param trials: the number of draws from the prior.
+    :param trials: the number of points of each of three scales.
     :param tolerance: relative change of a site's log-density (in the norm over its
-        entries) that passes as rounding.
+        entries) that passes as rounding, if the density's own rounding is less.
     :raises ValueError: if the group moves sites that the model lacks.
     :raises InconclusiveError: if the density isn't a function of the sites (dropout,
         other randomness).
     """
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
-    group = group_of(symmetry).compact
-    draws = [
-        JointDensity(functools.partial(model, *args, **kwargs), group, tolerance)
-        for _ in range(trials)
-    ]
-
-    def change(element: Element) -> Change:
-        changes = [draw.change(element) for draw in draws]
-        sites = dict.fromkeys(
-            site for change in changes if change.broken for site in change.sites
-        )
-        return Change(
-            any(change.broken for change in changes),
-            max(change.size for change in changes),
-            tuple(sites),
-        )
-
+    finite = group_of(symmetry).finite
+    density = ModelDensity(model, args, kwargs, trials)
+    density.tolerance = max(density.tolerance, tolerance)
+    _require_sites(finite, density)
     return _verified(
-        "the model's log-density", group, change, draws[0].shapes, tolerance
+        "the model's log-density",
+        finite,
+        density.change,
+        density.shapes,
+        density.tolerance,
     )
+
+
+def _require_sites(group: Group, density: ModelDensity) -> None:
+    """Raise ``ValueError`` if a group moves sites that the model lacks, or has in
+    another shape.
+    """
+    missing = sorted(set(group.required_sites) - set(density.shapes))
+    if missing:
+        enumeration = density.target.enumeration
+        discrete = sorted(enumeration.batch_shapes) if enumeration else []
+        raise ValueError(
+            f"the model lacks the sites {missing} that the group moves; its "
+            f"continuous latent sites are {list(density.shapes)}, and its discrete "
+            f"ones {discrete}"
+        )
+    group.batch_shape(density.generic)  # names the site whose shape doesn't fit
 
 
 @undisturbed()
@@ -236,143 +237,6 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
             "sites), or mend the prior or the "
             "likelihood that treats units differently"
         )
-
-
-# the density of a model ---------------------------------------------------------------
-
-
-class JointDensity:
-    """The joint density of a Pyro model's sites, site by site, at a draw from its
-    prior.
-
-    :param model: the model, without arguments.
-    :param group: the group that acts on its continuous latent sites.
-    :param tolerance: relative change of a site's log-density (in the norm over its
-        entries) that passes as rounding.
-    :ivar values: continuous sites, and the rows of subsampled plates.
-    :ivar log_probs: the log-densities of each site's entries there; of all together if
-        discrete sites are summed out.
-    :raises ValueError: if the group moves sites that the model lacks.
-    :raises InconclusiveError: if the density isn't a function of the sites.
-    """
-
-    def __init__(self, model: Callable[[], Any], group: Group, tolerance: float):
-        self.model, self.tolerance = model, tolerance
-        nodes = _sampled(self.model)
-        check_observed(site for site in nodes.values() if site["is_observed"])
-        require_declared_axes(nodes.values())
-        unseen = {name: site for name, site in nodes.items() if not site["is_observed"]}
-        rows = {name for name, site in unseen.items() if site_is_subsample(site)}
-        discrete = {
-            n
-            for n in unseen.keys() - rows
-            if getattr(unseen[n]["fn"].support, "is_discrete", False)
-        }
-        self.summed_out = bool(discrete)
-        frames = [
-            frame for site in nodes.values() for frame in site["cond_indep_stack"]
-        ]
-        self.plate_nesting = -min(
-            [0, *(frame.dim for frame in frames if frame.vectorized)]
-        )
-        self.values = {
-            name: site["value"] for name, site in unseen.items() if name not in discrete
-        }
-        weights = {
-            name: value for name, value in self.values.items() if name not in rows
-        }
-        if missing := sorted(set(group.required_sites) - set(weights)):
-            raise ValueError(
-                f"the model lacks the sites {missing} that the group moves; its "
-                "continuous latent sites are "
-                f"{list(weights)}, and its discrete ones {sorted(discrete)}"
-            )
-        group.batch_shape(weights)  # names the site whose shape doesn't fit
-        self.shapes = {site: value.shape for site, value in weights.items()}
-        self.log_probs = self._at(self.values)
-        if self._compared(self._at(self.values)).broken:
-            raise InconclusiveError(
-                "two evaluations of the model's density at the same sites differ, so "
-                "that no symmetry can be told: is "
-                "there dropout (call .eval()), or randomness outside of pyro.sample?"
-            )
-
-    def change(self, element: Element) -> Change:
-        """Return the change of the density by an element."""
-        return self._compared(self._at(element.on_sites(self.values)))
-
-    def _at(self, values: Weights) -> dict[str, Tensor]:
-        conditioned = poutine.condition(self.model, data=values)
-        if self.summed_out:  # of the whole density, which bears no site's name
-            return {"": self._enumerated(conditioned)}
-        result = {}
-        for name, site in _sampled(conditioned).items():
-            if (
-                name in values
-                and not site_is_subsample(site)
-                and not _in_support(site["fn"], site["value"])
-            ):
-                result[name] = torch.full(
-                    (1,), torch.nan, dtype=torch.float64, device=site["value"].device
-                )
-            elif not site_is_subsample(site):
-                result[name] = site_entries(site).double().reshape(-1)
-        return result
-
-    def _enumerated(self, conditioned: Callable[[], Any]) -> Tensor:
-        """Return the log-density with discrete sites summed out, ``(1,)``."""
-        from pyro.infer import config_enumerate
-        from pyro.infer.mcmc.util import TraceEinsumEvaluator
-
-        enumerated = poutine.enum(
-            config_enumerate(conditioned), first_available_dim=-1 - self.plate_nesting
-        )
-        trace = poutine.trace(enumerated).get_trace()
-        evaluator = TraceEinsumEvaluator(
-            trace, has_enumerable_sites=True, max_plate_nesting=self.plate_nesting
-        )
-        return evaluator.log_prob(trace).double().reshape(1)
-
-    def _compared(self, after: Mapping[str, Tensor]) -> Change:
-        changes = {
-            name: float(after[name].sum() - old.sum())
-            for name, old in self.log_probs.items()
-        }
-        # Rounding errors of independent entries add up as the entries' norm.
-        allowed = {
-            name: self.tolerance * (1 + float(old.norm()))
-            for name, old in self.log_probs.items()
-        }
-        # NaN, outside of a support, counts as a change.
-        changed = tuple(
-            name for name, change in changes.items() if not abs(change) <= allowed[name]
-        )
-        # The tolerance of a large likelihood must not hide the change of a small prior:
-        # sites within theirs count only if they compensate those beyond it.
-        together, total = (
-            abs(sum(changes[name] for name in changed)),
-            abs(sum(changes.values())),
-        )
-        compensated = total <= COMPENSATED * together < float("inf")
-        holds = compensated or together <= sum(allowed[name] for name in changed)
-        return Change(
-            not holds,
-            total if total == total else float("inf"),
-            tuple(filter(None, changed)),
-        )
-
-
-def _sampled(model: Callable[[], Any]) -> dict[str, Any]:
-    """Return the sample sites of one run of a model."""
-    nodes: dict[str, Any] = dict(poutine.trace(model).get_trace().nodes)
-    return {name: site for name, site in nodes.items() if site["type"] == "sample"}
-
-
-def _in_support(fn: Any, value: Tensor) -> bool:
-    try:
-        return bool(fn.support.check(value).all())
-    except NotImplementedError:
-        return True
 
 
 # remedies -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ are summed out; what depends on them is one term.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from tqdm import tqdm
 
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
-from pyro_symmetric.discovery.verify import InconclusiveError
+from pyro_symmetric.discovery.verify import Change, InconclusiveError
+from pyro_symmetric.groups.units import Element
 from pyro_symmetric.weights import Weights, transform_of
 
 CHUNK = 512  # points evaluated at once
@@ -52,6 +54,7 @@ class ModelDensity:
     """The log-density of a Pyro model at points of its continuous latent sites.
 
     :param model: the Pyro model; ``args`` and ``kwargs`` are its arguments.
+    :param points: the number of generic points of each scale.
     :ivar shapes: latent site -> its shape.
     :ivar names: the terms that :meth:`terms` returns; what depends on discrete sites is
         called ``""``.
@@ -62,8 +65,13 @@ class ModelDensity:
     """
 
     def __init__(
-        self, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        model: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        points: int = POINTS,
     ):
+        self.points = points
         self.dtype = torch.float64
         try:
             self.target = _target(model, args, kwargs, torch.float64)
@@ -77,13 +85,15 @@ class ModelDensity:
     def _prepare(self) -> None:
         example = self.target.prior_weights(1)
         self.shapes = {site: value.shape[1:] for site, value in example.items()}
+        self.device = next(iter(example.values())).device
         self.rows = dict[str, Tensor]()
         for plate, (full, size) in self.target.row_counts.items():
-            self.rows[plate] = torch.randperm(full, device="cpu")[:size]
+            rows = torch.randperm(full, device="cpu")[:size]
+            self.rows[plate] = rows.to(self.device)
         self.names: tuple[str, ...] = ()
         self.generic, self.before = self._generic_points()
 
-    def _points(self, count: int, scale: float) -> Weights:
+    def points_of_scale(self, count: int, scale: float) -> Weights:
         """Draw points of unconstrained standard deviation ``scale``: site ->
         ``(count,) + shape``.
         """
@@ -91,9 +101,8 @@ class ModelDensity:
         for site, shape in self.shapes.items():
             transform = transform_of(site, self.target.sites[site])
             free = transform.inverse_shape(shape)
-            drawn[site] = transform(
-                scale * torch.randn(count, *free, dtype=self.dtype, device="cpu")
-            )
+            normal = torch.randn(count, *free, dtype=self.dtype, device="cpu")
+            drawn[site] = transform(scale * normal.to(self.device))
         return drawn
 
     def _generic_points(self) -> tuple[Weights, Terms]:
@@ -101,17 +110,19 @@ class ModelDensity:
 
         :raises InconclusiveError: if there are none.
         """
-        batches = [self._points(2 * POINTS, scale) for scale in SCALES]
+        batches = [self.points_of_scale(2 * self.points, scale) for scale in SCALES]
         points = {
             site: torch.cat([batch[site] for batch in batches]) for site in self.shapes
         }
         terms = self.terms(points)
         finite = terms.values.isfinite().all(1) & self.inside(points)
         by_scale = finite.reshape(len(SCALES), -1)
-        first = by_scale & (by_scale.cumsum(1) <= POINTS)
+        first = by_scale & (by_scale.cumsum(1) <= self.points)
         # the first point of each scale, then the second, and so on
         rank = torch.where(first, by_scale.cumsum(1), 0).flatten()
-        order = [n for r in range(1, POINTS + 1) for n in (rank == r).nonzero()[:, 0]]
+        order = [
+            n for r in range(1, self.points + 1) for n in (rank == r).nonzero()[:, 0]
+        ]
         if not order:
             raise InconclusiveError(
                 "the model's density isn't finite at any point that was tried, so that "
@@ -134,7 +145,7 @@ class ModelDensity:
             checked = self.target.sites[site].support.check(values)
         except NotImplementedError:
             return torch.ones(len(values), dtype=torch.bool, device="cpu")
-        return checked.reshape(len(values), -1).all(1)
+        return checked.reshape(len(values), -1).all(1).cpu()
 
     def inside(self, points: Weights) -> Tensor:
         """Return which points lie in the support of all sites."""
@@ -154,7 +165,7 @@ class ModelDensity:
         if not chunks:
             empty = torch.zeros(0, len(self.names), dtype=torch.float64, device="cpu")
             return Terms(empty, empty)
-        stacked = torch.cat(chunks).double()
+        stacked = torch.cat(chunks).double().cpu()
         return Terms(stacked[:, 0], stacked[:, 1])
 
     def same(self, after: Terms, before: Terms) -> Tensor:
@@ -176,6 +187,20 @@ class ModelDensity:
         excess = (change / allowed).nan_to_num(nan=torch.inf).amax(0)
         order = excess.argsort(descending=True).tolist()
         return [self.names[number] for number in order if excess[number] > 1]
+
+    def change(self, element: Element) -> Change:
+        """Return the change of the density by an element, at the generic points."""
+        moved = element.on_sites(self.generic)
+        outside = [s for s, v in moved.items() if not self.site_inside(s, v).all()]
+        if outside:
+            return Change(True, math.inf, tuple(outside))
+        after = self.terms(moved)
+        sizes = (after.values - self.before.values).sum(1).abs()
+        size = float(sizes.nan_to_num(nan=math.inf).max())
+        if bool(self.same(after, self.before).all()):
+            return Change(False, size)
+        sites = filter(None, self.changed_terms(after, self.before))
+        return Change(True, size, tuple(sites))
 
     def _measured_tolerance(self) -> float:
         """Return the tolerance that the density's own rounding asks for.

@@ -220,7 +220,7 @@ def _levelled(
     support, else by copies of one.
     """
     index = place.index(count)
-    by_unit = value.index_select(place.dim, index.flatten())
+    by_unit = value.index_select(place.dim, index.flatten().to(value.device))
     by_unit = by_unit.unflatten(place.dim, index.shape)
     axis = place.dim + 1
     head = by_unit.narrow(axis, 0, start)
@@ -228,7 +228,8 @@ def _levelled(
     for representative in (tail.mean(axis, keepdim=True), tail.narrow(axis, 0, 1)):
         level = torch.cat([head, representative.expand_as(tail)], axis)
         level = level.flatten(place.dim, axis)
-        level = level.index_select(place.dim, index.flatten().argsort())
+        back = index.flatten().argsort().to(level.device)
+        level = level.index_select(place.dim, back)
         if bool(density.site_inside(place.site, level[None])):
             return level
     return value

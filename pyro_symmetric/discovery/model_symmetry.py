@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
 from pyro_symmetric.discovery.model_group import Built, built_group
+from pyro_symmetric.discovery.model_likelihood import moves_of_likelihood
 from pyro_symmetric.discovery.model_permutations import (
     Factor,
     permutations_along,
@@ -52,8 +53,8 @@ from pyro_symmetric.discovery.valid_sets import (
     axes_by_length,
     stacked,
 )
-from pyro_symmetric.discovery.verify import Change, broken_moves
-from pyro_symmetric.groups import Element, Group, Units
+from pyro_symmetric.discovery.verify import broken_moves
+from pyro_symmetric.groups import Group, Units
 from pyro_symmetric.models import BayesianModel
 from pyro_symmetric.weights import Weights
 
@@ -351,20 +352,11 @@ def _repaired(group: Group, density: ModelDensity) -> Built:
     """Try random elements at generic points, and drop the moves that change the
     density, with a remark for each.
     """
-    points, before = density.generic, density.before
-
-    def change(element: Element) -> Change:
-        moved = element(points)
-        after = density.terms(moved)
-        same = density.same(after, before) & density.inside(moved)
-        sizes = (after.values - before.values).sum(1).abs()
-        return Change(not bool(same.all()), float(sizes.nan_to_num(torch.inf).max()))
-
-    count = len(before.values)
-    if not group.units or not change(group.sample((count,))).broken:
+    count = len(density.before.values)
+    if not group.units or not density.change(group.sample((count,))).broken:
         return Built(group, [])
     remarks = list[str]()
-    for broken in broken_moves(group, change)[0]:
+    for broken in broken_moves(group, density.change)[0]:
         group = group.without([broken.name], broken.move)
         remarks.append(f"{broken.move} of {broken.name!r} holds at some points only")
     return Built(group, remarks)
@@ -381,7 +373,10 @@ def _explained(searcher: Searcher, group: Group, dropped: Moves) -> Explanation:
     places += [place for flip in dropped.flips for place in flip.places]
     accidental = {(place.site, place.dim) for place in places}
     axes = list[AxisExplanation]()
+    allowed = moves_of_likelihood(searcher.density)
     for site, shape in searcher.density.shapes.items():
+        if not shape and site in allowed:
+            axes.append(AxisExplanation(site, 0, 1, 0, (), allowed[site]))
         for dim, length in enumerate(shape):
             movers = _movers(group, site, dim)
             moved = set[int]()
@@ -391,10 +386,12 @@ def _explained(searcher: Searcher, group: Group, dropped: Moves) -> Explanation:
             if len(moved) < length:
                 reason = _reason(searcher, Place(site, dim), length, sorted(moved))
             if (site, dim) in accidental:
-                reason += (
-                    "; more of its positions move for these data, but not for data that "
+                reason += "; " * bool(reason) + (
+                    "more of its positions move for these data, but not for data that "
                     "the model simulates: accidents=True adds them"
                 )
+            if dim == 0 and site in allowed:
+                reason = "; ".join(filter(None, [reason, allowed[site]]))
             names = tuple(units.name for units in movers)
             axes.append(AxisExplanation(site, dim, length, len(moved), names, reason))
     return Explanation(axes)

@@ -88,7 +88,7 @@ class Exchange:
             order = torch.arange(index.numel(), device="cpu")
             order[index[:, self.first]] = index[:, self.second]
             order[index[:, self.second]] = index[:, self.first]
-            value = value.index_select(place.dim, order)
+            value = value.index_select(place.dim, order.to(value.device))
         return value
 
 
@@ -106,7 +106,7 @@ class Cycle:
             index = place.index(self.count)
             order = torch.arange(index.numel(), device="cpu")
             order[index[:, to_units]] = index[:, from_units]
-            value = value.index_select(place.dim, order)
+            value = value.index_select(place.dim, order.to(value.device))
         return value
 
 
@@ -121,7 +121,7 @@ class SignChange:
             if self.position is None:
                 value = -value
                 continue
-            signs = torch.ones(value.shape[place.dim], dtype=value.dtype, device="cpu")
+            signs = value.new_ones(value.shape[place.dim])
             signs[self.position] = -1
             following = value.dim() - place.dim - 1
             value = value * signs.reshape(-1, *[1] * following)
@@ -282,7 +282,7 @@ class Searcher:
             index = place.index(involution.count)
             order = torch.arange(index.numel(), device="cpu")
             order[index[:, involution.second]] = index[:, involution.first]
-            value = value.index_select(place.dim, order)
+            value = value.index_select(place.dim, order.to(value.device))
         return value
 
     def _verified(self, involution: SiteMove, basis: list[PlaceSet]) -> list[PlaceSet]:

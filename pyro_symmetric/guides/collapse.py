@@ -18,6 +18,7 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 from torch.distributions import (
+    IndependentTransform,
     Normal,
     Transform,
     TransformedDistribution,
@@ -134,6 +135,8 @@ def _of_entries(guide: Normal, prior: Any, transform: Transform) -> Tensor:
         return torch.zeros_like(guide.loc)
     if isinstance(prior, Normal):
         return kl_divergence(guide, prior).expand_as(guide.loc)
+    while isinstance(transform, IndependentTransform):  # of to_event
+        transform = transform.base_transform
     with forked(0):
         draws = guide.sample((DRAWS,))
     values = transform(draws)

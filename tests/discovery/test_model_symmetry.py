@@ -277,6 +277,35 @@ def test_without_verification_no_random_elements_are_tried(monkeypatch):
         ps.find_symmetry(mixture, X, ONES)
 
 
+def test_moves_that_the_likelihood_allows_and_the_prior_breaks_are_named():
+    def answers(y: Tensor) -> None:
+        ability = pyro.sample("ability", dist.Normal(torch.zeros(4), 1.0).to_event(1))
+        slope = pyro.sample("slope", dist.LogNormal(torch.zeros(3), 1.0).to_event(1))
+        hard = pyro.sample("hard", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        logits = slope * (ability[..., :, None] - hard)
+        pyro.sample("y", dist.Bernoulli(logits=logits).to_event(2), obs=y)
+
+    def choices(y: Tensor) -> None:
+        spread = pyro.sample("spread", dist.HalfNormal(1.0))
+        logits = pyro.sample("logits", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("y", dist.Categorical(logits=logits).expand([5]).to_event(1), obs=y)
+        pyro.sample("x", dist.Normal(0.0, spread), obs=torch.tensor(1.0))
+
+    scale = "the likelihood allows scales of ability^1, slope^-1, hard^1, broken by"
+    shift = "the likelihood allows a shift of ability, hard, broken by the prior of"
+    symmetry = ps.find_symmetry(answers, torch.ones(4, 3).tril())
+    explained = str(symmetry.explain("ability"))
+    assert scale in explained
+    assert shift in explained
+    assert scale in str(symmetry.explain("slope"))
+    symmetry = ps.find_symmetry(choices, torch.tensor([0, 1, 2, 2, 1]))
+    line = "the likelihood allows a shift of logits, broken by the prior of logits"
+    assert line in str(symmetry.explain("logits"))
+    assert "spread" not in str(symmetry.explanation)
+    for args in ((X, ONES), (X, ONES, True)):
+        assert "allows" not in str(ps.find_symmetry(mixture, *args).explanation)
+
+
 def test_dropout_is_refused():
     def noisy(x: Tensor) -> None:
         w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))

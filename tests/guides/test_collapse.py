@@ -158,6 +158,20 @@ def test_evidence_and_guide_show_the_units_in_a_line() -> None:
     assert "train on the symmetrised ELBO" in repr(off.setup())
 
 
+def test_divergences_of_events_are_those_of_plates() -> None:
+    def event() -> None:
+        pyro.sample("w", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+        pyro.sample("other", dist.Normal(7.0, 1.0))
+
+    sets = list[torch.Tensor]()
+    for model in (event, locations(dist.LogNormal(0.0, 1.0))):
+        pyro.set_rng_seed(0)
+        guide = AutoDiagonalNormal(model, init_scale=0.7)
+        guide()
+        sets.append(unit_divergences(guide, GROUP).nats[0])
+    assert torch.allclose(*sets)
+
+
 def test_of_a_flow_and_of_a_simplex_no_divergence_is_told() -> None:
     pyro.set_rng_seed(0)
     model = locations(dist.Normal(0.0, 1.0))
