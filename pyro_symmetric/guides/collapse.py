@@ -37,7 +37,7 @@ from pyro_symmetric.guides.gaussian import (
 )
 
 AT_PRIOR = 2.0  # nats of a unit's KL, below which it is as good as at the prior
-CLOSE = 4.0  # times log n: units of a larger KL stay live, whatever the objective
+CLOSE = 2.0  # times log n: units of a larger KL stay live, whatever the objective
 DRAWS = 256  # for priors that aren't normal
 
 
