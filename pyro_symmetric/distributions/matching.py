@@ -20,7 +20,8 @@ signs are drawn, given the matching.
 an attention head) uniformly; sets whose places are all certain, by a sketch of their
 weights; then the rest. A set yet to be drawn that moves the same weights along another
 axis takes part by its expectation under its own doubly stochastic matrix, weighted by
-``TRUST``.
+``TRUST``; where neither set is known, units are compared by their weights in ascending
+order.
 
 Any base but a product of normals and of unit blocks is matched by its means and
 deviations. The proposal depends on the orbit of the draw alone: at :math:`h \cdot w` it
@@ -399,7 +400,10 @@ class UnitDensities:
             return self._products[key]
         signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
         of_places, of_units = list[Tensor](), [list[Tensor]() for _ in signs]
-        for axis, *parts in self._weights_along(axes, sketched, quick):
+        along = list(self._weights_along(axes, sketched, quick))
+        if not along and not quick and axes is self.sets[name].shared:
+            along = list(self._profiles_along(axes))
+        for axis, *parts in along:
             parts = (
                 parts if places is None else [part[..., places, :] for part in parts]
             )
@@ -494,6 +498,28 @@ class UnitDensities:
                     TRUST * value @ (signed if undrawn[0][1].exponent % 2 else mix),
                 )
             yield axis, value, square, loc, scale
+
+    def _profiles_along(self, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
+        """Yield for each axis between two sets its units' weights in ascending order,
+        their squares, and the means in ascending order.
+
+        Of a matrix that two sets move neither order is known at first: the sorted
+        weights of a unit don't depend on that of the other set.
+        """
+        for axis in axes:
+            sets = itertools.chain(*self.group.members(axis.site).values())
+            flipped = any("flip" in self.group[units].moves for units, _ in sets)
+            value, loc, scale = (
+                rows(part[axis.site], axis, self._dims(axis.site))
+                for part in (self.placed, self.loc, self.scale)
+            )
+            wide = loc.shape[-1] > SKETCH
+            if flipped or wide or not self._is_between(axis.site):
+                continue
+            value = value.nan_to_num(0.0).clamp(-LARGEST_WEIGHT, LARGEST_WEIGHT)
+            value = value.sort(-1).values
+            spread = scale.square().mean(-1, keepdim=True).sqrt().expand_as(loc)
+            yield axis, value, value.square(), loc.sort(-1).values, spread
 
     def _is_between(self, site: str) -> bool:
         """Return whether a site is a matrix whose rows are one set of units and whose

@@ -73,6 +73,43 @@ def test_exact_orbit_reaches_widths_that_cannot_be_enumerated() -> None:
 # SinkhornImportance -------------------------------------------------------------------
 
 
+MEETING = {
+    "square": ({"W": ("r", "c")}, {"W": (4, 4)}),
+    "rectangle": ({"W": ("r", "c")}, {"W": (3, 5)}),
+    "chain": ({"W": ("r", "c"), "V": ("c", "d")}, {"W": (3, 4), "V": (4, 3)}),
+    "biases": ({"W": ("r", "c"), "b": ("r",)}, {"W": (4, 4), "b": (4,)}),
+}
+
+
+@pytest.mark.stochastic
+@pytest.mark.parametrize("name", MEETING)
+def test_sets_that_meet_in_one_matrix_have_the_density_of_the_exact_sum(
+    name: str,
+) -> None:
+    """Ten bases of little overlap, at draws and at these moved: values to 0.05 nats
+    and gradients to 20 %, which none of 20 seeds exceeded. By row sums alone the value
+    is off by up to thousands of nats, and beside close biases by tens."""
+    axes, shapes = MEETING[name]
+    group = Group.declare(axes, {site: torch.Size(s) for site, s in shapes.items()})
+    action = action_of(group)
+    for _ in range(10):
+        loc = torch.randn(action.dim, dtype=torch.float64, requires_grad=True)
+        q = dist.Normal(loc, 0.05).to_event(1)
+        w = q.sample((4,))
+        moved, matched = action(w, group.sample((4,))), SinkhornImportance(16)
+        for value, found in (
+            (w, matched.log_prob(q, action, w)),
+            (moved, matched.log_prob_elsewhere(q, action, moved)),
+        ):
+            exact = ExactOrbit().log_prob(q, action, value)
+            torch.testing.assert_close(found, exact, rtol=0.0, atol=0.05)
+            right, gradient = (
+                torch.autograd.grad(result.sum(), loc, retain_graph=True)[0]
+                for result in (exact, found)
+            )
+            assert (gradient - right).norm() < 0.2 * right.norm()
+
+
 @pytest.mark.stochastic
 @pytest.mark.parametrize(
     "name", [*PERMUTED, *(name for name in SIGNED if "recurrent" not in name)]
