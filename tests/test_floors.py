@@ -48,7 +48,8 @@ INSIDE = {
         ["checkpoints"],
     ],
     "discovery": [
-        ["registry", "symmetry"],
+        ["registry", "rotations"],
+        ["symmetry"],
         ["integer_algebra", "reads", "trace"],
         ["flow", "linear_twin", "verify"],
         ["cells", "model_density", "repeats", "rules"],

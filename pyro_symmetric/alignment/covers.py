@@ -57,7 +57,11 @@ def cover_of(
 
 
 def log_count(group: Group) -> float:
-    """Return the log of the number of permutations with signs, as they are listed."""
+    """Return the log of the number of permutations with signs, as they are listed;
+    infinite if units rotate.
+    """
+    if group.names("rotate"):
+        return math.inf
     log = sum(group[name].count for name in group.names("flip")) * math.log(2.0)
     for name in group.names("permute"):
         log += group[name].copies * math.lgamma(group[name].size + 1)

@@ -52,6 +52,7 @@ from pyro_symmetric.alignment.terms import (
     terms_of,
 )
 from pyro_symmetric.groups import Element, Group, Units
+from pyro_symmetric.groups.moves import MOVES, Move, polar
 from pyro_symmetric.groups.units import ByName, rows
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2
@@ -158,15 +159,17 @@ class Pairs(NamedTuple):
     :ivar scores: what a pair adds to the score.
     :ivar permutations: name -> permutations inside the pairs.
     :ivar signs: name -> the best signs of the pairs, and inside them.
+    :ivar rotations: name -> rotations inside the pairs.
     """
 
     scores: Tensor
     permutations: dict[str, Tensor]
     signs: dict[str, Tensor]
+    rotations: dict[str, Tensor]
 
 
 class Descent:
-    """Coordinate descent over the permutations and signs of a group.
+    """Coordinate descent over the permutations, signs and rotations of a group.
 
     Its coordinates are the *roots*: sets of units inside no others, each with its
     *family*, all that lies inside it.
@@ -181,7 +184,10 @@ class Descent:
     >>> optimum.element["unit"].tolist(), optimum.cost.tolist()
     ([[1, 2, 0]], [0.0])
 
-    :param group: the group, of which permutations and signs count.
+    A set that rotates is matched by the polar factor of the scores whose best
+    assignment others take, which is exact if the cost is a squared distance.
+
+    :param group: the group, of which permutations, signs and rotations count.
     :param reference: site -> moments ``(channels, 1, *site_shape)``, or of one
         reference for each source.
     :param source: site -> features ``(channels, B, *site_shape)``.
@@ -200,7 +206,7 @@ class Descent:
         tolerance: float = 0.0,
         max_sweeps: int = MAX_SWEEPS,
     ):
-        self.group = group.finite
+        self.group = group.compact
         self.cost = cost
         self.reference = reference
         self.source = source
@@ -302,15 +308,27 @@ class Descent:
         """Return the elements of all families as those of the group."""
         permutations: dict[str, Tensor] = {}
         signs: dict[str, Tensor] = {}
+        rotations: dict[str, Tensor] = {}
         for element in state.elements.values():
             permutations |= element.permutations
             signs |= element.signs
-        return self._element(self.group, permutations, signs)
+            rotations |= element.rotations
+        return self._element(self.group, permutations, signs, rotations)
 
-    def _element(self, group: Group, permutations: ByName, signs: ByName) -> Element:
-        shape = (self.batch,)
+    def _element(
+        self,
+        group: Group,
+        permutations: ByName,
+        signs: ByName,
+        rotations: ByName | None = None,
+    ) -> Element:
         return Element(
-            group, permutations, signs, batch_shape=shape, dtype=torch.float64
+            group,
+            permutations,
+            signs,
+            rotations=rotations,
+            batch_shape=(self.batch,),
+            dtype=torch.float64,
         )
 
     # one match ------------------------------------------------------------------------
@@ -334,6 +352,8 @@ class Descent:
             if not terms:
                 return None
             return self._assigned(root, self._nested_pairs(root, terms, state), bonus)
+        if "rotate" in self.group[root].moves:
+            return self._turned(root, terms, state, bonus) if terms else None
         by_rank = False
         if not terms and matched is not None:
             # Sorted, the entries of units depend on no other units of the site, and
@@ -343,7 +363,20 @@ class Descent:
         if not terms:
             return None
         scores, signs = best_signs(self._scores(terms, state, by_rank))
-        return self._assigned(root, Pairs(scores, {}, signs), bonus)
+        return self._assigned(root, Pairs(scores, {}, signs, {}), bonus)
+
+    def _turned(
+        self, root: str, terms: Sequence[Term], state: State, bonus: float
+    ) -> Element:
+        """Return the rotations of highest score."""
+        units = self.group[root]
+        scores = sum(self._inner_products(term, state)[0].double() for term in terms)
+        assert isinstance(scores, Tensor)
+        spread = scores.flatten(1).std(1, correction=0)[:, None, None, None]
+        stay = torch.eye(units.size, dtype=scores.dtype, device="cpu")
+        turns = polar(scores + bonus * spread * stay)
+        shaped = turns.reshape(self.batch, *units.shape, units.size)
+        return self._element(self._families[root], {}, {}, {root: shaped})
 
     def _assigned(self, root: str, pairs: Pairs, bonus: float) -> Element:
         """Assign units to each other; return the step with what is inside the pairs."""
@@ -362,10 +395,11 @@ class Descent:
         if "permute" in units.moves:
             permutations[root] = images.reshape(self.batch, *units.shape)
         signs = self._of_partners(pairs.signs, partners)
-        return self._element(self._families[root], permutations, signs)
+        rotations = self._of_partners(pairs.rotations, partners, "rotate")
+        return self._element(self._families[root], permutations, signs, rotations)
 
     def _of_partners(
-        self, of_pairs: Mapping[str, Tensor], partners: Tensor
+        self, of_pairs: Mapping[str, Tensor], partners: Tensor, move: Move = "permute"
     ) -> dict[str, Tensor]:
         """Take from all pairs, ``(B, copies, size, size, ...)``, the assigned ones."""
         taken = {}
@@ -373,7 +407,8 @@ class Descent:
             inner_dims = value.dim() - 4
             index = partners.reshape(*partners.shape, *[1] * inner_dims)
             value = value.take_along_dim(index, 2)
-            taken[name] = value.reshape(self.batch, *self.group[name].shape)
+            ending = MOVES[move].shape(self.group[name])
+            taken[name] = value.reshape(self.batch, *ending)
         return taken
 
     def _scores(
@@ -437,7 +472,8 @@ class Descent:
         )
         best = _inside(pairs)
         element = reshape(best.element, shape)
-        return Pairs(-best.cost.reshape(shape), element.permutations, element.signs)
+        permutations, signs, _, _, rotations = element.parts
+        return Pairs(-best.cost.reshape(shape), permutations, signs, rotations)
 
     def moved(self, state: State, root: str, step: Element) -> State:
         """Return the state after a step of one root's family."""

@@ -50,10 +50,12 @@ from pyro_symmetric.alignment.moments import (
     moments_of,
     plain,
     require_fit,
+    require_rotatable,
     to_gaussian,
 )
 from pyro_symmetric.alignment.pairwise import BAR_DELAY
 from pyro_symmetric.alignment.scale_fit import evening
+from pyro_symmetric.canonical.removal import principal_axes
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     NO_MODEL,
@@ -62,6 +64,7 @@ from pyro_symmetric.discovery.model_carried import (
 )
 from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
+from pyro_symmetric.groups.moves import MOVES
 from pyro_symmetric.posterior.posterior import Posterior
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
@@ -150,7 +153,7 @@ class Frame:
         for move, still in identity.numbers.items():
             displaced |= (
                 (element.numbers[move] != still).any(-1)
-                if move in ("permute", "flip")
+                if MOVES[move].compact
                 else False
             )
         return displaced
@@ -211,8 +214,8 @@ def align_many(
         that a posterior was drawn from; other members stay as they are.
     :param cost: ``"wasserstein"``; ``"l2"``, of the means alone; ``"gaussian"``, the
         density under Gaussians fitted to all members, weight by weight. ``None``:
-        ``"gaussian"`` for 100 draws or more under a group without scales, else
-        ``"wasserstein"``.
+        ``"gaussian"`` for 100 draws or more under a group without scales and
+        rotations, else ``"wasserstein"``.
     :param restarts: further starts, each from all members aligned to a random one; the
         best result is kept.
     :param seed: of the random choices; ``None`` takes PyTorch's generator.
@@ -229,10 +232,11 @@ def align_many(
     drawn = (
         isinstance(sources, Posterior | Mapping)
         and math.prod(shape) >= MANY
-        and not group.names("scale")
+        and not group.moves & {"scale", "rotate"}
     )
     objective: Any = cost or ("gaussian" if drawn else "wasserstein")
     require_fit(objective, group)
+    require_rotatable(given.values(), group)
     every = moments_of(list(given.values()), sites, group, COSTS[objective])
     moments = {site: torch.cat([one[site] for one in every], 1) for site in sites}
     if objective == "gaussian":  # spreads are differences of squares
@@ -270,7 +274,7 @@ def align_many(
         if best.history[-1] > rounds.given:
             best = rounds.alternate(rounds.identity)
     rounds.place(best.element)
-    element = recentre(best.element).within(group) @ scales
+    element = rounds.framed(recentre(best.element)).within(group) @ scales
     element = reshape(element, shape).to(device)
     history = (rounds.given, *(cost for cost in best.history if cost < rounds.given))
     costs = tuple(end.history[-1] for end in ends)
@@ -323,7 +327,7 @@ class _Rounds:
     """
 
     def __init__(self, group: Group, objective: str, moments: Moments):
-        self._group, self._cost = group.finite, COSTS[objective]
+        self._group, self._cost = group.compact, COSTS[objective]
         self._count = next(iter(moments.values())).shape[1]
         self.identity = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
@@ -411,6 +415,17 @@ class _Rounds:
         self._present = {
             site: act(element, site, value) for site, value in self._source.items()
         }
+
+    def framed(self, element: Element) -> Element:
+        """Turn the common frame of units that rotate to the principal axes of the
+        members' mean.
+        """
+        if not self._group.names("rotate"):
+            return element
+        self.place(element)
+        mean = {site: value[0].mean(0) for site, value in self._present.items()}
+        turn = principal_axes(mean, self._group.rotations)
+        return turn.within(self._group) @ element
 
     def _round(self, element: Element, alone: bool, fresh: bool) -> Element:
         """Align all members to the common reference, or each in turn to that of the

@@ -41,7 +41,7 @@ their weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -412,7 +412,15 @@ CORRELATION = Cost(lambda reference, moved: -reference * moved, squared=False)
 
 
 def require_fit(cost: str, group: Group) -> None:
-    """Raise ``ValueError`` if a cost has no minimum over the scales of a group."""
+    """Raise ``ValueError`` if a cost has no minimum over the scales of a group, or
+    isn't a distance, of which rotations are the best.
+    """
+    if not COSTS[cost].squared and group.names("rotate"):
+        raise ValueError(
+            f"cost is {cost!r}, but the units {group.names('rotate')[0]!r} rotate, "
+            "and deviations weight by weight don't: use cost='l2', or the symmetry's "
+            ".finite part"
+        )
     if not COSTS[cost].squared and group.names("scale"):
         raise ValueError(
             f"cost is {cost!r}, but the group scales {group.names('scale')[0]!r}, and "
@@ -422,6 +430,21 @@ def require_fit(cost: str, group: Group) -> None:
 
 
 # checks -------------------------------------------------------------------------------
+
+
+def require_rotatable(gaussians: Iterable[GaussianWeights], group: Group) -> None:
+    """Raise ``ValueError`` if units rotate that have deviations: a rotated Gaussian has
+    none weight by weight.
+    """
+    if not group.names("rotate"):
+        return
+    for site, value in (pair for every in gaussians for pair in every.scale.items()):
+        if site in group.sites and bool(value.any()):
+            raise ValueError(
+                f"{site!r} has deviations, which can't be rotated weight by weight; "
+                "align means alone, or draws, or by the symmetry's .finite part, which "
+                "holds permutations and signs"
+            )
 
 
 def batch_shape_of(weights: GaussianWeights, group: Group, name: str) -> torch.Size:

@@ -45,6 +45,7 @@ from pyro_symmetric.alignment.moments import (
     moments_of,
     on_host,
     require_fit,
+    require_rotatable,
     shown_by,
 )
 from pyro_symmetric.alignment.scale_fit import Evening, evening, fitted
@@ -176,6 +177,7 @@ def align(
     shape = batch_shape_of(second, group, "source")
     sites = compared_sites({"source": second, "reference": first}, group)
     reference, source = moments_of([first, second], sites, group, COSTS[cost])
+    require_rotatable([first, second] if COSTS[cost].deviations else [], group)
     problem = _Problem(group, COSTS[cost], reference, source, tolerance)
     with tqdm(desc="align", unit="start", disable=not progress, delay=BAR_DELAY) as bar:
         if activations is None:
@@ -232,10 +234,10 @@ class _Problem:
     def by_weights(self, restarts: int | None, tick: Callable[[int], object]) -> _Match:
         """Match evened weights, then fit scales."""
         scales = evening(self.group, self.source, self.reference)
-        descent = self._descent(scales.of_source, self.group.finite)
+        descent = self._descent(scales.of_source, self.group.compact)
         result = search(descent, restarts, tick)
         element = self._joined(result.best, scales.of_source)
-        fit = self._refitted(element, result.best.cost, scales, self.group.finite)
+        fit = self._refitted(element, result.best.cost, scales, self.group.compact)
         unmoved = _features(self.cost, self.source)
         initial = self.cost.total(self.reference, unmoved)
         return _Match(fit.element, fit.cost, initial, result)
@@ -260,7 +262,7 @@ class _Problem:
     ) -> _Fit:
         """Fit scales and match again in turn, while that lowers the cost.
 
-        :param remaining: the permutations and signs that may still change.
+        :param remaining: the moves but scales that may still change.
         """
         if not self.group.names("scale"):
             return _Fit(element, cost)

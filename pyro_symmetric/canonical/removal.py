@@ -164,7 +164,7 @@ def _squared_norm(group: Group, weights: Weights, axes: Axes) -> Tensor:
 
 def principal_axes(weights: Mapping[str, Tensor], group: Group) -> Element:
     """Return the rotations to the principal axes of each copy: the second moments of
-    all entries are diagonal, and decrease. Signs are arbitrary.
+    all entries are diagonal, and decrease; the largest entry of each is positive.
     """
     shape, viewed = group.batch_shape(weights), group.viewed(weights)
     rotations = {}
@@ -174,7 +174,11 @@ def principal_axes(weights: Mapping[str, Tensor], group: Group) -> Element:
         units = entries_of(group, viewed, axes).double()
         units = units.unflatten(-2, (one.copies, one.size))
         ascending = torch.linalg.eigh(units @ units.mT).eigenvectors
-        rotations[name] = ascending.flip(-1).mT.reshape(*shape, *one.shape, one.size)
+        axes_of = ascending.flip(-1).mT
+        turned = axes_of @ units
+        largest = turned.take_along_dim(turned.abs().argmax(-1, keepdim=True), -1)
+        matrices = torch.where(largest < 0, -axes_of, axes_of)
+        rotations[name] = matrices.reshape(*shape, *one.shape, one.size)
     return Element(group, rotations=rotations, batch_shape=shape)
 
 

@@ -64,6 +64,7 @@ from pyro_symmetric.discovery.repeats import (
     copies,
     without_repeats,
 )
+from pyro_symmetric.discovery.rotations import rotating_units
 from pyro_symmetric.discovery.symmetry import fresh, near
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.discovery.verify import difference, guilty
@@ -120,12 +121,9 @@ def with_multipliers(
     slices: Mapping[str, Array],
     held: Collection[str] = (),
     logits: bool = False,
-) -> tuple[list[Units], bool]:
+) -> Multiplied:
     """Add to units the multipliers that they admit, and units that are only multiplied
     or shifted.
-
-    The second result is whether there may be more: of units that nothing switches on,
-    or of networks without derivatives, nothing is known.
 
     :param units: the units that permute, outer ones first.
     :param fixed: units that nothing permutes.
@@ -152,7 +150,7 @@ def with_multipliers(
                 cells.append(_Cell(one, axes, frozenset(spanning)))
         multipliers = law.multipliers(cells)
     except NotDifferentiable:  # permutations alone are found
-        return list(units), True
+        return Multiplied(list(units), True)
     for cell, moves in multipliers.items():
         _add_multipliers(by_name, cell, moves)
     multiplied = [
@@ -172,7 +170,7 @@ def with_multipliers(
             by_name[f"{move} of {site}"] = Units(
                 f"{move} of {site}", 1, (axis,), moves=frozenset({move})
             )
-    return list(by_name.values()), law.undecided
+    return Multiplied(list(by_name.values()), law.undecided, law)
 
 
 def grouped(units: Sequence[Units], shapes: Mapping[str, torch.Size]) -> Group:
@@ -231,6 +229,17 @@ class _Point(NamedTuple):
     weights: Weights
     inputs: list[list[Tensor]]
     outputs: list[Tensor]
+
+
+class Multiplied(NamedTuple):
+    """Units with their multipliers; whether there may be more (of units that nothing
+    switches on, or of networks without derivatives, nothing is known); and the law, if
+    there is one.
+    """
+
+    units: list[Units]
+    undecided: bool
+    law: _Law | None = None
 
 
 class _Law:
@@ -442,6 +451,14 @@ class _Law:
             ) <= EXACT * float(products.abs().sum()):
                 found.setdefault(site, []).append("scale")
         return found
+
+    def rotating(self, group: Group) -> tuple[str, ...]:
+        """Return the names of units that may rotate, by the first loss."""
+        if not self.points:
+            return ()
+        weights, gradient = self.points[0].weights, self.first_gradient
+        stand_in = self.repeats.stand_in
+        return rotating_units(group, weights, gradient, self.null, stand_in)
 
     # inner products -------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -32,7 +32,11 @@ from pyro_symmetric._process import forked, keep_freed_memory
 from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules of PyTorch's operators)
 from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
-from pyro_symmetric.discovery.conservation_law import grouped, with_multipliers
+from pyro_symmetric.discovery.conservation_law import (
+    Multiplied,
+    grouped,
+    with_multipliers,
+)
 from pyro_symmetric.discovery.flow import Flow, Leaf, propagate
 from pyro_symmetric.discovery.linear_twin import NotDifferentiable, is_bounded
 from pyro_symmetric.discovery.members import members_of
@@ -184,16 +188,15 @@ def _of_network(
     cells = solve(flow)
     units = permuted_units(flow, cells)
     held = {*frozen, *(flow.leaves.keys() - used)}
-    group, undecided = _with_multipliers(
-        flow, cells, list(units.values()), traces, held, logits
-    )
+    found = _with_multipliers(flow, cells, list(units.values()), traces, held, logits)
     symmetry = Symmetry(
-        group,
+        found.group,
         _explained(flow, cells, units),
         logits,
-        undecided
+        found.undecided
         or bool(members.refused)
         or _at_least(flow, cells, traces, held, logits),
+        rotating=found.rotating,
     )
     if flow.given_up:
         warnings.warn(
@@ -280,6 +283,16 @@ def _traces(
     return traces
 
 
+class _Found(NamedTuple):
+    """The group of all units, whether there may be more moves, and the units that may
+    rotate.
+    """
+
+    group: Group
+    undecided: bool
+    rotating: tuple[str, ...]
+
+
 def _with_multipliers(
     flow: Flow,
     cells: Cells,
@@ -287,9 +300,9 @@ def _with_multipliers(
     traces: Sequence[Trace],
     held: set[str],
     logits: bool,
-) -> tuple[Group, bool]:
+) -> _Found:
     """Return the group of all units, with the scales, signs and shifts that gradients
-    give, and whether there may be more.
+    give, and what else these say.
     """
     net = traces[0].net
     buffers = {site for site, leaf in flow.leaves.items() if leaf.buffer}
@@ -297,17 +310,19 @@ def _with_multipliers(
     shapes |= {
         name: value.shape for name, value in net.named_buffers() if name in buffers
     }
-    undecided = any(value.is_meta for value in net.parameters())
-    if not undecided:
+    multiplied = Multiplied(units, any(value.is_meta for value in net.parameters()))
+    if not multiplied.undecided:
         slices = {
             site: leaf.slices
             for site, leaf in flow.leaves.items()
             if leaf.slices is not None
         }
-        units, undecided = with_multipliers(
+        multiplied = with_multipliers(
             units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits
         )
-    return grouped(units, shapes), undecided
+    group, law = grouped(multiplied.units, shapes), multiplied.law
+    rotating = law.rotating(group) if law else ()
+    return _Found(group, multiplied.undecided, rotating)
 
 
 def _at_least(

@@ -113,13 +113,13 @@ def verify_model(
     """
     arguments.whole("trials", trials, 1)
     arguments.number("tolerance", tolerance, least=0)
-    finite = group_of(symmetry).finite
+    group = group_of(symmetry).compact
     density = ModelDensity(model, args, kwargs, trials)
     density.tolerance = max(density.tolerance, tolerance)
-    _require_sites(finite, density)
+    _require_sites(group, density)
     return _verified(
         "the model's log-density",
-        finite,
+        group,
         density.change,
         density.shapes,
         density.tolerance,

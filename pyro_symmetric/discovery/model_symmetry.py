@@ -35,6 +35,7 @@ from pyro_symmetric.discovery.model_permutations import (
     permuting_units,
 )
 from pyro_symmetric.discovery.model_signs import SignFlip, flipping_signs
+from pyro_symmetric.discovery.rotations import confirmed
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
@@ -115,6 +116,7 @@ def find_model_symmetry(
         explanation,
         at_least=bool(remarks),
         remarks=(*remarks, *moves.notes),
+        rotating=_rotating(repaired.group, density),
     )
 
 
@@ -157,7 +159,20 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
         group = group.without([broken.name], broken.move)
         remarks.append(f"{broken.move} of {broken.name!r} changes the prior")
     missing = symmetry.at_least or bool(verdict.broken)  # a part of the units may move
-    return replace(symmetry, group=group, at_least=missing, remarks=tuple(remarks))
+    rotating = confirmed(
+        group,
+        [name for name in symmetry.rotating if name in group.names("permute")],
+        lambda turning: [
+            one.name for one in check_function(turning, model.log_prior, draws).broken
+        ],
+    )
+    return replace(
+        symmetry,
+        group=group,
+        at_least=missing,
+        remarks=tuple(remarks),
+        rotating=rotating,
+    )
 
 
 # the search ---------------------------------------------------------------------------
@@ -360,6 +375,25 @@ def _repaired(group: Group, density: ModelDensity) -> Built:
         group = group.without([broken.name], broken.move)
         remarks.append(f"{broken.move} of {broken.name!r} holds at some points only")
     return Built(group, remarks)
+
+
+def _rotating(group: Group, density: ModelDensity) -> tuple[str, ...]:
+    """Return the units whose rotations leave the density unchanged, of those that
+    permute and flip along all of their axes.
+    """
+
+    def broken(turning: Group) -> list[str]:
+        return [one.name for one in broken_moves(turning, density.change)[0]]
+
+    names = [
+        name
+        for name in group.names("permute")
+        if "flip" in group[name].moves
+        and group[name].size > 1
+        and len(group.family(name)) == 1
+        and all(axis.exponent for axis in group[name].axes)
+    ]
+    return confirmed(group, names, broken)
 
 
 # why axes move or stay ----------------------------------------------------------------

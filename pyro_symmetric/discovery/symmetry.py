@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
+from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
 from pyro_symmetric.groups.units import table
@@ -93,6 +94,9 @@ class Symmetry:
     :param at_least: whether the network may have more symmetries: a module with
         parameters is called more than once, nothing that was tried switches some units
         on, or it has no derivatives.
+    :param remarks: what else there is to say.
+    :param rotating: the names of units that may also be mixed by orthogonal maps, which
+        :meth:`with_rotations` lets them.
     """
 
     group: Group
@@ -100,6 +104,7 @@ class Symmetry:
     logits: bool = False
     at_least: bool = False
     remarks: tuple[str, ...] = ()
+    rotating: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         group = self.group
@@ -113,8 +118,40 @@ class Symmetry:
             f"{count['scale']} scales, {count['flip']} signs, "
             f"{len(group.names('shift'))} shifts"
         )
-        units = table(group.units) if group.units else []
-        return "\n".join([head, *units, *self.remarks])
+        if count["rotate"]:
+            head += f", {count['rotate']} units that rotate"
+        lines = [head, *(table(group.units) if group.units else []), *self.remarks]
+        if turning := [n for n in self.rotating if n in group.names("permute")]:
+            lines.append(
+                f"{', '.join(turning)}: all orthogonal maps of the units hold as well; "
+                "with_rotations() adds them"
+            )
+        return "\n".join(lines)
+
+    def with_rotations(self) -> Symmetry:
+        """Let the units of :attr:`rotating` rotate, where the group has their
+        permutations and signs only.
+
+        That is the symmetry of a posterior whose prior is isotropic in these units, and
+        of functions. Rotations take the place of other moves of these units: a function
+        of two matrices in a row, or of queries and keys, allows all invertible maps of
+        them, of which a group here holds scales with permutations, or rotations.
+        Continuous, they can be removed and aligned; guides are averaged over the
+        permutations and signs among them.
+
+        >>> net, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+        >>> symmetry = ps.find_symmetry(net, x)
+        >>> symmetry.rotating, symmetry.with_rotations().group["0"].moves
+        (('0',), frozenset({'rotate'}))
+
+        :raises ValueError: if no units rotate.
+        """
+        if not set(self.rotating) & set(self.group.names("permute")):
+            raise ValueError(
+                f"no units rotate; those that permute are "
+                f"{list(self.group.names('permute'))}"
+            )
+        return replace(self, group=rotated(self.group, self.rotating), rotating=())
 
     # the group and its subgroups ------------------------------------------------------
 
@@ -325,6 +362,7 @@ class Symmetry:
             "logits": self.logits,
             "at_least": self.at_least,
             "remarks": [*self.remarks],
+            "rotating": [*self.rotating],
         }
 
     @classmethod
@@ -341,6 +379,7 @@ class Symmetry:
             data["logits"],
             data["at_least"],
             tuple(data["remarks"]),
+            tuple(data.get("rotating", ())),
         )
 
 

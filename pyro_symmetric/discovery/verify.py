@@ -21,7 +21,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +37,7 @@ from pyro_symmetric._process import (
     without_warnings,
 )
 from pyro_symmetric.arguments import described
+from pyro_symmetric.discovery.rotations import confirmed
 from pyro_symmetric.discovery.symmetry import (
     CONSTANT,
     Symmetry,
@@ -163,6 +164,14 @@ def repaired(
             dropped += broken
             for one in broken:
                 symmetry = symmetry.without([one.name], one.move)
+        rotating = confirmed(
+            symmetry.group,
+            symmetry.rotating,
+            lambda turning: [
+                one.name for one in broken_moves(turning, outputs.change)[0]
+            ],
+        )
+        symmetry = replace(symmetry, rotating=rotating)
     except InconclusiveError as error:
         warnings.warn(
             f"{error}. The group is what rules and gradients propose; no element of it "

@@ -181,7 +181,9 @@ class Rotate(MoveKind):
         return self._by_copy(group, lambda _, matrices: matrices.mT, numbers)
 
     def product(self, group: Group, second: Tensor, first: Tensor) -> Tensor:
-        return self._by_copy(group, lambda _, a, b: a @ b, second, first)
+        dtype = torch.promote_types(second.dtype, first.dtype)
+        numbers = second.to(dtype), first.to(dtype)
+        return self._by_copy(group, lambda _, a, b: a @ b, *numbers)
 
     def followed(self, group: Group, numbers: Tensor, images: Tensor) -> Tensor:
         def carried(name: str, matrices: Tensor) -> Tensor:
@@ -199,13 +201,6 @@ class Rotate(MoveKind):
     def dimension(self, units: Units) -> int:
         return units.count * (units.size - 1) // 2
 
-    def best(self, scores: Tensor) -> Tensor:
-        """Return the polar factor: of all orthogonal matrices, the one whose products
-        with the scores have the largest sum.
-        """
-        left, _, right = torch.linalg.svd(scores)
-        return left @ right
-
     def along(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Turn units ``(copies, size)``, in rows ``batch + (count, entries)``."""
         blocks = rows.unflatten(-2, matrices.shape[-3:-1])
@@ -221,6 +216,14 @@ class Rotate(MoveKind):
             matrices = (value[..., slot].unflatten(-1, shape) for value in numbers)
             pieces.append(change(name, *matrices).flatten(-3))
         return torch.cat(pieces, -1)
+
+
+def polar(scores: Tensor) -> Tensor:
+    """Return the polar factor: of all orthogonal matrices, the one whose products with
+    the scores ``(..., n, n)`` have the largest sum.
+    """
+    left, _, right = torch.linalg.svd(scores)
+    return left @ right
 
 
 MOVES: dict[Move, MoveKind] = {

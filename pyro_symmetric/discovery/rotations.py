@@ -1,0 +1,127 @@
+r"""Rotations of units that permute, from the conservation law of the gradient.
+
+Let :math:`W_a`, with a row for each unit, be the weights along an axis ``a``, and
+:math:`G_a` the gradient of a loss there. If outputs are invariant under
+:math:`W_a \to R\, W_a` for all orthogonal :math:`R`, the derivative along each
+generator of rotations vanishes:
+
+.. math:: \sum_a (W_a G_a^\top - G_a W_a^\top) = 0.
+
+Its twin for positive scales is the diagonal of the same products. Units that rotate
+also permute and flip, so only sets that permute need a test. What the law proposes is
+tried on the network itself, by random rotations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyro_symmetric.groups import Group, Units
+from pyro_symmetric.groups.moves import Move
+from pyro_symmetric.groups.units import pruned, rows
+from pyro_symmetric.weights import Weights
+
+
+def rotating_units(
+    group: Group,
+    weights: Weights,
+    gradient: Weights,
+    tolerance: float,
+    stand_in: Mapping[str, str],
+) -> tuple[str, ...]:
+    """Return the names of units whose rotations the law allows at one point.
+
+    :param tolerance: of the law, relative to the magnitudes of its terms.
+    :param stand_in: site -> the equal site whose gradient is known.
+    """
+    names = []
+    for name in group.names("permute"):
+        sites = {axis.site for axis in group[name].axes}
+        known = {site: stand_in.get(site, site) for site in sites}
+        if not _may_rotate(group, group[name]):
+            continue
+        if not all(gradient_site in gradient for gradient_site in known.values()):
+            continue
+        values = {site: weights[known[site]].cpu() for site in sites}
+        slopes = {site: gradient[known[site]].cpu() for site in sites}
+        if any(value.is_complex() for value in values.values()):
+            continue
+        products = _products(group, name, values, slopes)
+        sizes = _products(group, name, _sizes(values), _sizes(slopes)).sum()
+        violation = (products - products.mT).abs().sum()
+        if bool(sizes > 0) and float(violation) <= tolerance * float(sizes):
+            names.append(name)
+    return tuple(names)
+
+
+def _products(group: Group, name: str, first: Weights, second: Weights) -> Tensor:
+    """Return the inner products of all pairs of units, ``(copies, size, size)``."""
+    shape, products = (group[name].copies, group[name].size), torch.zeros(())
+    for axis in group.axes(name):
+        dims = len(group.view_shapes[axis.site])
+        mine, theirs = (
+            rows(group.view(axis.site, value[axis.site]), axis, dims)
+            for value in (first, second)
+        )
+        products = products + mine.unflatten(0, shape) @ theirs.unflatten(0, shape).mT
+    return products
+
+
+def _sizes(weights: Weights) -> Weights:
+    return {site: value.abs() for site, value in weights.items()}
+
+
+def rotated(group: Group, names: Sequence[str]) -> Group:
+    """Return the group in which some units rotate, of those that still permute.
+
+    Multipliers of the same entries are dropped, as they mix with rotations to more than
+    a group here can hold; so are units whose moves don't fit in with rotations.
+    """
+    turning = {name for name in names if name in group.names("permute")}
+    places = {(a.site, a.dim) for name in turning for a in group.axes(name)}
+    units = []
+    for name, one in group.units.items():
+        meets = any((axis.site, axis.dim) in places for axis in group.axes(name))
+        if name in turning:
+            axes = (
+                replace(axis, exponent=axis.exponent if axis.exponent == -1 else 1)
+                for axis in one.axes
+            )
+            moves = frozenset[Move]({"rotate"})
+            units.append(replace(one, axes=tuple(axes), moves=moves))
+        elif meets and one.moves != {"permute"}:
+            units.append(replace(one, moves=one.moves & {"permute"}))
+        else:
+            units.append(one)
+    return Group(pruned(units), group.site_shapes, group.of_network)
+
+
+def confirmed(
+    group: Group, names: Sequence[str], broken: Callable[[Group], Collection[str]]
+) -> tuple[str, ...]:
+    """Return the units whose rotations hold, all of them together.
+
+    :param broken: the units of a group whose rotations change the function.
+    """
+    remaining = tuple(names)
+    while remaining:
+        try:
+            turning = rotated(group, remaining).rotations
+        except ValueError:  # two of them lie along the same positions
+            return ()
+        wrong = broken(turning)
+        if not wrong:
+            break
+        remaining = tuple(name for name in remaining if name not in wrong)
+    return remaining
+
+
+def _may_rotate(group: Group, units: Units) -> bool:
+    """Return whether units hold no others, and lie along no running statistics."""
+    if units.size < 2 or len(group.family(units.name)) > 1:
+        return False
+    return not any(a.buffer or a.epsilon is not None for a in units.axes)

@@ -1,0 +1,149 @@
+"""Units that all orthogonal maps may mix: found in networks and Pyro models, beside
+those whose rotations one detail breaks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyro_symmetric as ps
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int = 6, heads: int = 2):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        attended = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class Stream(nn.Module):
+    """A residual stream under RMSNorm, with gains or without."""
+
+    def __init__(self, gains: bool):
+        super().__init__()
+        self.into, self.out = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.norm = nn.RMSNorm(5, elementwise_affine=gains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return self.out(self.norm(x))
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter, with an activation in it or without."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.base, self.activation = nn.Linear(5, 4), activation
+        self.a, self.b = nn.Linear(5, 3, bias=False), nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.b(self.activation(self.a(x))))
+
+
+NETWORKS = {
+    "attention": (Attention, (2, 4, 6), {"q", "v"}),
+    "stream": (lambda: Stream(gains=False), (4, 3), {"into"}),
+    "stream with gains": (lambda: Stream(gains=True), (4, 3), set()),
+    "adapter": (lambda: Adapted(nn.Identity()), (4, 5), {"a"}),
+    "adapter with ReLU": (lambda: Adapted(nn.ReLU()), (4, 5), set()),
+    "tanh": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        (4, 3),
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_rotations_of_networks(kind):
+    build, shape, rotating = NETWORKS[kind]
+    torch.manual_seed(0)
+    net, x = build(), torch.randn(shape)
+    symmetry = ps.find_symmetry(net, x)
+    assert set(symmetry.rotating) == rotating
+    again = ps.Symmetry.from_dict(symmetry.to_dict())
+    assert again.rotating == symmetry.rotating
+    if not rotating:
+        with pytest.raises(ValueError, match="no units rotate"):
+            symmetry.with_rotations()
+        return
+    turned = symmetry.with_rotations()
+    assert set(turned.group.names("rotate")) == rotating
+    assert ps.verify(turned, net, x)
+    element = turned.group.compact.sample(dtype=torch.float64)
+    net = net.double()
+    moved = turned.act(element.within(turned.group), net)
+    torch.testing.assert_close(moved(x.double()), net(x.double()))
+    assert "with_rotations()" in str(symmetry)
+
+
+def factor_model(scale: Tensor, prior: type = dist.Normal):
+    def model(data: Tensor) -> None:
+        loadings = prior(torch.zeros(5, 3), scale)
+        loadings = pyro.sample("W", loadings.to_event(2))
+        scores = dist.Normal(torch.zeros(len(data), 3), 1.0)
+        scores = pyro.sample("z", scores.to_event(2))
+        noise = dist.Normal(scores @ loadings.mT, 0.5)
+        pyro.sample("y", noise.to_event(2), obs=data)
+
+    return model
+
+
+def principal_components(data: Tensor) -> None:
+    loadings = pyro.sample("W", dist.Normal(torch.zeros(5, 3), 1.0).to_event(2))
+    covariance = loadings @ loadings.mT + torch.eye(5)
+    with pyro.plate("rows", len(data)):
+        noise = dist.MultivariateNormal(torch.zeros(5), covariance)
+        pyro.sample("y", noise, obs=data)
+
+
+def relevance(data: Tensor) -> None:
+    scales = pyro.sample("a", dist.Gamma(torch.ones(3), 1.0).to_event(1))
+    factor_model(scales)(data)
+
+
+@pytest.mark.parametrize(
+    ("model", "rotating"),
+    [
+        (principal_components, ("W",)),
+        (factor_model(torch.tensor(1.0)), ("W",)),
+        (factor_model(torch.tensor([1.0, 1.5, 2.0])), ()),
+        (factor_model(torch.tensor(1.0), dist.Laplace), ()),
+        (relevance, ()),
+    ],
+)
+def test_rotations_of_models(model, rotating):
+    torch.manual_seed(0)
+    data = torch.randn(20, 5)
+    symmetry = ps.find_symmetry(model, data)
+    assert symmetry.rotating == rotating
+    declared = ps.Group.declare({"W": (None, "f")}, {"W": (5, 3)}, moves="rotate")
+    if model is principal_components:
+        assert ps.verify_model(symmetry.with_rotations(), model, data)
+        assert ps.verify_model(declared, model, data)
+    else:
+        assert not ps.verify_model(declared, model, data)
+
+
+def test_factors_of_one_scale_rotate_among_themselves():
+    model, data = factor_model(torch.tensor([1.0, 1.0, 2.0])), torch.randn(20, 5)
+    symmetry = ps.find_symmetry(model, data)
+    assert [symmetry.group[name].size for name in symmetry.rotating] == [2]
+    assert ps.verify_model(symmetry.with_rotations(), model, data)
