@@ -33,6 +33,7 @@ EXPERIMENTS = {
     "experiments.rossi_2023.mirrored_gaussians": [],
     "experiments.rossi_2023.log_posterior_map": [],
     "performance.mmd": [],
+    "performance.first_use": ["--model", "linear"],
     "performance.test_levels": [],
     "performance.evidence": ["--only", "factors 1", "--seeds", "2"],
 }
