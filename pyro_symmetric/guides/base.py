@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +15,7 @@ from pyro import poutine
 from pyro.distributions import Delta, Distribution
 from pyro.distributions.util import sum_rightmost
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
+from pyro.infer.autoguide.guides import prototype_hide_fn
 from pyro.infer.autoguide.initialization import init_to_mean, init_to_median
 from pyro.nn import PyroModule
 from torch import Tensor, nn
@@ -31,6 +33,19 @@ InitLocFn = Callable[[dict[str, Any]], Tensor]
 INIT_NOISE = 0.01
 
 
+def hidden_from_guides(msg: dict[str, Any]) -> bool:
+    """Return whether a message is no latent site of a guide: discrete sites are summed
+    out, by ``TraceEnum_ELBO`` or by this library."""
+    if prototype_hide_fn(msg) or getattr(msg["fn"], "has_enumerate_support", False):
+        return True
+    if msg["fn"].support.is_discrete:
+        raise ValueError(
+            f"site {msg['name']!r} is discrete, and can't be summed out, as it has "
+            "infinitely many values; marginalise it in the model"
+        )
+    return False
+
+
 class WeightsGuide(StoredGuide, AutoContinuous):
     """An :class:`~pyro.infer.autoguide.AutoContinuous` guide over weights.
 
@@ -41,6 +56,8 @@ class WeightsGuide(StoredGuide, AutoContinuous):
     leaves the guide intact; pickles and copies have their own parameters, in any
     process. A set-up guide is pickled without its model, which it no longer needs.
     """
+
+    _prototype_hide_fn = staticmethod(hidden_from_guides)
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
@@ -157,6 +174,19 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_raw_model": None}
         return state
+
+
+@dataclass(frozen=True)
+class ContinuousStart:
+    """An ``init_loc_fn`` that draws discrete sites, which are no part of a guide, and
+    leaves the others to another."""
+
+    init_loc_fn: InitLocFn
+
+    def __call__(self, site: dict[str, Any]) -> Tensor:
+        if getattr(site["fn"], "has_enumerate_support", False):
+            return site["fn"].sample()
+        return self.init_loc_fn(site)
 
 
 class Start:

@@ -44,10 +44,12 @@ from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import (
+    ContinuousStart,
     InitLocFn,
     Start,
     WeightsGuide,
     action_on,
+    hidden_from_guides,
     layout_of,
 )
 from pyro_symmetric.guides.collapse import unit_divergences
@@ -102,7 +104,8 @@ class AutoSymmetrized(WeightsGuide):
     group: set-up checks it at draws from the prior.
 
     :param model: the Pyro model, without local latent variables (inside a subsampled
-        plate).
+        plate). Discrete sites are no part of the guide: ``TraceEnum_ELBO`` sums them
+        out of ``pyro.infer.config_enumerate(model)``.
     :param symmetry: permutations, signs, or both, e.g. ``find_symmetry(net, x)``. Scales
         and shifts are left out: no proper prior is invariant under them. ``"auto"``:
         that of ``base`` if it is symmetrised, else the model's, found at the first call
@@ -137,7 +140,9 @@ class AutoSymmetrized(WeightsGuide):
             self.group = group_of(symmetry).finite
         if base is AutoUnitBlocks:
             base_arguments = {"symmetry": self.group, **base_arguments}
-        start = init_loc_fn or Start(model, self.group.required_sites)
+        start: InitLocFn = Start(model, self.group.required_sites)
+        if init_loc_fn is not None:
+            start = ContinuousStart(init_loc_fn)
         super().__init__(model, start)
         self._start = start if self.finds_symmetry else None
         self.base = _base(base, model, start, base_arguments)
@@ -157,6 +162,7 @@ class AutoSymmetrized(WeightsGuide):
         if not given:
             # stock guides lose theirs when they are pickled
             self.base._model = self._model
+            self.base._prototype_hide_fn = hidden_from_guides
             self.base._setup_prototype(*args, **kwargs)
         self._adopt(self.base)
         self.base.prototype_trace = self.prototype_trace  # which holds no data
