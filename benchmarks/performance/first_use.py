@@ -2,9 +2,10 @@
 
     python -m benchmarks.performance.first_use [--model linear ...] [--json FILE]
 
-Each model runs in two fresh processes, imports included, with one folder of compiled programs: at first it is empty, as on a
-new machine, then it holds the programs of the first process. The last columns are the
-seconds and the iterations of warm-up of a second call in the second process.
+Each model runs in two fresh processes, imports included, with one folder of compiled
+programs: at first it is empty, as on a new machine, then it holds the programs of the
+first process. The last columns are the seconds and the iterations of warm-up of a
+second call in the second process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ posterior = ps.sample(model, *args, seed=1, progress=False, **settings)
 second = processor_seconds() - first
 metadata = posterior.metadata
 warmup = metadata["num_warmup"]
-found = {"first": first, "second": second, "warm-up": warmup, "engine": metadata["engine"]}
+found = {"first": first, "second": second, "warm-up": warmup}
+found["engine"] = metadata["engine"]
 print(json.dumps(found))
 """
 
