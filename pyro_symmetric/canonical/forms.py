@@ -55,6 +55,7 @@ FEW, JUDGED, NUMBERS = 100, 250, 2**24
 RARE = 0.05
 # labels are uncertain if the odds against the next best are lower than so many to one
 ODDS = 3
+MOST_RADIANS = 0.15  # by which principal axes may turn
 LEAST_SPREAD = 1e-7  # relative deviation below which a weight doesn't count
 SCORES = 2**24  # scores of units for places that are held at once
 NORM = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -249,6 +250,31 @@ def uncertain_share(
                 ),
             )
     return worst
+
+
+def doubtful_axes(draws: Mapping[str, Tensor], group: Group) -> list[str]:
+    r"""Return the units that rotate whose principal axes aligned draws don't tell.
+
+    With second moments :math:`\lambda` and entries of deviation :math:`\epsilon`, two
+    axes turn by :math:`\epsilon \sqrt{\lambda_1 + \lambda_2} / |\lambda_1 - \lambda_2|`
+    radians; more than 0.15 is too much.
+    """
+    group, doubtful = group.rotations, []
+    batch = group.batch_shape(draws)
+    flat = {s: draws[s].double().flatten(0, len(batch) - 1) for s in group.sites}
+    mean = {site: value.mean(0) for site, value in flat.items()}
+    viewed = group.viewed(mean)
+    for name in group.names("rotate") if batch else ():
+        one, axes = group[name], group.axes(name)
+        spread = sum(float(flat[a.site].var(0, correction=0).mean()) for a in axes)
+        epsilon = math.sqrt(spread / len(axes))
+        units = entries_of(group, viewed, axes).unflatten(0, (one.copies, one.size))
+        moments = torch.linalg.eigvalsh(units @ units.mT)
+        first, second = moments[:, :-1], moments[:, 1:]
+        angles = epsilon * (first + second).clamp_min(0).sqrt() / (second - first)
+        if bool((angles > MOST_RADIANS).any()):
+            doubtful.append(name)
+    return doubtful
 
 
 def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Tensor]:

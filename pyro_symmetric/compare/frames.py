@@ -20,7 +20,12 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric.alignment.many import Frame, align_many
-from pyro_symmetric.canonical.forms import RARE, canonicalize, uncertain_share
+from pyro_symmetric.canonical.forms import (
+    RARE,
+    canonicalize,
+    doubtful_axes,
+    uncertain_share,
+)
 from pyro_symmetric.compare.labels import uncertain_labels
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
@@ -293,6 +298,12 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
             "swap, or change signs (odds under "
             "3 : 1), so the means and standard deviations of single units depend on "
             "their labels"
+        )
+    for name in doubtful_axes(frame.posterior.samples, group):
+        yield (
+            f"the principal axes of {name!r} are close to arbitrary: two of their second "
+            "moments are too close for the spread of the draws, or zero; read what no "
+            "rotation changes instead, such as products of the turned matrices"
         )
     if not frame.starts_agree:
         ends = ", ".join(f"{end:.4g}" for end in frame.ends)
