@@ -150,3 +150,13 @@ __all__ = [
     "verify",
     "verify_model",
 ]
+
+_ROOMS = (
+    *("alignment", "canonical", "checkpoints", "compare", "discovery"),
+    *("distributions", "groups", "guides", "infer", "mcmc"),
+)
+
+
+def __dir__() -> list[str]:
+    """List what is public, for tab completion."""
+    return sorted({*__all__, *_ROOMS, "__version__"})

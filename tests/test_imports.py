@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pyro_symmetric as ps
+
 SLOW = {
     "arviz_base",
     "arviz_stats",
@@ -35,3 +37,10 @@ def test_importing_the_package_loads_no_tables_no_figures_and_no_arviz():
     loaded = set(json.loads(done.stdout))
     assert "pyro_symmetric" in loaded
     assert not loaded & SLOW
+
+
+def test_completion_shows_what_is_public() -> None:
+    shown = dir(ps)
+    assert {"sample", "AutoSymmetrized", "guides", "mcmc"} <= set(shown)
+    assert not {"arguments", "traced", "annotations"} & set(shown)
+    assert all(hasattr(ps, name) for name in shown)
