@@ -52,7 +52,7 @@ class Eager:
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``. Chains with a singular
         matrix have infinite energy."""
-        # Errors hold the memory of their evaluations, so none is handled during another.
+        # Errors hold the memory of evaluations, so none is handled during another.
         with contextlib.suppress(torch.linalg.LinAlgError):
             return self.raw(z, rows)
         with contextlib.suppress(torch.linalg.LinAlgError):

@@ -3,10 +3,10 @@
 :func:`torch.func.vmap` puts chains along the first axis. The innermost loops of a
 compiled program then run over a model's own last axis, such as the three components of
 a mixture, one number after another. Here one chain's energy and gradient are traced as
-a graph, and the graph is interpreted with values of all chains, ``(*shape, C)``, so that
-innermost loops run over chains. Broadcasting aligns last axes: constants of a pointwise
-operator get an axis of size 1, and nothing else changes. Operators without a rule are
-mapped over the last axis.
+a graph, and the graph is interpreted with values of all chains, ``(*shape, C)``.
+Innermost loops then run over chains. Broadcasting aligns last axes: constants of a
+pointwise operator get an axis of size 1, and nothing else changes. Operators without a
+rule are mapped over the last axis.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lanes:
 
 
 class Call(NamedTuple):
-    """An operator of one chain's graph with its arguments, some of which are Lanes."""
+    """An operator of the graph with its arguments, some of which are Lanes."""
 
     op: Any
     arguments: dict[str, Any]  # by their names in the operator's schema
@@ -46,14 +46,14 @@ class Call(NamedTuple):
     num_chains: int
 
     def aligned(self, value: Any) -> Any:
-        """Return a tensor that broadcasts with values of all chains; others unchanged."""
+        """Return a tensor that broadcasts with values of all chains, or no tensor."""
         if isinstance(value, Lanes):
             return value.values
         is_array = isinstance(value, Tensor) and value.dim() > 0
         return value.unsqueeze(-1) if is_array else value
 
     def expanded(self, value: Any) -> Any:
-        """Return the values of all chains, of a tensor or of Lanes; others unchanged."""
+        """Return the values of all chains, from a tensor or Lanes, or no tensor."""
         if isinstance(value, Lanes):
             return value.values
         if isinstance(value, Tensor):
