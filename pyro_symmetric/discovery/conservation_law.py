@@ -78,9 +78,10 @@ SMALL = 20_000  # networks with fewer weights are probed at several points
 # fresh weights follows each: there units are on that the network's own weights, a bias
 # of minus six, say, never switch on.
 NEAR = (0.3, 0.6, 1.2)
-# further points, at which proposals are tried only: as far as the last ones above, and,
-# if there are bounds to reach, with fresh weights and inputs of these sizes
+# further points, at which proposals are tried only: as far as the last ones above, at
+# weights as large as those of new layers, and, if there are bounds to reach, with fresh weights and inputs of these sizes
 TEST_POINTS = 6
+LARGER = (10.0, 100.0)  # likewise, times weights
 TEST_SIZES = (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
 # of a large network, if units that are dead at the first one would be needed
 MORE_POINTS = 3
@@ -359,7 +360,16 @@ class _Law:
                 self.points.append(self._fresh_point(weights))
             for _ in range(TEST_POINTS):
                 self.test_points.append(self._near_point(weights, NEAR[-1]))
+            new = {site: torch.zeros_like(value) for site, value in weights.items()}
+            new |= {site: weights[site] for site in self.buffers & weights.keys()}
+            self.test_points.append(self._fresh_point(new))
             bounded = any(is_bounded(forward.trace) for forward in self.passes)
+            for size in LARGER if bounded else ():  # norms undo the size of inputs
+                larger = {
+                    site: value if site in self.buffers else size * value
+                    for site, value in weights.items()
+                }
+                self.test_points.append(self._fresh_point(larger))
             for size in TEST_SIZES if bounded else ():
                 self.test_points.append(self._fresh_point(weights, size))
         most = MOST_LOSSES[self.small]
@@ -407,6 +417,7 @@ class _Law:
         signs = self._confirmed(signs, -1.0)
         if self.small:
             signs = self._with_signs_that_laws_miss(signs, products, linear)
+            self.undecided |= self._moves_together(scales, signs, products, linear)
         return scales, _independent_of_others(signs, self.shapes, True)
 
     def whole_sites(self) -> Iterator[tuple[str, Move]]:
@@ -679,7 +690,6 @@ class _Law:
         only even functions read.
         """
         powers, found = any(one.has_powers() for one in self.untied), dict(signs)
-        of_all_units = list[Proposal]()
         for cell, basis in signs.items():
             magnitude = _matrix(cell, products)[1]
             if not bool((magnitude > self.silent).all()):
@@ -688,25 +698,55 @@ class _Law:
             unseen = int((linear_magnitude <= self.silent).sum())
             if not powers and unseen < 2:
                 continue
-            every = torch.ones(cell.units.count, dtype=torch.float64, device="cpu")
             further = list[Exponents]()
             for parity in _further_parities(cell, basis):
-                together = {(cell, parity): every}
-                points = [*self.points, *self.test_points]
-                if any(self._changes(point, together, -1.0) for point in points):
-                    continue
                 if self._confirmed({cell: [parity]}, -1.0)[cell]:
                     further.append(parity)
-                else:
-                    of_all_units.append((cell, parity))
             chosen = independent([*basis, *further], True)
             found[cell] = [[*basis, *further][k] for k in chosen]
-        known = [(cell, parity) for cell, basis in found.items() for parity in basis]
-        if of_all_units:  # units that change signs together, by no flips of others
-            flips = _exponents_of_entries([*known, *of_all_units], 1, self.shapes)
-            chosen = independent(flips, True)
-            self.undecided |= any(k >= len(known) for k in chosen)
         return found
+
+    def _moves_together(
+        self, scales: Bases, signs: Bases, products: Products, linear: Products
+    ) -> bool:
+        """Return whether units of a cell may be multiplied together, but not each by
+        itself: none of these is in the group.
+
+        A norm without an epsilon lets all units in front of it be scaled together.
+        """
+        for bases, factor in ((scales, FACTOR[self.dtype]), (signs, -1.0)):
+            known = [(cell, own) for cell, basis in bases.items() for own in basis]
+            for cell in bases:
+                together = _together(cell)
+                proposed = self._proposed_together(together, factor, products, linear)
+                for exponents in proposed:
+                    pairs = zip(cell.axes, exponents, strict=True)
+                    sites = {axis.site for axis, exponent in pairs if exponent}
+                    if factor > 0 and len(sites) == 1:
+                        continue  # whole sites are scaled by moves of their own
+                    multipliers = [*known, (together, exponents)]
+                    entries = _exponents_of_entries(multipliers, 1, self.shapes)
+                    if len(known) not in independent(entries, factor < 0):
+                        continue
+                    if self._confirmed({together: [exponents]}, factor)[together]:
+                        return True
+        return False
+
+    def _proposed_together(
+        self, cell: _Cell, factor: float, products: Products, linear: Products
+    ) -> list[Exponents]:
+        """Propose exponents of a lone unit; among signs, that of all its axes, too."""
+        if not bool((_matrix(cell, products)[1] > self.silent).all()):
+            return []
+        if factor > 0:
+            return self._scales(cell, products)
+        columns, proposed = _columns(cell, linear), list[Exponents]()
+        if len(_matrix(cell, linear, columns)[0]) >= len(columns) + 2:
+            proposed = self._signs(cell, [], products, linear)
+        unseen = bool((_matrix(cell, linear)[1] <= self.silent).any())
+        if unseen or any(forward.has_powers() for forward in self.untied):
+            proposed += _further_parities(cell, proposed)
+        return [*proposed, tuple(int(axis.epsilon is None) for axis in cell.axes)]
 
     # trials ---------------------------------------------------------------------------
 
@@ -1112,6 +1152,13 @@ def _exponents_of_entries(
         hashes = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
     return np.concatenate(columns, 1)
+
+
+def _together(cell: _Cell) -> _Cell:
+    """Return all units of a cell as one."""
+    axes = [replace(axis, index=axis.index.reshape(-1, 1)) for axis in cell.axes]
+    units = Units(cell.units.name, 1, tuple(axes), moves=frozenset())
+    return _Cell(units, tuple(axes), frozenset())
 
 
 def _further_parities(cell: _Cell, basis: Sequence[Exponents]) -> Iterator[Exponents]:
