@@ -301,7 +301,8 @@ def _remarks(frame: Frame, group: Group) -> Iterator[str]:
         )
     for name in doubtful_axes(frame.posterior.samples, group):
         yield (
-            f"the principal axes of {name!r} are close to arbitrary: two of their second "
+            f"the principal axes of {name!r} are close to arbitrary: two of their "
+            "second "
             "moments are too close for the spread of the draws, or zero; read what no "
             "rotation changes instead, such as products of the turned matrices"
         )

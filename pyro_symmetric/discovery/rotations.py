@@ -60,8 +60,10 @@ def rotating_units(
 
 def _products(group: Group, name: str, first: Weights, second: Weights) -> Tensor:
     """Return the inner products of all pairs of units, ``(copies, size, size)``."""
-    shape, products = (group[name].copies, group[name].size), torch.zeros(())
-    for axis in group.axes(name):
+    shape = (group[name].copies, group[name].size)
+    axes = group.axes(name)
+    products = torch.zeros((), device=first[axes[0].site].device)
+    for axis in axes:
         dims = len(group.view_shapes[axis.site])
         mine, theirs = (
             rows(group.view(axis.site, value[axis.site]), axis, dims)

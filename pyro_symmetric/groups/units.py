@@ -463,7 +463,7 @@ class Element:
     def _signed_matrices(self, name: str) -> Tensor:
         """Return the matrices that permute and flip some units of each copy."""
         units, device = self.group[name], self.device
-        like = self.numbers.get("flip", torch.empty(0))
+        like = self.numbers.get("flip", torch.empty(0, device=device))
         order = self.permutations.get(name, torch.arange(units.size, device=device))
         signs = self.signs.get(name, torch.ones(units.size, device=device)).to(like)
         matrices = torch.eye(units.size, device=device).to(like)[order]

@@ -163,7 +163,8 @@ class Posterior:
                 )
         if total.numel() % num_chains:
             raise ValueError(
-                f"num_chains is {num_chains}; it must divide the {total.numel():,} draws"
+                f"num_chains is {num_chains}; it must divide the {total.numel():,} "
+                "draws"
             )
         shape = (num_chains, total.numel() // num_chains)
         return cls(

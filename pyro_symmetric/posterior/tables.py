@@ -229,7 +229,8 @@ def metadata_as_json(metadata: Mapping[str, Any]) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(
                 f"metadata[{name!r}] is {described(value)}, which JSON can't represent "
-                f"({error}); it must consist of dictionaries, lists, strings and numbers"
+                f"({error}); it must consist of dictionaries, lists, strings and "
+                "numbers"
             ) from error
     return json.dumps(dict(metadata))
 
