@@ -74,10 +74,10 @@ def vanishing(vectors: Array, images: Array, modulo_two: bool) -> list[Array]:
 def saturated(vectors: Array) -> Array:
     """Return integer vectors with the same span that are independent modulo two.
 
+    >>> import numpy as np
     >>> from pyro_symmetric.discovery.integer_algebra import saturated
-    >>> saturated(
-    ...     np.array([[1, 1, 0], [1, -1, 2]])
-    ... )  # the sum of both is twice (1, 0, 1)
+    >>> vectors = np.array([[1, 1, 0], [1, -1, 2]])  # their sum is twice (1, 0, 1)
+    >>> saturated(vectors)
     array([[1, 1, 0],
            [1, 0, 1]])
     """
