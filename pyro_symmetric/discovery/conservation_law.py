@@ -79,7 +79,8 @@ SMALL = 20_000  # networks with fewer weights are probed at several points
 # of minus six, say, never switch on.
 NEAR = (0.3, 0.6, 1.2)
 # further points, at which proposals are tried only: as far as the last ones above, at
-# weights as large as those of new layers, and, if there are bounds to reach, with fresh weights and inputs of these sizes
+# weights as large as those of new layers, and, if there are bounds to reach, with fresh
+# weights and inputs of these sizes
 TEST_POINTS = 6
 LARGER = (10.0, 100.0)  # likewise, times weights
 TEST_SIZES = (0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
@@ -270,6 +271,7 @@ class _Law:
         self.repeats = Repeats(None, {}, {})
         self.points, self.test_points = list[_Point](), list[_Point]()
         self.untied = list[Pass]()  # with a leaf for each read
+        self.has_powers = False  # whether one of them has
         self.undecided = False  # whether units may have more multipliers
         self.first_gradient: Weights = {}
 
@@ -405,6 +407,7 @@ class _Law:
         )
         scales = _independent_of_others(scales, self.shapes, False)
         self.untied = [one.untied(self.weights) for one in self.passes]
+        self.has_powers = any(forward.has_powers() for forward in self.untied)
         try:
             linear = self._inner_products(cells, losses, "flip")
             signs = {
@@ -689,14 +692,14 @@ class _Law:
         changes sign, though no other factor undoes that. Nor have several axes that
         only even functions read.
         """
-        powers, found = any(one.has_powers() for one in self.untied), dict(signs)
+        found = dict(signs)
         for cell, basis in signs.items():
             magnitude = _matrix(cell, products)[1]
             if not bool((magnitude > self.silent).all()):
                 continue  # what has no effect may change sign in any case
             linear_magnitude = _matrix(cell, linear)[1]
             unseen = int((linear_magnitude <= self.silent).sum())
-            if not powers and unseen < 2:
+            if not self.has_powers and unseen < 2:
                 continue
             further = list[Exponents]()
             for parity in _further_parities(cell, basis):
@@ -718,17 +721,22 @@ class _Law:
             known = [(cell, own) for cell, basis in bases.items() for own in basis]
             for cell in bases:
                 together = _together(cell)
-                proposed = self._proposed_together(together, factor, products, linear)
-                for exponents in proposed:
-                    pairs = zip(cell.axes, exponents, strict=True)
-                    sites = {axis.site for axis, exponent in pairs if exponent}
-                    if factor > 0 and len(sites) == 1:
-                        continue  # whole sites are scaled by moves of their own
-                    multipliers = [*known, (together, exponents)]
-                    entries = _exponents_of_entries(multipliers, 1, self.shapes)
-                    if len(known) not in independent(entries, factor < 0):
+                proposed = [
+                    (together, exponents)
+                    for exponents in self._proposed_together(
+                        together, factor, products, linear
+                    )
+                    # whole sites are scaled by moves of their own
+                    if factor < 0 or len(_moved_sites(cell, exponents)) != 1
+                ]
+                if not proposed:
+                    continue
+                entries = _exponents_of_entries([*known, *proposed], 1, self.shapes)
+                for proposal, row in zip(proposed, entries[len(known) :], strict=True):
+                    of_known = np.concatenate([entries[: len(known)], row[None]])
+                    if len(known) not in independent(of_known, factor < 0):
                         continue
-                    if self._confirmed({together: [exponents]}, factor)[together]:
+                    if self._confirmed({together: [proposal[1]]}, factor)[together]:
                         return True
         return False
 
@@ -744,7 +752,7 @@ class _Law:
         if len(_matrix(cell, linear, columns)[0]) >= len(columns) + 2:
             proposed = self._signs(cell, [], products, linear)
         unseen = bool((_matrix(cell, linear)[1] <= self.silent).any())
-        if unseen or any(forward.has_powers() for forward in self.untied):
+        if unseen or self.has_powers:
             proposed += _further_parities(cell, proposed)
         return [*proposed, tuple(int(axis.epsilon is None) for axis in cell.axes)]
 
@@ -1152,6 +1160,12 @@ def _exponents_of_entries(
         hashes = np.random.default_rng(0).random(len(flat)) @ flat
         columns.append(flat[:, np.unique(hashes, return_index=True)[1]])
     return np.concatenate(columns, 1)
+
+
+def _moved_sites(cell: _Cell, exponents: Exponents) -> set[str]:
+    """Return the sites that multipliers of a cell change."""
+    pairs = zip(cell.axes, exponents, strict=True)
+    return {axis.site for axis, exponent in pairs if exponent}
 
 
 def _together(cell: _Cell) -> _Cell:
