@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric._process import forked
+from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
 from pyro_symmetric.posterior.posterior import Posterior
@@ -190,12 +190,11 @@ def _bijections(
     """Return the bijections from unconstrained values to a model's sites."""
     with torch.no_grad(), forked():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    transforms = {}
-    for name, node in trace.iter_stochastic_nodes():
-        law: Any = node["fn"]
-        if not (site_is_subsample(node) or law.has_enumerate_support):
-            transforms[name] = biject_to(law.support)
-    return transforms
+    return {
+        site["name"]: biject_to(site["fn"].support)
+        for site in latent_sites(trace)
+        if not is_enumerated(site)
+    }
 
 
 def _require_options(options: dict[str, Any]) -> None:

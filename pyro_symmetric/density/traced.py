@@ -16,6 +16,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyro.distributions as dist
@@ -220,7 +221,7 @@ class TracedTarget(Traced):
         )
         with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run()
-        latent = _latent(trace)
+        latent = latent_sites(trace)
         # The sites that samplers move: discrete sites are summed out.
         self.sites: Mapping[str, Any] = {
             site["name"]: site["fn"] for site in latent if not is_enumerated(site)
@@ -358,7 +359,7 @@ class TracedTarget(Traced):
         first.
         """
         names, nodes = (
-            {site["name"] for site in _latent(trace) if not is_enumerated(site)},
+            {site["name"] for site in latent_sites(trace) if not is_enumerated(site)},
             dict[str, Any](trace.nodes),
         )
         if changed := sorted(
@@ -461,7 +462,8 @@ def _sampled(trace: poutine.Trace) -> list[Any]:
     ]
 
 
-def _latent(trace: poutine.Trace) -> list[Any]:
+def latent_sites(trace: poutine.Trace) -> list[Any]:
+    """Return the latent sites of a run, without the rows of subsampled plates."""
     return [site for site in _sampled(trace) if not site["is_observed"]]
 
 
@@ -515,6 +517,18 @@ def is_enumerated(site: Any) -> bool:
         and isinstance(fn, TorchDistributionMixin)
         and bool(fn.has_enumerate_support)
     )
+
+
+@dataclass(frozen=True)
+class ContinuousStart:
+    """A starting strategy of Pyro's that draws discrete sites, which are summed out,
+    and leaves the others to another strategy.
+    """
+
+    strategy: Callable[[Any], Any]
+
+    def __call__(self, site: Any) -> Any:
+        return site["fn"].sample() if is_enumerated(site) else self.strategy(site)
 
 
 def _enumerate_in_parallel(site: Any) -> Any:

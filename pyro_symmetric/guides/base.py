@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributions import biject_to, register_kl
 
 from pyro_symmetric import arguments
+from pyro_symmetric.density.traced import is_enumerated
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.stored import StoredGuide
 from pyro_symmetric.models import BayesianModel
@@ -36,7 +36,7 @@ INIT_NOISE = 0.01
 def hidden_from_guides(msg: dict[str, Any]) -> bool:
     """Return whether a message is no latent site of a guide: discrete sites are summed
     out, by ``TraceEnum_ELBO`` or by this library."""
-    if prototype_hide_fn(msg) or getattr(msg["fn"], "has_enumerate_support", False):
+    if prototype_hide_fn(msg) or is_enumerated(msg):
         return True
     if msg["fn"].support.is_discrete:
         raise ValueError(
@@ -174,19 +174,6 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         if self.prototype_trace is not None:
             state |= {"_model": None, "_raw_model": None}
         return state
-
-
-@dataclass(frozen=True)
-class ContinuousStart:
-    """An ``init_loc_fn`` that draws discrete sites, which are no part of a guide, and
-    leaves the others to another."""
-
-    init_loc_fn: InitLocFn
-
-    def __call__(self, site: dict[str, Any]) -> Tensor:
-        if getattr(site["fn"], "has_enumerate_support", False):
-            return site["fn"].sample()
-        return self.init_loc_fn(site)
 
 
 class Start:

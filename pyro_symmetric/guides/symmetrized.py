@@ -32,6 +32,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import described
+from pyro_symmetric.density.traced import ContinuousStart
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -44,7 +45,6 @@ from pyro_symmetric.discovery.verify import InconclusiveError
 from pyro_symmetric.distributions import OrbitEstimator, Symmetrized, usual_estimator
 from pyro_symmetric.groups import Action, Group, group_of
 from pyro_symmetric.guides.base import (
-    ContinuousStart,
     InitLocFn,
     Start,
     WeightsGuide,

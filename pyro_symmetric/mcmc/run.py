@@ -21,13 +21,13 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
 from pyro_symmetric.density.density import Density, evaluated_once
+from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
 from pyro_symmetric.mcmc.kernels.hmc import AdaptiveHMC
 from pyro_symmetric.mcmc.kernels.kernel import Kernel, State, mini_batches
@@ -695,21 +695,11 @@ def placed_by(
 ) -> Weights:
     """Start chains where one of Pyro's strategies, such as ``init_to_median``, puts the
     sites of a model."""
-
-    def place(site: Any) -> Any:
-        # sites that are summed out take any value
-        if getattr(site["fn"], "has_enumerate_support", False):
-            return site["fn"].sample()
-        return strategy(site)
-
     starts: list[dict[str, Any]] = []
     for _ in range(count):
-        with InitMessenger(place):
+        with InitMessenger(ContinuousStart(strategy)):
             trace = poutine.trace(model).get_trace(*args, **kwargs)
-        sites = trace.iter_stochastic_nodes()
-        starts.append(
-            {name: v["value"] for name, v in sites if not site_is_subsample(v)}
-        )
+        starts.append({site["name"]: site["value"] for site in latent_sites(trace)})
     return {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
 
 
