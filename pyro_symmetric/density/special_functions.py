@@ -8,7 +8,7 @@ most ``1.4e-6 * (1 + |value|)``; double precision is left to PyTorch.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,33 @@ from torch import Tensor
 SHIFT = 4  # from which Stirling's series holds
 
 
+class _Shifted(NamedTuple):
+    """An argument where Stirling's series holds.
+
+    :ivar positive: the argument, or its reflection ``1 - x``.
+    :ivar is_small: whether 4 was added to it.
+    :ivar value: the result.
+    """
+
+    positive: Tensor
+    is_small: Tensor
+    value: Tensor
+
+
+def _shifted(x: Tensor) -> _Shifted:
+    """Return an argument, reflected if it isn't positive, and 4 more if it is small."""
+    positive = torch.where(x > 0, x, 1 - x)
+    is_small = positive < SHIFT
+    return _Shifted(
+        positive, is_small, torch.where(is_small, positive + SHIFT, positive)
+    )
+
+
 def lgamma(x: Tensor) -> Any:
     """Return the logarithm of the gamma function, by Stirling's series of ``x + 4``."""
     if x.dtype != torch.float32:
         return NotImplemented
-    positive = torch.where(x > 0, x, 1 - x)
-    is_small = positive < SHIFT
-    y = torch.where(is_small, positive + SHIFT, positive)
+    positive, is_small, y = _shifted(x)
     rising = positive * (positive + 1) * (positive + 2) * (positive + 3)
     inverse = 1 / y
     square = inverse * inverse
@@ -37,9 +57,7 @@ def digamma(x: Tensor) -> Any:
     """Return the derivative of :func:`lgamma`."""
     if x.dtype != torch.float32:
         return NotImplemented
-    positive = torch.where(x > 0, x, 1 - x)
-    is_small = positive < SHIFT
-    y = torch.where(is_small, positive + SHIFT, positive)
+    positive, is_small, y = _shifted(x)
     terms = 1 / positive + 1 / (positive + 1) + 1 / (positive + 2) + 1 / (positive + 3)
     inverse = 1 / y
     square = inverse * inverse
