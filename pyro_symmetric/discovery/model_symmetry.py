@@ -35,7 +35,7 @@ from pyro_symmetric.discovery.model_permutations import (
     permuting_units,
 )
 from pyro_symmetric.discovery.model_signs import SignFlip, flipping_signs
-from pyro_symmetric.discovery.rotations import confirmed
+from pyro_symmetric.discovery.rotations import confirmed, may_rotate
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
@@ -388,9 +388,8 @@ def _rotating(group: Group, density: ModelDensity) -> tuple[str, ...]:
     names = [
         name
         for name in group.names("permute")
-        if "flip" in group[name].moves
-        and group[name].size > 1
-        and len(group.family(name)) == 1
+        if may_rotate(group, group[name])
+        and "flip" in group[name].moves
         and all(axis.exponent for axis in group[name].axes)
     ]
     return confirmed(group, names, broken)

@@ -42,7 +42,7 @@ def rotating_units(
     for name in group.names("permute"):
         sites = {axis.site for axis in group[name].axes}
         known = {site: stand_in.get(site, site) for site in sites}
-        if not _may_rotate(group, group[name]):
+        if not may_rotate(group, group[name]):
             continue
         if not all(gradient_site in gradient for gradient_site in known.values()):
             continue
@@ -122,7 +122,7 @@ def confirmed(
     return remaining
 
 
-def _may_rotate(group: Group, units: Units) -> bool:
+def may_rotate(group: Group, units: Units) -> bool:
     """Return whether units hold no others, and lie along no running statistics."""
     if units.size < 2 or len(group.family(units.name)) > 1:
         return False

@@ -595,10 +595,11 @@ class Element:
         """Turn the units that rotate along the axes of a site in the group's view."""
         kind = MOVES["rotate"]
         assert isinstance(kind, Rotate)
+        rotations = self.rotations
         for pairs in self.group.members(site).values():
             for name, axis in pairs:
                 if "rotate" in self.group[name].moves:
-                    matrices = self.rotations[name].to(value)
+                    matrices = rotations[name].to(value)
                     if matrices.dim() == len(self.batch_shape) + 2:
                         matrices = matrices.unsqueeze(-3)
                     own = rows(value, axis, site_dims)
