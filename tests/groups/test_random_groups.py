@@ -12,6 +12,7 @@ import itertools
 import json
 import pickle
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -245,14 +246,10 @@ def test_permutations_of_any_group_are_removed(key, seed):
     assert_same(canonicalize(form, group, key), form)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(seed=SEEDS)
-def test_whatever_is_taken_for_a_group_is_one(seed):
-    """Two or three sets of units at any positions of one axis: of those that aren't
-    refused, elements compose.
-    """
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
+def group_on_one_axis(
+    draw: random.Random, exponents: list[int], draw_moves: Callable[[], set[str]]
+) -> Group | None:
+    """Two or three sets of units at any positions of one axis; None if refused."""
     units: list[Units] = []
     for name in "abc"[: draw.randint(2, 3)]:
         parent = draw.choice([None, *units])
@@ -265,15 +262,30 @@ def test_whatever_is_taken_for_a_group_is_one(seed):
             else range(6)
         )
         index = index[: blocks * copies * size].reshape(blocks, copies, size)
-        index = (index if draw.random() < 0.5 else index.movedim(0, -1)).reshape(
-            blocks, -1
-        )
-        axis = Axis("w", 0, index, draw.choice([-1, 0, 1]))
-        moves = frozenset(move for move in (*KINDS, "shift") if draw.random() < 0.4)
-        units.append(Units(name, size, (axis,), parent and parent.name, copies, moves))
+        index = index if draw.random() < 0.5 else index.movedim(0, -1)
+        axis = Axis("w", 0, index.reshape(blocks, -1), draw.choice(exponents))
+        around, moves = parent and parent.name, frozenset(draw_moves())
+        units.append(Units(name, size, (axis,), around, copies, moves))
     try:
-        group = Group(units, {"w": torch.Size([6])})
+        return Group(units, {"w": torch.Size([6])})
     except ValueError:
+        return None
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(seed=SEEDS)
+def test_whatever_is_taken_for_a_group_is_one(seed):
+    """Two or three sets of units at any positions of one axis: of those that aren't
+    refused, elements compose.
+    """
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def any_moves() -> set[str]:
+        return {move for move in (*KINDS, "shift") if draw.random() < 0.4}
+
+    group = group_on_one_axis(draw, [-1, 0, 1], any_moves)
+    if group is None:
         return
     g, h = (group.sample((64,), dtype=torch.float64) for _ in range(2))
     weights = weights_of(group)

@@ -19,7 +19,7 @@ from torch.distributions import constraints
 from pyro_symmetric.groups import Action, Axis, Element, Group, Units
 
 from .cases import plain, weights_of
-from .test_random_groups import SEEDS, assert_same, place
+from .test_random_groups import SEEDS, assert_same, group_on_one_axis, place
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)
 
@@ -170,25 +170,14 @@ def test_what_is_taken_for_a_group_with_rotations_is_one(seed):
     """
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    units: list[Units] = []
-    for name in "abc"[: draw.randint(2, 3)]:
-        parent = draw.choice([None, *units])
-        copies = parent.count if parent else draw.choice([1, 2])
-        size = draw.randint(1, max(1, 6 // copies))
-        blocks = draw.randint(1, 6 // (copies * size))
-        shuffled = draw.sample(range(6), 6) if draw.random() < 0.4 else range(6)
-        index = torch.tensor(shuffled)[: blocks * copies * size]
-        index = index.reshape(blocks, copies, size)
-        index = index if draw.random() < 0.5 else index.movedim(0, -1)
-        axis = Axis("w", 0, index.reshape(blocks, -1), draw.choice([-1, 1]))
+
+    def any_moves() -> set[str]:
         kinds = ("permute", "flip", "scale", "shift")
         moves = {move for move in kinds if draw.random() < 0.3}
-        moves = {"rotate"} if draw.random() < 0.4 else moves
-        around = parent and parent.name
-        units.append(Units(name, size, (axis,), around, copies, frozenset(moves)))
-    try:
-        group = Group(units, {"w": torch.Size([6])})
-    except ValueError:
+        return {"rotate"} if draw.random() < 0.4 else moves
+
+    group = group_on_one_axis(draw, [-1, 1], any_moves)
+    if group is None:
         return
     g, h = (group.sample((16,), dtype=torch.float64) for _ in range(2))
     weights = weights_of(group)
