@@ -1,4 +1,4 @@
-"""Which labels of aligned draws are certain.
+"""Certainty of the labels of aligned draws.
 
 A posterior may be exchangeable and yet have one mode: two empty groups, or components on
 top of one another. The labels of such units are a matter of chance in each draw, and
