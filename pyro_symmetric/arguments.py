@@ -22,6 +22,9 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Device = torch.device | str | None  # PyTorch's default for None
+Model = Callable[..., Any]  # a Pyro model
+Keywords = Mapping[str, Any]  # its keyword arguments
 
 
 def whole(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import did_you_mean
+from pyro_symmetric.arguments import Device, did_you_mean
 from pyro_symmetric.networks import import_torchvision
 from pyro_symmetric.store import load_pickled, require_stored
 
@@ -104,9 +104,7 @@ class Dataset:
         """
         return y * self.y_scale + self.y_mean
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Dataset:
+    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Dataset:
         """Move the data to another device or floating-point dtype; class indices stay
         integers.
         """

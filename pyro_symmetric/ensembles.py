@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Device, described
 from pyro_symmetric.density.eager import require_data
 from pyro_symmetric.models import (
     BayesianModel,
@@ -37,7 +37,7 @@ from pyro_symmetric.models import (
     over_weights,
 )
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Shapes, Weights
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # (parameters, buffers, inputs, targets) of one network -> its loss
@@ -64,7 +64,7 @@ def ensemble(
     members_at_once: int | None = None,
     watch: Watch | None = None,
     seed: int | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
     progress: bool = True,
 ) -> Posterior:
     """Train many independent networks at once and return them as a posterior whose
@@ -206,7 +206,7 @@ class Objective:
     loss: MemberLoss
     x: Tensor
     y: Tensor
-    shapes: Mapping[str, torch.Size]
+    shapes: Shapes
     transforms: Mapping[str, Transform]
     fresh: Callable[[int], Weights]
 
@@ -349,7 +349,7 @@ def _objective(
     net: nn.Module | BayesianModel,
     loss: str | Loss,
     data: tuple[Tensor, Tensor],
-    device: torch.device | str | None,
+    device: Device,
 ) -> Objective:
     arguments.instance("net", net, nn.Module, "an nn.Module or a BayesianModel")
     if not (

@@ -28,16 +28,16 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_symmetric import arguments, mcmc
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import Keywords, Model
 from pyro_symmetric.density.traced import is_enumerated, latent_sites
 from pyro_symmetric.mcmc import HMC, NUTS, Kernel
 from pyro_symmetric.mcmc.kernels.adaptation import REFUSED
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, require_sites
+from pyro_symmetric.weights import Tensors, Weights, require_sites
 
 __all__ = ["HMC", "MCMC", "NUTS"]
 
@@ -78,7 +78,7 @@ class MCMC:
         kernel: Kernel,
         num_samples: int,
         warmup_steps: int | None = None,
-        initial_params: Mapping[str, Tensor] | None = None,
+        initial_params: Tensors | None = None,
         num_chains: int = 1,
         hook_fn: Callable[..., Any] | None = None,
         mp_context: str | None = None,
@@ -185,7 +185,7 @@ class MCMC:
 
 
 def _bijections(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: Model, args: tuple[Any, ...], kwargs: Keywords
 ) -> dict[str, Any]:
     """Return the bijections from unconstrained values to a model's sites."""
     with torch.no_grad(), forked():

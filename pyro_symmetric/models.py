@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock, running_pyro, without_fast_attention
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.weights import Shapes, Tensors, Weights, batch_shape, require_sites
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
 
@@ -179,7 +180,7 @@ class BayesianModel(nn.Module):
 
     # sites ----------------------------------------------------------------------------
 
-    def _parameters_of_net(self) -> dict[str, Tensor]:
+    def _parameters_of_net(self) -> Weights:
         return dict(self.net.named_parameters())
 
     def priors(self) -> dict[str, dist.TorchDistribution]:
@@ -256,7 +257,7 @@ class BayesianModel(nn.Module):
             pyro.sample("y", distribution.to_event(per_row), obs=targets)
         return outputs
 
-    def _latents(self, weights: Mapping[str, Tensor]) -> Weights:
+    def _latents(self, weights: Tensors) -> Weights:
         """Select the likelihood's own sites."""
         parameters = self._parameters_of_net()
         return {name: weights[name] for name in self.priors() if name not in parameters}
@@ -280,7 +281,7 @@ class BayesianModel(nn.Module):
     # batches of weights ---------------------------------------------------------------
 
     def outputs(
-        self, weights: Mapping[str, Tensor], x: Tensor, *, chunk_size: int | None = None
+        self, weights: Tensors, x: Tensor, *, chunk_size: int | None = None
     ) -> Tensor:
         """Return the network's outputs ``batch_shape + (N, ...)`` for weights of any
         batch shape.
@@ -329,9 +330,7 @@ class BayesianModel(nn.Module):
         outputs = call_with_weights(self.net, weights, (x,))
         return outputs[:, None] if outputs.dim() == 1 else outputs
 
-    def log_prior(
-        self, weights: Mapping[str, Tensor], *, validate: bool = True
-    ) -> Tensor:
+    def log_prior(self, weights: Tensors, *, validate: bool = True) -> Tensor:
         """Return the log-density of the prior, ``batch_shape``.
 
         :param validate: whether the priors refuse values outside their support.
@@ -350,7 +349,7 @@ class BayesianModel(nn.Module):
 
     def log_likelihood(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         y: Tensor,
         *,
@@ -385,7 +384,7 @@ class BayesianModel(nn.Module):
 
     def log_joint(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         x: Tensor,
         y: Tensor,
         *,
@@ -417,9 +416,7 @@ class Likelihood(Protocol):
         the dtype of ``like``.
         """
 
-    def distribution(
-        self, outputs: Tensor, latents: Mapping[str, Tensor]
-    ) -> dist.TorchDistribution:
+    def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
         """Return the distribution of targets, of batch shape ``batch_shape + (N,)``,
         given outputs ``batch_shape + (N, ...)``."""
 
@@ -456,9 +453,7 @@ class CategoricalLikelihood:
     def latents(self, like: Tensor) -> dict[str, dist.TorchDistribution]:
         return {}
 
-    def distribution(
-        self, outputs: Tensor, latents: Mapping[str, Tensor]
-    ) -> dist.TorchDistribution:
+    def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
         if outputs.shape[-1] < 2:
             raise ValueError(
                 f"the network has {outputs.shape[-1]} output; a categorical likelihood "
@@ -507,9 +502,7 @@ class GaussianLikelihood:
             else {}
         )
 
-    def distribution(
-        self, outputs: Tensor, latents: Mapping[str, Tensor]
-    ) -> dist.TorchDistribution:
+    def distribution(self, outputs: Tensor, latents: Tensors) -> dist.TorchDistribution:
         outputs = outputs.squeeze(-1) if outputs.shape[-1] == 1 else outputs
         scale = (
             outputs.new_full((), self.scale)
@@ -623,9 +616,9 @@ def over_weights(
 
 def call_with_weights(
     net: nn.Module,
-    weights: Mapping[str, Tensor],
+    weights: Tensors,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Keywords | None = None,
 ) -> Any:
     """Call a network with these weights in place of its own, also under
     :func:`torch.func.vmap`.
@@ -706,7 +699,7 @@ def hold_frozen(net: nn.Module) -> None:
                 module.register_buffer(name, parameter.detach())
 
 
-def _without_data_axis(weights: Weights, shapes: Mapping[str, torch.Size]) -> Weights:
+def _without_data_axis(weights: Weights, shapes: Shapes) -> Weights:
     """Remove the axis of length 1 for the plate ``data`` from weights that were drawn
     in particle plates.
 

@@ -44,6 +44,8 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
 
 Weights = dict[str, Tensor]
+ByName = dict[str, Tensor]  # numbers that are no weights
+Tensors = Mapping[str, Tensor]  # either, read only
 Shapes = Mapping[str, torch.Size]
 
 
@@ -60,7 +62,7 @@ def shapes_of(
 
 
 def batch_shape(
-    weights: Mapping[str, Tensor], site_shapes: Shapes, name: str = "weights"
+    weights: Tensors, site_shapes: Shapes, name: str = "weights"
 ) -> torch.Size:
     """Return the leading dimensions that all of ``weights`` share in front of
     ``site_shapes``.
@@ -109,7 +111,7 @@ def is_bias(site: str) -> bool:
 
 
 def require_sites(
-    weights: Mapping[str, Tensor], sites: Iterable[str], name: str = "weights"
+    weights: Tensors, sites: Iterable[str], name: str = "weights"
 ) -> None:
     """Raise ``ValueError`` if ``weights`` lacks one of ``sites``."""
     arguments.instance(name, weights, Mapping, "weights (site -> tensor)")
@@ -152,7 +154,7 @@ def require_same_network(
         )
 
 
-def require_finite(weights: Mapping[str, Tensor], name: str = "weights") -> None:
+def require_finite(weights: Tensors, name: str = "weights") -> None:
     """Raise ``ValueError`` that names the first site with NaN or infinite values."""
     for site, value in arguments.weights(name, weights).items():
         # NaN and infinity propagate to the sum; a sum may also overflow, so its entries
@@ -237,7 +239,7 @@ class Layout:
         layout.angles = [site for site, fn in sites.items() if is_angle(fn)]
         return layout
 
-    def flatten(self, pieces: Mapping[str, Tensor]) -> Tensor:
+    def flatten(self, pieces: Tensors) -> Tensor:
         """Concatenate unconstrained values by site into vectors."""
         batch = batch_shape(pieces, self.unconstrained_shapes)
         return torch.cat(
@@ -274,7 +276,7 @@ class Layout:
             log_det = log_det + site_log_det.reshape(*z.shape[:-1], -1).sum(-1)
         return weights, log_det
 
-    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+    def unconstrain(self, weights: Tensors) -> Tensor:
         """Map weights to vectors. Sites that the layout lacks are ignored.
 
         :raises ValueError: naming a site that is missing, or whose shape doesn't fit.

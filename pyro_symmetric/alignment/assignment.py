@@ -10,6 +10,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from pyro_symmetric.weights import ByName
+
 # Assignment problems of at most so many rows are solved by enumeration, all at once.
 ENUMERATED = 4
 
@@ -56,7 +58,7 @@ class Signed(NamedTuple):
     """The largest sum of scores, and the signs that reach it, by name."""
 
     scores: Tensor
-    signs: dict[str, Tensor]
+    signs: ByName
 
 
 def best_signs(scores: ScoresBySigns) -> Signed:

@@ -39,7 +39,7 @@ from pyro_symmetric.alignment.moments import (
 )
 from pyro_symmetric.arguments import described
 from pyro_symmetric.models import BayesianModel, require_targets
-from pyro_symmetric.weights import Weights, require_finite
+from pyro_symmetric.weights import ByName, Weights, require_finite
 
 PointwiseLogLikelihood = Callable[[Weights], Tensor]
 Data = tuple[Tensor, Tensor]
@@ -68,8 +68,8 @@ class BarrierCurve:
     """
 
     t: Tensor
-    losses: dict[str, Tensor]
-    metrics: dict[str, Tensor]
+    losses: ByName
+    metrics: ByName
 
     @property
     def barriers(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ bonus for units that stay shortens the step until the cost falls.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ from pyro_symmetric.alignment.terms import (
 )
 from pyro_symmetric.groups import Element, Group, Units
 from pyro_symmetric.groups.moves import MOVES, Move, polar
-from pyro_symmetric.groups.units import ByName, rows
+from pyro_symmetric.groups.units import rows
+from pyro_symmetric.weights import ByName, Tensors
 
 # How many units a kick shuffles. On random networks of widths 16 to 256, shares of 0.2
 # and 0.3 ended lowest among 0.1 to 1; in tiny layers, six units (that is, all) reached
@@ -103,7 +104,7 @@ class State(NamedTuple):
 
     elements: dict[str, Element]
     features: Moments
-    costs: dict[str, Tensor]
+    costs: ByName
 
 
 class Optimum(NamedTuple):
@@ -163,9 +164,9 @@ class Pairs(NamedTuple):
     """
 
     scores: Tensor
-    permutations: dict[str, Tensor]
-    signs: dict[str, Tensor]
-    rotations: dict[str, Tensor]
+    permutations: ByName
+    signs: ByName
+    rotations: ByName
 
 
 class Descent:
@@ -306,9 +307,9 @@ class Descent:
 
     def _joined(self, state: State) -> Element:
         """Return the elements of all families as those of the group."""
-        permutations: dict[str, Tensor] = {}
-        signs: dict[str, Tensor] = {}
-        rotations: dict[str, Tensor] = {}
+        permutations: ByName = {}
+        signs: ByName = {}
+        rotations: ByName = {}
         for element in state.elements.values():
             permutations |= element.permutations
             signs |= element.signs
@@ -399,8 +400,8 @@ class Descent:
         return self._element(self._families[root], permutations, signs, rotations)
 
     def _of_partners(
-        self, of_pairs: Mapping[str, Tensor], partners: Tensor, move: Move = "permute"
-    ) -> dict[str, Tensor]:
+        self, of_pairs: Tensors, partners: Tensor, move: Move = "permute"
+    ) -> ByName:
         """Take from all pairs, ``(B, copies, size, size, ...)``, the assigned ones."""
         taken = {}
         for name, value in of_pairs.items():
@@ -507,7 +508,7 @@ class Descent:
         value = value.unflatten(-1, (len(term.axis.index), -1))
         return value.unflatten(2, term.shape)
 
-    def _costs(self, features: Moments) -> dict[str, Tensor]:
+    def _costs(self, features: Moments) -> ByName:
         costs = {}
         for site, value in features.items():
             costs[site] = self.cost.of_site(self.reference[site], value)
@@ -519,7 +520,7 @@ class Descent:
 
     # starts and copies ----------------------------------------------------------------
 
-    def start(self, signs: Mapping[str, Tensor] | None = None) -> Start:
+    def start(self, signs: Tensors | None = None) -> Start:
         """Match each set of units once, by the terms of matched units alone.
 
         The set with the largest share of such entries comes next: a chain of layers is

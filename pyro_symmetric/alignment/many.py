@@ -66,6 +66,7 @@ from pyro_symmetric.discovery.symmetry import with_weights
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES
 from pyro_symmetric.posterior.posterior import Posterior
+from pyro_symmetric.weights import Tensors
 
 Objective = Literal["gaussian", "wasserstein", "l2"]
 
@@ -185,7 +186,7 @@ class Frame:
 
 @torch.no_grad()
 def align_many(
-    sources: Sequence[Any] | Mapping[str, Tensor] | GaussianWeights | Posterior,
+    sources: Sequence[Any] | Tensors | GaussianWeights | Posterior,
     symmetry: Any = AUTO,
     *,
     cost: Objective | None = None,

@@ -59,7 +59,7 @@ from pyro_symmetric.groups import Group, is_real
 from pyro_symmetric.groups.action import of_entries
 from pyro_symmetric.groups.units import require_buffers
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, batch_shape, require_finite
+from pyro_symmetric.weights import Shapes, Tensors, Weights, batch_shape, require_finite
 
 Moments = dict[str, Tensor]
 
@@ -358,9 +358,7 @@ class Cost:
     deviations: bool = True
     squared: bool = True
 
-    def total(
-        self, reference: Mapping[str, Tensor], moved: Mapping[str, Tensor]
-    ) -> Tensor:
+    def total(self, reference: Tensors, moved: Tensors) -> Tensor:
         """Return the cost of each source over all sites, float64 ``(B,)``."""
         parts = [self.of_site(reference[site], value) for site, value in moved.items()]
         return (
@@ -676,7 +674,7 @@ def shown_by(
 
 
 def _layer_inputs(
-    net: nn.Module, inputs: Sequence[Any], weights: Mapping[str, Tensor], group: Group
+    net: nn.Module, inputs: Sequence[Any], weights: Tensors, group: Group
 ) -> Weights:
     """Return a layer's weight -> its inputs, ``(columns, samples)``, of mean zero and
     norm one, or zero if constant.
@@ -724,7 +722,7 @@ def _layer_inputs(
     return result
 
 
-def _on_inputs(group: Group, shapes: Mapping[str, torch.Size]) -> Group:
+def _on_inputs(group: Group, shapes: Shapes) -> Group:
     """Return the units along columns of these weights, acting on the inputs; with signs
     if these columns flip.
     """

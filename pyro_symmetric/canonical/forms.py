@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
@@ -43,7 +43,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import Element, acted_shape
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights, require_finite
+from pyro_symmetric.weights import Tensors, Weights, require_finite
 
 Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
@@ -217,7 +217,7 @@ def _centring(weights: Weights, group: Group) -> Element:
 
 
 def uncertain_share(
-    draws: Mapping[str, Tensor],
+    draws: Tensors,
     group: Group,
     odds: float = ODDS,
     moves: Collection[Move] = ("permute", "flip"),
@@ -252,7 +252,7 @@ def uncertain_share(
     return worst
 
 
-def doubtful_axes(draws: Mapping[str, Tensor], group: Group) -> list[str]:
+def doubtful_axes(draws: Tensors, group: Group) -> list[str]:
     r"""Return the units that rotate whose principal axes aligned draws don't tell.
 
     With second moments :math:`\lambda` and entries of deviation :math:`\epsilon`, two
@@ -277,7 +277,7 @@ def doubtful_axes(draws: Mapping[str, Tensor], group: Group) -> list[str]:
     return doubtful
 
 
-def _units(form: Mapping[str, Tensor], group: Group, move: Move) -> Iterator[Tensor]:
+def _units(form: Tensors, group: Group, move: Move) -> Iterator[Tensor]:
     """Iterate over the weights of each set of units at some draws, ``(draws, copies,
     units, weights)``.
     """

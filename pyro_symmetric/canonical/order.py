@@ -8,7 +8,7 @@ biases, rows and the names of sites, and never from the order of definition.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import Axis, rows
+from pyro_symmetric.weights import Tensors
 
 Axes = tuple[Axis, ...]
 # Ranks of a set that could follow: by the weights by which it would be measured.
@@ -210,9 +211,7 @@ def of_least_power(axes: Axes, move: Move) -> Axes:
     return tuple(axis for axis in axes if abs(axis.exponent) == lowest)
 
 
-def entries_of(
-    group: Group, weights: Mapping[str, Tensor], axes: Sequence[Axis]
-) -> Tensor:
+def entries_of(group: Group, weights: Tensors, axes: Sequence[Axis]) -> Tensor:
     """Return the entries of each unit along some axes of the view, ``batch + (n,
     entries)``.
     """

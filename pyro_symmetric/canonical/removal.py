@@ -7,7 +7,7 @@ Samples have one batch dimension, sites have the shapes of the group's view.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +26,7 @@ from pyro_symmetric.canonical.scales import evened, weights_of
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element, along_axis, laid_out
 from pyro_symmetric.posterior.posterior import Posterior
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Tensors, Weights
 
 # keys tie within this many roundings: after unit norm, units with one incoming weight
 # have 1 or -1 there
@@ -41,7 +41,7 @@ Measure = Callable[[Tensor], Tensor]
 
 
 def sorting_permutation(
-    weights: Mapping[str, Tensor] | nn.Module | Posterior,
+    weights: Tensors | nn.Module | Posterior,
     symmetry: Any,
     key: PermutationKey = "max",
 ) -> Element:
@@ -87,9 +87,7 @@ def sorting_permutation(
     return Element(group, named, batch_shape=batch_shape, device=device)
 
 
-def _first_entry(
-    group: Group, weights: Weights, axis: Axis, images: Mapping[str, Tensor]
-) -> Tensor:
+def _first_entry(group: Group, weights: Weights, axis: Axis, images: Tensors) -> Tensor:
     """Return the first entry of each unit along an axis, once the units before it are
     sorted.
     """
@@ -162,7 +160,7 @@ def _squared_norm(group: Group, weights: Weights, axes: Axes) -> Tensor:
 # multipliers --------------------------------------------------------------------------
 
 
-def principal_axes(weights: Mapping[str, Tensor], group: Group) -> Element:
+def principal_axes(weights: Tensors, group: Group) -> Element:
     """Return the rotations to the principal axes of each copy: the second moments of
     all entries are diagonal, and decrease; the largest entry of each is positive.
     """
@@ -183,7 +181,7 @@ def principal_axes(weights: Mapping[str, Tensor], group: Group) -> Element:
 
 
 def removing_element(
-    weights: Mapping[str, Tensor],
+    weights: Tensors,
     group: Group,
     move: Literal["scale", "flip"],
     measure: Measure,
@@ -216,7 +214,7 @@ class _Removal:
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        weights: Tensors,
         group: Group,
         move: Literal["scale", "flip"],
         measure: Measure,
@@ -317,9 +315,7 @@ class _Removal:
         self.current[axis.site] = value * along.to(value.dtype)
 
 
-def _in_circle(
-    group: Group, weights: Weights, names: tuple[str, ...]
-) -> dict[str, Tensor]:
+def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> Weights:
     """Return the scales of units in a circle, ``(samples, count)``."""
     # Running statistics count: they may be all that distinguishes the multipliers of a
     # batch norm behind another one.
@@ -348,7 +344,7 @@ def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
     return torch.where(excess.abs() > tie * largest, excess.sign(), 0.0)
 
 
-def _viewed(group: Group, weights: Mapping[str, Tensor]) -> Weights:
+def _viewed(group: Group, weights: Tensors) -> Weights:
     """Return weights as the group's view, ``(samples, *view_shape)``, with epsilon
     added to running variances.
     """

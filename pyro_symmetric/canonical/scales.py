@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,13 @@ from pyro_symmetric.discovery.symmetry import plain_weights, with_weights
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import acted_shape, laid_out
 from pyro_symmetric.posterior.posterior import Posterior, as_given
-from pyro_symmetric.weights import Weights, require_finite, require_sites
+from pyro_symmetric.weights import (
+    ByName,
+    Tensors,
+    Weights,
+    require_finite,
+    require_sites,
+)
 
 STEPS, CG_STEPS = 500, 400
 FAR, TOLERANCE = 0.5, 1e-12  # imbalances at which Newton's method begins, and ends
@@ -72,9 +78,9 @@ class MinimalMass(NamedTuple):
 
     mass: Tensor
     given: Tensor
-    log_scales: dict[str, Tensor]
+    log_scales: ByName
     weights: Any
-    pinned: dict[str, Tensor]
+    pinned: ByName
     imbalance: Tensor
 
     def __repr__(self) -> str:
@@ -116,7 +122,7 @@ def _range(values: Tensor) -> str:
 
 @torch.no_grad()
 def minimal_mass(
-    weights: Mapping[str, Tensor] | Posterior | nn.Module,
+    weights: Tensors | Posterior | nn.Module,
     symmetry: Any,
     sites: Iterable[str] | None = None,
 ) -> MinimalMass:
@@ -213,7 +219,7 @@ def minimal_mass(
 
 
 def _minimum(
-    weights: Mapping[str, Tensor], group: Group
+    weights: Tensors, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return mass, mass before, log-scales, pinned units and imbalance of weights of
     the view, ``(samples, ...)``.
@@ -257,7 +263,7 @@ class Mass:
         least.
     """
 
-    def __init__(self, group: Group, squares: Mapping[str, Tensor]):
+    def __init__(self, group: Group, squares: Tensors):
         first = next(iter(squares.values()))
         self.shape, self._terms = (len(first), group.size), []
         self._base = first.new_zeros(len(first), 2, group.size, dtype=torch.float64)
@@ -453,7 +459,7 @@ class _Multiplied:
         ).sum(0)
 
 
-def evened(group: Group, weights: Mapping[str, Tensor], free: Tensor) -> Tensor:
+def evened(group: Group, weights: Tensors, free: Tensor) -> Tensor:
     r"""Return the log-scales of the free units at which weights are nearest to one,
     ``(samples, units)``.
 

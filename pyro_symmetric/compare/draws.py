@@ -19,12 +19,12 @@ from pyro_symmetric.posterior.statistics import (
     copied_chains,
     evenly_spaced,
 )
-from pyro_symmetric.weights import is_running_statistic, require_finite
+from pyro_symmetric.weights import Tensors, is_running_statistic, require_finite
 
 SIDES = ("weights_p", "weights_q")
 
 
-def samples_given(draws: Draws, name: str) -> Mapping[str, Tensor]:
+def samples_given(draws: Draws, name: str) -> Tensors:
     """Return samples ``(samples, *site_shape)``; refuse a dictionary that seems to hold
     chains.
 

@@ -13,7 +13,6 @@ figure 4):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -24,7 +23,7 @@ from pyro_symmetric.canonical.removal import PermutationKey, sorting_permutation
 from pyro_symmetric.discovery.symmetry import Symmetry, plain_weights
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import require_finite
+from pyro_symmetric.weights import ByName, Tensors, require_finite
 
 
 def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
@@ -96,7 +95,7 @@ class SortingTracker:
         }
 
     @torch.no_grad()
-    def __call__(self, weights: nn.Module | Mapping[str, Tensor]) -> None:
+    def __call__(self, weights: nn.Module | Tensors) -> None:
         """Record the present order.
 
         :param weights: the network, or weights of any batch shape (an ensemble in
@@ -123,7 +122,7 @@ class SortingTracker:
             taus.append(tau.mean(-1) if self.group[name].copies > 1 else tau)
 
     @property
-    def history(self) -> dict[str, Tensor]:
+    def history(self) -> ByName:
         """Set of units -> Kendall's tau between successive calls, ``(calls - 1,) +
         batch_shape``. Copies of units (the rows of each attention head) are averaged
         over."""

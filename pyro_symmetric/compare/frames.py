@@ -43,7 +43,7 @@ from pyro_symmetric.posterior.posterior import (
     chains_of,
     samples_of,
 )
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Tensors, Weights
 
 SEED = 0  # of the alignment, so that a frame is a function of the draws
 
@@ -135,7 +135,7 @@ def common_frame(
 
 
 def pooled_frame(
-    samples: Sequence[Mapping[str, Tensor]], symmetry: Symmetry | Group
+    samples: Sequence[Tensors], symmetry: Symmetry | Group
 ) -> list[Weights]:
     """Align canonical forms ``(draws, *site_shape)`` of several samples with each
     other, in the sites that all have.
@@ -245,7 +245,7 @@ def _certainly_aligned(
 # small steps --------------------------------------------------------------------------
 
 
-def _group_on(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Group:
+def _group_on(symmetry: Symmetry | Group, weights: Tensors) -> Group:
     """Return the group that acts on weights to be compared: without running statistics,
     if these are missing.
     """
@@ -257,7 +257,7 @@ def _group_on(symmetry: Symmetry | Group, weights: Mapping[str, Tensor]) -> Grou
     )
 
 
-def _select(weights: Mapping[str, Tensor], rows: Tensor) -> Weights:
+def _select(weights: Tensors, rows: Tensor) -> Weights:
     return {site: value[rows.to(value.device)] for site, value in weights.items()}
 
 

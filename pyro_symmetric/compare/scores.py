@@ -31,7 +31,7 @@ from torch import Tensor
 from pyro_symmetric import arguments
 from pyro_symmetric.compare.results import DistanceResult, Scores
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import require_finite
+from pyro_symmetric.weights import ByName, require_finite
 
 # class probabilities, or a regression's means and noise scale
 Prediction = Tensor | tuple[Tensor, Tensor | float]
@@ -535,7 +535,7 @@ def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
     return labels.long()
 
 
-def _uncertainties(members: Tensor) -> dict[str, Tensor]:
+def _uncertainties(members: Tensor) -> ByName:
     """Compute uncertainties ``(N,)`` by name; mutual information needs two members or
     more.
     """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import Device, Keywords, Model
 from pyro_symmetric.density.compiled import MIN_EVALUATIONS, Compiled, has_compiler
 from pyro_symmetric.density.eager import (
     Eager,
@@ -35,7 +36,7 @@ from pyro_symmetric.density.eager import (
 from pyro_symmetric.density.site_checks import in_support
 from pyro_symmetric.density.traced import TracedTarget, placed, promoted, require_model
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Layout, Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Layout, Tensors, Weights, batch_shape, require_sites
 
 CHAIN_DTYPES = (torch.float32, torch.float64)
 ENGINES = ("auto", "eager", "layers", "compiled")
@@ -49,9 +50,7 @@ REPEATS = 8  # evaluations that must agree if the model draws random numbers
 CACHE_BYTES = 2**22  # limit of an intermediate result of a chunk of chains, on a CPU
 
 
-def log_joint(
-    model: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Callable[[Weights], Tensor]:
+def log_joint(model: Model, *args: Any, **kwargs: Any) -> Callable[[Weights], Tensor]:
     """Return the log-joint density of any Pyro model as a function of batches of
     weights.
 
@@ -145,11 +144,11 @@ class Density:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Keywords | None = None,
         *,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         chain_chunk: int | None = None,
         engine: str = "auto",
@@ -387,7 +386,7 @@ class Density:
         weights = self.layout.constrain(z)
         return weights | self.target.compute(weights)
 
-    def unconstrain(self, weights: Mapping[str, Tensor]) -> Tensor:
+    def unconstrain(self, weights: Tensors) -> Tensor:
         """Transform weights of any device and dtype to unconstrained vectors
         ``batch_shape + (D,)``.
         """

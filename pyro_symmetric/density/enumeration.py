@@ -32,14 +32,16 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pyro_symmetric.weights import ByName, Weights
+
 MOST_ENTRIES = 2**27  # of the largest table of one chain
 
 
 class Assignment(NamedTuple):
     """Values of the discrete sites, and the unscaled log-density of each site there."""
 
-    values: dict[str, Tensor]
-    log_probs: dict[str, Tensor]
+    values: Weights
+    log_probs: ByName
 
 
 class Enumeration(EnumMessenger):
@@ -92,7 +94,7 @@ class Enumeration(EnumMessenger):
         others, log_sum, scale, _ = self._contract(trace)
         return others + scale * log_sum
 
-    def draw(self, trace: poutine.Trace) -> tuple[dict[str, Tensor], Tensor]:
+    def draw(self, trace: poutine.Trace) -> tuple[Weights, Tensor]:
         """Draw the discrete sites from their joint distribution given all other sites
         of an enumerated trace.
 
@@ -278,7 +280,7 @@ class _Elimination(LogRing):
                 ]
         return _product(terms)
 
-    def draw(self) -> tuple[dict[str, Tensor], Any]:
+    def draw(self) -> tuple[Weights, Any]:
         """Draw an index along each dimension that was summed, a packed tensor over the
         plates' dimensions; return the log-probability of the draws, too."""
         indices, log_prob = dict[str, Tensor](), 0.0

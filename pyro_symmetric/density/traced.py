@@ -35,7 +35,14 @@ from torch.distributions.utils import broadcast_all
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyro_symmetric._process import LOCK, running_pyro, without_warnings
-from pyro_symmetric.arguments import as_tensor, described, described_call
+from pyro_symmetric.arguments import (
+    Device,
+    Keywords,
+    Model,
+    as_tensor,
+    described,
+    described_call,
+)
 from pyro_symmetric.density.enumeration import (
     Enumeration,
     LimitedTables,
@@ -48,7 +55,7 @@ from pyro_symmetric.density.site_checks import (
     require_declared_axes,
     require_possible_data,
 )
-from pyro_symmetric.weights import Weights, transform_of
+from pyro_symmetric.weights import Shapes, Tensors, Weights, transform_of
 
 LAYOUT_RUNS = 10  # runs of a model whose sites, shapes and supports must agree
 # draws of the discrete sites for which the enumerated model must agree with the model
@@ -64,16 +71,12 @@ class Traced:
         vmapped.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ):
+    def __init__(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.model, self.args, self.kwargs = model, args, kwargs
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
-    def run(
-        self, given: Mapping[str, Tensor], *, drawing: bool = False
-    ) -> poutine.Trace:
+    def run(self, given: Tensors, *, drawing: bool = False) -> poutine.Trace:
         """Trace the model conditioned on values of sites, with its discrete sites
         enumerated.
 
@@ -92,7 +95,7 @@ class Traced:
     def mapped(
         self,
         function: Callable[..., Any],
-        *batches: Mapping[str, Tensor],
+        *batches: Tensors,
         randomness: str = "error",
     ) -> Any:
         """Map a function over draws and stack its results."""
@@ -123,7 +126,7 @@ class Traced:
             stacklevel=6,  # the caller of predict
         )
 
-    def sum_out(self, given: Mapping[str, Tensor]) -> None:
+    def sum_out(self, given: Tensors) -> None:
         """Sum out the discrete sites from now on.
 
         :param given: values of the continuous sites, at which the enumerated model is
@@ -208,10 +211,10 @@ class TracedTarget(Traced):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(model, args, kwargs)
@@ -257,11 +260,11 @@ class TracedTarget(Traced):
             require_possible_data(trace.nodes.values())
             if self.enumeration is not None:
                 self._require_same_layout(self.run(given))
-            self.computed: Mapping[str, torch.Size] = (
+            self.computed: Shapes = (
                 {} if self.row_counts else self._deterministic_sites(trace, given)
             )
 
-    def log_joint(self, weights: Weights, rows: Mapping[str, Tensor] | None) -> Tensor:
+    def log_joint(self, weights: Weights, rows: Tensors | None) -> Tensor:
         return self.mapped(self._log_joint, weights, dict(rows or {}))
 
     def log_joint_of_one(self, weights: Weights) -> Tensor:
@@ -269,7 +272,7 @@ class TracedTarget(Traced):
         with _stand_ins(promoted(list(weights.values()))):
             return self._log_joint(weights, {})
 
-    def _log_joint(self, weights: Weights, rows: Mapping[str, Tensor]) -> Tensor:
+    def _log_joint(self, weights: Weights, rows: Tensors) -> Tensor:
         trace = self.run({**weights, **rows})
         if self.one_by_one:  # the model may branch on values
             self._require_same_layout(trace)
@@ -431,7 +434,7 @@ class PriorMessenger(Messenger):
     improper prior, or no sampler) are uniform in (-2, 2) in unconstrained space, where
     chains start."""
 
-    def __init__(self, device: torch.device | str | None, dtype: torch.dtype | None):
+    def __init__(self, device: Device, dtype: torch.dtype | None):
         super().__init__()
         self.device, self.dtype = device, dtype
 
@@ -567,9 +570,7 @@ def require_model(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def explaining(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[None]:
+def explaining(model: Any, args: Sequence[Any], kwargs: Keywords) -> Iterator[None]:
     """Run a Pyro model; add a note with its name and arguments to its errors."""
     try:
         yield
@@ -587,7 +588,7 @@ def placed(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    device: torch.device | str | None,
+    device: Device,
     dtype: torch.dtype | None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Move a model and the tensors in its arguments, at any depth, to a device, and

@@ -14,7 +14,7 @@ reason to say that a group is *at least* as large as the one that was found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from pyro_symmetric.discovery.registry import (
     salt_of,
 )
 from pyro_symmetric.discovery.trace import Trace
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Tensors, Weights
 
 POINTS = 3  # at which gradients are compared
 SAME = 1e-7  # relative to the largest gradient of a tensor: a difference by rounding
@@ -165,14 +165,14 @@ def _symmetric(
 
 def _gradient(
     passes: Sequence[Pass], weights: Weights, generator: torch.Generator
-) -> Mapping[str, Tensor]:
+) -> Tensors:
     """Return the gradients of a random loss of the outputs at random inputs."""
     leaves = {
         site: value.clone().requires_grad_(value.is_floating_point())
         for site, value in weights.items()
     }
     differentiable = {s: v for s, v in leaves.items() if v.requires_grad}
-    total: dict[str, Tensor] = {}
+    total: Weights = {}
     for forward in passes:
         inputs = [
             random_like(in_dtype(value, torch.float64), generator)

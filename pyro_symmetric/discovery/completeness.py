@@ -9,7 +9,7 @@ one may have a larger null space by accident (a unit that no input switches on, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
+from pyro_symmetric.arguments import Keywords
 from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
@@ -70,7 +71,7 @@ def completeness(
     symmetry: Symmetry,
     net: nn.Module,
     *inputs: Any,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Keywords | None = None,
 ) -> Completeness:
     """Compare a symmetry with all directions in which a network's weights move without
     effect.

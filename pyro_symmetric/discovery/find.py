@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, keep_freed_memory
+from pyro_symmetric.arguments import Keywords
 from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules of PyTorch's operators)
 from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
@@ -71,7 +72,7 @@ class UnknownOperator(UserWarning):
 def find_symmetry(
     net: nn.Module | Callable[..., Any],
     *example_inputs: Any,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Keywords | None = None,
     only: Names | None = None,
     freeze: Names = (),
     buffers: bool = True,
@@ -151,7 +152,7 @@ def find_symmetry(
 def _of_network(
     net: nn.Module,
     example_inputs: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Keywords | None,
     only: Names | None,
     freeze: Names,
     buffers: bool,
@@ -264,7 +265,7 @@ def _require_parameters(net: nn.Module) -> None:
 
 
 def _traces(
-    net: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any] | None
+    net: nn.Module, inputs: Sequence[Any], kwargs: Keywords | None
 ) -> list[Trace]:
     """Trace a copy of the network in eval mode, and in train mode if eval mode leaves
     parameters unused.

@@ -8,13 +8,13 @@ model without symmetries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from pyro_symmetric._process import without_warnings
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Keywords, Model, described
 from pyro_symmetric.discovery.find import find_symmetry
 from pyro_symmetric.discovery.model_check import require_of_posterior
 from pyro_symmetric.discovery.symmetry import Symmetry
@@ -136,9 +136,7 @@ def _sites_in_words(sites: Sequence[str]) -> str:
 # the model behind draws ---------------------------------------------------------------
 
 
-def symmetry_of_model(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Symmetry:
+def symmetry_of_model(model: Model, args: Sequence[Any], kwargs: Keywords) -> Symmetry:
     """Find the symmetry of a model's sites; a network's at few of its inputs."""
     if isinstance(model, BayesianModel):
         x = kwargs["x"] if "x" in kwargs else args[0]

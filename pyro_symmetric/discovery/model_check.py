@@ -10,7 +10,7 @@ them: a prior may give the units of a layer different scales, say.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, running_pyro, without_warnings
-from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.arguments import Model, as_tensor
 from pyro_symmetric.density import Density
 from pyro_symmetric.discovery.model_density import ModelDensity
 from pyro_symmetric.discovery.verify import (
@@ -33,7 +33,7 @@ from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Axis, Element
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.posterior.statistics import evenly_spaced
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Shapes, Weights
 
 POSTERIOR_DRAWS = 4
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
@@ -56,7 +56,7 @@ def undisturbed() -> Iterator[None]:
 @undisturbed()
 def verify_model(
     symmetry: Any,
-    model: Callable[..., Any],
+    model: Model,
     *args: Any,
     trials: int = 2,
     tolerance: float = 0.0,
@@ -246,7 +246,7 @@ def _verified(
     name: str,
     group: Group,
     change: Callable[[Element], Change],
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
     tolerance: float,
 ) -> Verification:
     def changed(element: Element) -> Change:
@@ -269,7 +269,7 @@ def _remedy(
     broken: BrokenMove,
     group: Group,
     change: Callable[[Element], Change],
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
 ) -> str:
     """Find the axis to leave out, or to add, with which the declaration of some units
     holds, in words.

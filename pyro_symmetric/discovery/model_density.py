@@ -9,7 +9,7 @@ are summed out; what depends on them is one term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pyro.distributions as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from tqdm import tqdm
 
-from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.arguments import Keywords, Model, as_tensor
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
 from pyro_symmetric.groups.units import Element
@@ -66,9 +66,9 @@ class ModelDensity:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Keywords,
         points: int = POINTS,
     ):
         self.points = points
@@ -292,13 +292,11 @@ class Simulation(NamedTuple):
     :param is_discrete: whether some of these are discrete, so that rows may be equal.
     """
 
-    model: Callable[..., Any]
+    model: Model
     is_discrete: bool
 
 
-def simulated(
-    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Simulation:
+def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation:
     """Return the model with a draw of all that it observes in place of its data."""
     drawn: dict[str, Any] = dict(
         poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs).nodes
@@ -323,9 +321,9 @@ def _has_no_data(site: Any) -> bool:
 
 
 def _target(
-    model: Callable[..., Any],
+    model: Model,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Keywords,
     dtype: torch.dtype,
 ) -> TracedTarget:
     moved = placed(model, tuple(args), dict(kwargs), None, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from pyro_symmetric.discovery.model_signs import SignFlip
 from pyro_symmetric.discovery.valid_sets import PlaceSet
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import Move
+from pyro_symmetric.weights import Shapes
 
 PERMUTE: frozenset[Move] = frozenset({"permute"})
 FLIP: frozenset[Move] = frozenset({"flip"})
@@ -29,7 +30,7 @@ class Built(NamedTuple):
 def built_group(
     factors: Sequence[Factor],
     flips: Sequence[SignFlip],
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
 ) -> Built:
     """Build the group of units that permute, and of signs."""
     builder = _Builder(shapes)
@@ -51,7 +52,7 @@ class _Builder:
     :ivar names: the places of outermost factors -> the names of their units.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size]):
+    def __init__(self, shapes: Shapes):
         self.shapes = shapes
         self.units: dict[str, Units] = {}
         self.names: dict[PlaceSet, str] = {}

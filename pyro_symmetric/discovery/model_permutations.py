@@ -21,7 +21,7 @@ from pyro_symmetric.discovery.valid_sets import (
     axes_by_length,
     stacked,
 )
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Shapes, Weights
 
 LONGEST_OF_BLOCKS = 64  # axes that may hold blocks of several positions a unit
 
@@ -273,7 +273,7 @@ def _blocks(searcher: Searcher, factors: Sequence[Factor]) -> list[Factor]:
 
 def _block_candidates(
     free: Sequence[tuple[str, int]],
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
     count: int,
     interleaved: bool,
 ) -> dict[str, list[Place]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_permutations import Factor
@@ -18,6 +17,7 @@ from pyro_symmetric.discovery.valid_sets import (
     SignChange,
     axes_by_length,
 )
+from pyro_symmetric.weights import Shapes
 
 TRIED_SIGNS = 64  # positions of an axis, from the first on, whose signs are searched
 
@@ -102,7 +102,7 @@ def _exchangeable_everywhere(
     return [columns.index(column) for column in columns]
 
 
-def _covers_axis(flip: SignFlip, shapes: Mapping[str, torch.Size]) -> bool:
+def _covers_axis(flip: SignFlip, shapes: Shapes) -> bool:
     return all(
         len(flip.positions) == shapes[place.site][place.dim] for place in flip.places
     )

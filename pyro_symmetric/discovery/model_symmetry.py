@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from pyro_symmetric.arguments import Keywords, Model
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
 from pyro_symmetric.discovery.model_group import Built, built_group
@@ -84,9 +85,9 @@ class Moves:
 
 @undisturbed()
 def find_model_symmetry(
-    model: Callable[..., Any],
+    model: Model,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Keywords | None = None,
     only: Names | None = None,
     freeze: Names = (),
     accidents: bool = False,
@@ -120,7 +121,7 @@ def find_model_symmetry(
     )
 
 
-def is_pyro_model(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_pyro_model(model: Any, args: Sequence[Any], kwargs: Keywords) -> bool:
     """Return whether to find the symmetry of a density: of a function, or of a module
     that observes data (``pyro.sample`` in its ``forward``).
 
@@ -291,9 +292,9 @@ def _families(searcher: Searcher) -> dict[str, list[str]]:
 def _without_accidents(
     moves: Moves,
     searcher: Searcher,
-    model: Callable[..., Any],
+    model: Model,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Keywords,
 ) -> tuple[Moves, Moves]:
     """Split moves into those that hold for simulated data as well, and the others.
 
@@ -327,9 +328,9 @@ def _without_accidents(
 
 def _of_simulated_data(
     searcher: Searcher,
-    model: Callable[..., Any],
+    model: Model,
     args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    kwargs: Keywords,
 ) -> list[Searcher]:
     """Return searchers of the model with simulated data; of several data sets if data
     are discrete, since rows may be equal by chance.

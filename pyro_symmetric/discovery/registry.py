@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pyro_symmetric.arguments import Keywords
+
 Array = np.ndarray
 _U = np.uint64
 
@@ -218,9 +220,7 @@ def operator_name(target: Any) -> str:
     return str(getattr(packet, "__name__", packet))
 
 
-def bound(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def bound(target: Any, args: Sequence[Any], kwargs: Keywords) -> dict[str, Any]:
     """Bind an operator's arguments to the names of its schema, with defaults."""
     if not hasattr(target, "_schema"):
         return {"args": list(args), "kwargs": tree_leaves(list(kwargs.values()))}

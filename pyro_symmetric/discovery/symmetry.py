@@ -14,11 +14,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Device
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
 from pyro_symmetric.groups.units import table
-from pyro_symmetric.weights import Weights, require_sites
+from pyro_symmetric.weights import Tensors, Weights, require_sites
 
 CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
 Names = str | Iterable[str]
@@ -227,7 +228,7 @@ class Symmetry:
         self,
         shape: Sequence[int] = (),
         spread: float = 1.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
     ) -> Element:
         """Sample a batch of independent elements: permutations and signs uniform,
         log-scales and shifts normal.
@@ -292,7 +293,7 @@ class Symmetry:
 
     # restrictions, and other names ----------------------------------------------------
 
-    def holding(self, net: nn.Module | Mapping[str, Tensor]) -> Symmetry:
+    def holding(self, net: nn.Module | Tensors) -> Symmetry:
         """Return the symmetries that keep running statistics fixed.
 
         These are the symmetries of a posterior over parameters alone, of a network with
@@ -437,7 +438,7 @@ def plain_weights(net: nn.Module, group: Group) -> Weights:
     }
 
 
-def with_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+def with_weights(net: nn.Module, weights: Tensors) -> nn.Module:
     """Copy a network, with one set of other weights: parameters and buffers by site."""
     result = copied(net)
     tensors = dict(result.named_parameters()) | dict(result.named_buffers())

@@ -35,6 +35,7 @@ from pyro_symmetric._process import (
     without_messages,
     without_warnings,
 )
+from pyro_symmetric.arguments import Keywords
 from pyro_symmetric.discovery.registry import bound, operator_name, rule_for
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.errors import Error
@@ -79,7 +80,7 @@ class Trace:
         self,
         net: nn.Module,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Keywords | None = None,
     ):
         self.net = net
         # one draw from NumPy's or Python's generator stands for all
@@ -201,7 +202,7 @@ class TensorsOnly(nn.Module):
         self,
         net: nn.Module,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Keywords | None = None,
     ):
         super().__init__()
         self.net = net
@@ -350,7 +351,7 @@ def _quiet() -> Iterator[None]:
 
 
 def try_out(
-    net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    net: nn.Module, args: Sequence[Any], kwargs: Keywords | None = None
 ) -> None:
     """Run the network once, to tell inputs that don't fit from a network that can't be
     traced.

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_density import SCALES, ModelDensity, Terms
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Shapes, Weights
 
 LARGEST_SPACE = 10  # dimensions of a space that is enumerated if its basis fails
 
@@ -305,7 +305,7 @@ class _PairChecks(NamedTuple):
 
 
 def axes_by_length(
-    shapes: Mapping[str, torch.Size],
+    shapes: Shapes,
 ) -> dict[int, dict[str, list[Place]]]:
     """Return the axes by their length, of two positions or more."""
     by_length = dict[int, dict[str, list[Place]]]()

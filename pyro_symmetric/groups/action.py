@@ -25,7 +25,7 @@ from pyro_symmetric import arguments
 from pyro_symmetric.arguments import as_tensor
 from pyro_symmetric.groups.group import Group, group_of
 from pyro_symmetric.groups.units import Element
-from pyro_symmetric.weights import Layout
+from pyro_symmetric.weights import Layout, Shapes
 
 
 class Action:
@@ -57,7 +57,7 @@ class Action:
         self,
         group: Group,
         sites: Sequence[str] | Mapping[str, Constraint],
-        shapes: Mapping[str, torch.Size] | None = None,
+        shapes: Shapes | None = None,
     ):
         self.group = group_of(group)
         supports = sites if isinstance(sites, Mapping) else {}

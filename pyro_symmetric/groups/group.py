@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Device, described
 from pyro_symmetric.groups.moves import COMPACT, FINITE, MOVES, Move
 from pyro_symmetric.groups.order import Effective, effective_moves
 from pyro_symmetric.groups.units import (
@@ -40,6 +40,9 @@ from pyro_symmetric.groups.units import (
     table,
 )
 from pyro_symmetric.weights import (
+    ByName,
+    Shapes,
+    Tensors,
     Weights,
     batch_shape,
     is_bias,
@@ -92,7 +95,7 @@ class Group:
     def __init__(
         self,
         units: Iterable[Units],
-        site_shapes: Mapping[str, torch.Size],
+        site_shapes: Shapes,
         of_network: bool = False,
     ):
         shapes = shapes_of(site_shapes, "site_shapes")
@@ -104,7 +107,7 @@ class Group:
     def _build(
         self,
         units: Sequence[Units],
-        shapes: Mapping[str, torch.Size],
+        shapes: Shapes,
         of_network: bool,
         runs: Runs,
     ) -> Group:
@@ -320,7 +323,7 @@ class Group:
         """Return the names of the units that admit a move."""
         return self._by_move[move]
 
-    def by_name(self, numbers: Tensor, move: Move) -> dict[str, Tensor]:
+    def by_name(self, numbers: Tensor, move: Move) -> ByName:
         """Split numbers of all units, ``batch + (size,)``, into ``batch + units.shape``
         of those that admit a move; of rotations, into their matrices.
         """
@@ -409,7 +412,7 @@ class Group:
         start, end = (dim - len(self.site_shapes[site]) for dim in self._runs[site])
         return value.flatten(start, end - 1)
 
-    def viewed(self, weights: Mapping[str, Tensor]) -> Weights:
+    def viewed(self, weights: Tensors) -> Weights:
         """Apply :meth:`view` to all sites."""
         return {site: self.view(site, value) for site, value in weights.items()}
 
@@ -420,7 +423,7 @@ class Group:
         if self.of_network:
             require_same_network(sites, self.site_shapes, name)
 
-    def batch_shape(self, weights: Mapping[str, Tensor]) -> torch.Size:
+    def batch_shape(self, weights: Tensors) -> torch.Size:
         """Return the batch shape of weights, checked against the sites' shapes; buffers
         may be missing.
         """
@@ -590,9 +593,7 @@ class Group:
             units, shapes, {rename(site): run for site, run in self._runs.items()}
         )
 
-    def _checked(
-        self, units: Sequence[Units], shapes: Mapping[str, torch.Size], runs: Runs
-    ) -> Group:
+    def _checked(self, units: Sequence[Units], shapes: Shapes, runs: Runs) -> Group:
         """Build a group, in the same view, of units that are checked already."""
         return Group.__new__(Group)._build(units, shapes, self.of_network, runs)
 
@@ -601,7 +602,7 @@ class Group:
     def identity(
         self,
         shape: Sequence[int] = (),
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> Element:
         """Return the neutral element, as a batch of a shape."""
@@ -641,7 +642,7 @@ class Group:
         self,
         shape: Sequence[int] = (),
         spread: float = 1.0,
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> Element:
@@ -797,7 +798,7 @@ class _Occupied(NamedTuple):
     block: Tensor
 
 
-def _check_axes(units: Iterable[Units], site_shapes: Mapping[str, torch.Size]) -> None:
+def _check_axes(units: Iterable[Units], site_shapes: Shapes) -> None:
     """Check that each axis lies within its site, and that no two units of a set share a
     position.
     """

@@ -29,14 +29,13 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.arguments import Device, as_tensor
 from pyro_symmetric.groups.moves import MOVES, Move, Rotate
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights
 
 if TYPE_CHECKING:
     from pyro_symmetric.groups.group import Group
 
-ByName = dict[str, Tensor]  # name of the units -> numbers
 LISTED = 6  # how many axes of each set of units a table lists
 
 
@@ -107,7 +106,7 @@ class Axis:
         )
         return multiplied or bool(moves & {"permute", "shift", "rotate"})
 
-    def length(self, site_shapes: Mapping[str, torch.Size]) -> int:
+    def length(self, site_shapes: Shapes) -> int:
         """Return the number of positions along the axis, or along all axes that it
         spans.
         """
@@ -271,14 +270,14 @@ class Element:
     def __init__(
         self,
         group: Group,
-        permutations: Mapping[str, Tensor] | None = None,
-        signs: Mapping[str, Tensor] | None = None,
-        log_scales: Mapping[str, Tensor] | None = None,
-        shifts: Mapping[str, Tensor] | None = None,
-        rotations: Mapping[str, Tensor] | None = None,
+        permutations: Tensors | None = None,
+        signs: Tensors | None = None,
+        log_scales: Tensors | None = None,
+        shifts: Tensors | None = None,
+        rotations: Tensors | None = None,
         *,
         batch_shape: Sequence[int] = (),
-        device: torch.device | str | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ):
         self.group = group
@@ -407,9 +406,7 @@ class Element:
         """The device of the numbers; ``None`` if there are none."""
         return next((value.device for value in self.numbers.values()), None)
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Element:
+    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Element:
         """Move to a device; cast signs, scales and shifts."""
         arguments.dtype("dtype", dtype)
         return self.changed(
@@ -521,7 +518,7 @@ class Element:
 
     # action ---------------------------------------------------------------------------
 
-    def __call__(self, weights: Mapping[str, Tensor]) -> Weights:
+    def __call__(self, weights: Tensors) -> Weights:
         """Act on weights; sites that the group doesn't move are expanded to the same
         batch shape.
 
@@ -536,7 +533,7 @@ class Element:
             for site, value in moved.items()
         }
 
-    def on_sites(self, weights: Mapping[str, Tensor]) -> Weights:
+    def on_sites(self, weights: Tensors) -> Weights:
         """Act on some sites; those that nothing moves keep their batch shape."""
         return {site: self.on_site(site, value) for site, value in weights.items()}
 
@@ -658,7 +655,7 @@ class Element:
         return multiplier
 
 
-def acted_shape(group: Group, weights: Mapping[str, Tensor]) -> torch.Size:
+def acted_shape(group: Group, weights: Tensors) -> torch.Size:
     """Return the batch shape of weights to act on, checked to be all that the group
     moves.
     """

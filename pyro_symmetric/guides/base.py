@@ -3,7 +3,7 @@ the layout of its vector and a group's action on it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ from pyro_symmetric.density.traced import is_enumerated
 from pyro_symmetric.groups import Action, Group
 from pyro_symmetric.guides.stored import StoredGuide
 from pyro_symmetric.models import BayesianModel
-from pyro_symmetric.weights import Layout, Weights
+from pyro_symmetric.weights import Layout, Tensors, Weights
 
 InitLocFn = Callable[[dict[str, Any]], Tensor]
 
@@ -133,7 +133,7 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         """Return the weights of flat unconstrained vectors, ``batch_shape + (D,)``."""
         return layout_of(self).constrain(latent)
 
-    def pack(self, weights: Mapping[str, Tensor]) -> Tensor:
+    def pack(self, weights: Tensors) -> Tensor:
         """Return the flat unconstrained vectors of weights: the inverse of
         :meth:`unpack`.
         """

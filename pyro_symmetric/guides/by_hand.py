@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, constraints, kl_divergence, register_kl
 
 from pyro_symmetric._process import forked
-from pyro_symmetric.arguments import as_tensor
+from pyro_symmetric.arguments import Keywords, Model, as_tensor
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -44,7 +44,7 @@ from pyro_symmetric.distributions import OrbitEstimator, usual_estimator
 from pyro_symmetric.distributions.matching import mean_field_moments
 from pyro_symmetric.distributions.symmetrized import MovedDraws, version_of
 from pyro_symmetric.groups import Action, Element, Group, group_of
-from pyro_symmetric.weights import unflatten
+from pyro_symmetric.weights import Shapes, Weights, unflatten
 
 Guide = Callable[..., Any]
 
@@ -59,7 +59,7 @@ def symmetrize(
     symmetry: Group | Symmetry | Auto | None = AUTO,
     estimator: OrbitEstimator | None = None,
     *,
-    model: Callable[..., Any] | None = None,
+    model: Model | None = None,
 ) -> Guide:
     """Average a guide written by hand over the orbits of a group.
 
@@ -134,7 +134,7 @@ class _ActionOf:
         else:
             self.model = origin
 
-    def at(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Action:
+    def at(self, args: tuple[Any, ...], kwargs: Keywords) -> Action:
         """Return the action; ``args`` and ``kwargs`` are those of the first call."""
         if self.action is None:
             assert self.model is not None
@@ -205,7 +205,7 @@ class _Joint:
         self.estimator = estimator
         self.shapes = action.layout.site_shapes
         self.laws: dict[str, Any] = {}
-        self.values: dict[str, Tensor] = {}
+        self.values: Weights = {}
         self.drawn: dict[str, MovedDraws] = {}
         self._element: Element | None = None
         self.scales: dict[str, Any] = {}
@@ -448,7 +448,7 @@ class _Product(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012 (torch's own declaration)
     support = constraints.real_vector
 
-    def __init__(self, sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]):
+    def __init__(self, sites: Mapping[str, Any], shapes: Shapes):
         self.sites, self.shapes = sites, shapes
         super().__init__(
             torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())])
@@ -470,7 +470,7 @@ class _Product(TorchDistribution):
         return torch.cat(terms, -1).sum(-1)
 
 
-def _joint(sites: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> Any:
+def _joint(sites: Mapping[str, Any], shapes: Shapes) -> Any:
     """Return the joint distribution of independent sites: a normal if all are, as
     estimators know more of that.
     """

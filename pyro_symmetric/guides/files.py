@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Device, described
 from pyro_symmetric.distributions import (
     ExactOrbit,
     InfoNCE,
@@ -29,7 +29,7 @@ from pyro_symmetric.guides.base import WeightsGuide, layout_of
 from pyro_symmetric.guides.gaussian import AutoGaussian, plain_posterior
 from pyro_symmetric.guides.symmetrized import AutoSymmetrized
 from pyro_symmetric.store import PathLike, StoreError, load_tensors, save_tensors
-from pyro_symmetric.weights import require_finite
+from pyro_symmetric.weights import Tensors, require_finite
 
 KIND = "guide"
 VERSION = 4
@@ -81,9 +81,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
     save_tensors(path, KIND, VERSION, moments.state_dict(), header)
 
 
-def load_guide(
-    path: PathLike, device: torch.device | str | None = None
-) -> WeightsGuide:
+def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
     """Read a guide that :func:`save_guide` wrote: an :class:`AutoGaussian`, or an
     :class:`AutoSymmetrized` over one.
 
@@ -158,7 +156,7 @@ def _sites_of(guide: AutoGuide) -> list[dict[str, Any]]:
     ]
 
 
-def _require_sizes(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _require_sizes(header: Mapping[str, Any], tensors: Tensors) -> None:
     """Raise ``ValueError`` if a header names sizes that the file's tensors don't have,
     before anything of these sizes is made.
     """

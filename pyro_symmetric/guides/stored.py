@@ -17,8 +17,10 @@ import pyro
 import torch
 from pyro.nn import PyroModule
 from pyro.params.param_store import param_with_module_name
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from pyro_symmetric.weights import Weights
 
 _NUMBERS: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 # The parameters of all guides of this process: entries of the store that aren't among
@@ -90,7 +92,7 @@ class StoredGuide(PyroModule):
     def _read(self, name: str) -> bool:
         """Copy the entries of a name; return whether there were some that fit."""
         store = pyro.get_param_store()
-        loaded: dict[str, Tensor] = {}
+        loaded: Weights = {}
         parameters = dict(entries(self, name))
         for key, parameter in parameters.items():
             if store._params.get(key, parameter) is not parameter:

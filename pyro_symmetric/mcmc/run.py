@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
+from pyro_symmetric.arguments import Device, Keywords, Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -102,7 +103,7 @@ DENSE = 200  # coordinates
 def sample(
     kernel_or_model: Kernel | Callable[..., Any],
     *args: Any,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Keywords | None = None,
     num_samples: int = 1000,
     num_warmup: int | Literal["auto"] = "auto",
     num_chains: int | None = None,
@@ -113,7 +114,7 @@ def sample(
     store: PathLike | None = None,
     resume: bool | Literal["auto"] = "auto",
     seed: int | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
     dtype: torch.dtype | None = None,
     executor: Executor | None = None,
     chains_per_task: int | None = None,
@@ -249,7 +250,7 @@ class Settings:
     store: Path | None = None
     resume: bool | str = "auto"
     seed: int | None = None
-    device: torch.device | str | None = None
+    device: Device = None
     dtype: torch.dtype | None = None
     chosen: str = ""
     code_before: str | None = None
@@ -640,7 +641,7 @@ def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -
 
 
 def resolve(
-    initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    initial: Any, num_chains: int, args: tuple[Any, ...], kwargs: Keywords
 ) -> Any:
     """Convert ``initial`` to ``None``, a name, weights, or a function ``num_chains ->
     weights``.
@@ -667,7 +668,7 @@ def resolve(
         return lambda count: initial.sample_posterior((count,))
     if isinstance(initial, AutoGuide):  # Pyro's guides give one draw at a time
 
-        def draw(count: int) -> dict[str, Tensor]:
+        def draw(count: int) -> Weights:
             with torch.no_grad():
                 draws = [initial(*args, **kwargs) for _ in range(count)]
             return {
@@ -688,9 +689,9 @@ def resolve(
 @torch.no_grad()
 def placed_by(
     strategy: Callable[[Any], Any],
-    model: Callable[..., Any],
+    model: Model,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: Keywords,
     count: int,
 ) -> Weights:
     """Start chains where one of Pyro's strategies, such as ``init_to_median``, puts the

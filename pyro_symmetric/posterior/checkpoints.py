@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.store import NUMBERS, PathLike, load_pickled, require_stored
-from pyro_symmetric.weights import Weights
+from pyro_symmetric.weights import Tensors, Weights
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 # under which training scripts save the state dict
@@ -124,7 +124,7 @@ def _files(source: PathLike | Sequence[PathLike], pattern: str) -> list[Path]:
     )
 
 
-def _state(file: Path, key: str | None) -> dict[str, Tensor]:
+def _state(file: Path, key: str | None) -> Weights:
     """Read the state dict of a file, on the CPU."""
     try:
         if file.suffix == ".safetensors":
@@ -158,7 +158,7 @@ def _state(file: Path, key: str | None) -> dict[str, Tensor]:
     return tensors
 
 
-def _unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unwrapped(state: Tensors) -> Weights:
     """Return a state with the names that it has without ``torch.compile`` and
     ``DataParallel``.
     """
@@ -169,7 +169,7 @@ def _unwrapped(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sites(
-    state: Mapping[str, Tensor], rename: Callable[[str], str | None] | None, file: Path
+    state: Tensors, rename: Callable[[str], str | None] | None, file: Path
 ) -> Weights:
     """Rename the tensors of one network to sites."""
     sites: Weights = {}

@@ -23,6 +23,7 @@ from pyro_symmetric.posterior.statistics import (
     standing_still,
     watched,
 )
+from pyro_symmetric.weights import Tensors
 
 Status = Literal["fail", "short", "warn", "pass", "unknown"]
 
@@ -112,7 +113,7 @@ def checked(
 # draws --------------------------------------------------------------------------------
 
 
-def finite(draws: Mapping[str, Tensor]) -> Check:
+def finite(draws: Tensors) -> Check:
     """Check that all draws are finite: name in the message -> ``(chains, draws,
     ...)``.
     """
@@ -128,14 +129,14 @@ def finite(draws: Mapping[str, Tensor]) -> Check:
     return Check("finite", "pass", "all draws are finite")
 
 
-def copies(samples: Mapping[str, Tensor]) -> Iterator[Check]:
+def copies(samples: Tensors) -> Iterator[Check]:
     """Report chains that equal others draw for draw."""
     if copied := copied_chains(samples):
         words = f"the chains {copied} equal others draw for draw; were they drawn with the same seed? Leave them out"
         yield Check("copies", "fail", words, float(len(copied)))
 
 
-def moving(samples: Mapping[str, Tensor]) -> Check:
+def moving(samples: Tensors) -> Check:
     """Check the share of the draws at which each chain moves, and its spread relative
     to the median chain's.
 
@@ -167,7 +168,7 @@ def moving(samples: Mapping[str, Tensor]) -> Check:
     )
 
 
-def disagreement(samples: Mapping[str, Tensor], subsampled: bool) -> Check:
+def disagreement(samples: Tensors, subsampled: bool) -> Check:
     """Check R-hat of the first few entries of each site."""
     heads = {site: watched(value) for site, value in samples.items() if value.numel()}
     worst = {
@@ -220,7 +221,7 @@ def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def sampler_checks(
-    statistics: Mapping[str, Tensor], subsampled: bool, arrived: bool
+    statistics: Tensors, subsampled: bool, arrived: bool
 ) -> Iterator[Check]:
     """Check a sampler's statistics, ``(chains, draws)`` each.
 
@@ -370,9 +371,9 @@ def named(chains: Sequence[int]) -> str:
 
 
 def sampler_failures(
-    statistics: Mapping[str, Tensor],
+    statistics: Tensors,
     subsampled: bool,
-    samples: Mapping[str, Tensor] | None = None,
+    samples: Tensors | None = None,
 ) -> list[Check]:
     """Return the failed checks that a run warns of; with few draws, of acceptance,
     divergences and energy errors only.

@@ -31,20 +31,20 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import as_tensor, described
+from pyro_symmetric.arguments import Device, Keywords, Model, as_tensor, described
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
-from pyro_symmetric.weights import Shapes, Weights
+from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights
 
 Kind = Literal["chains", "independent"]
 
 
 class _Call(NamedTuple):
-    model: Callable[..., Any]
+    model: Model
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = MappingProxyType({})
-    device: torch.device | str | None = None
+    kwargs: Keywords = MappingProxyType({})
+    device: Device = None
     subsampled: bool | None = None
 
 
@@ -104,7 +104,7 @@ class Posterior:
     """
 
     samples: Weights
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    statistics: ByName = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     kind: Kind = field(kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
@@ -137,7 +137,7 @@ class Posterior:
 
     @classmethod
     def from_samples(
-        cls, weights: Mapping[str, Tensor], *, kind: Kind, num_chains: int = 1
+        cls, weights: Tensors, *, kind: Kind, num_chains: int = 1
     ) -> Posterior:
         """Build a posterior from flat draws: independent ones (an ensemble, draws of a
         guide), or concatenated chains.
@@ -215,7 +215,7 @@ class Posterior:
             saved_symmetry=parts[0].saved_symmetry,
         )
 
-    def attach(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Posterior:
+    def attach(self, model: Model, *args: Any, **kwargs: Any) -> Posterior:
         """Attach the model and its arguments, data included, as :attr:`source`, and
         return the new posterior.
 
@@ -330,7 +330,7 @@ class Posterior:
         )
 
     def map(
-        self, function: Callable[..., Mapping[str, Tensor]], *args: Any, **kwargs: Any
+        self, function: Callable[..., Tensors], *args: Any, **kwargs: Any
     ) -> Posterior:
         """Apply a function of weights to all draws; return the new posterior, with the
         old statistics and metadata.
@@ -367,7 +367,7 @@ class Posterior:
             )
         return replace(self, samples=dict(weights))
 
-    def _latent(self) -> dict[str, Tensor]:
+    def _latent(self) -> Weights:
         """Return the draws without deterministic sites."""
         return {
             site: v
@@ -544,7 +544,7 @@ Draws = Mapping[str, Tensor] | Posterior
 
 def samples_of(
     draws: Any, name: str = "weights", shapes: Shapes | None = None
-) -> Mapping[str, Tensor]:
+) -> Tensors:
     """Convert draws to samples ``(samples, *site_shape)``: all draws of a posterior,
     chain after chain.
 
@@ -591,7 +591,7 @@ def as_given(given: Any, moved: Weights) -> Any:
 
 
 def _require_shapes(
-    weights: Mapping[str, Tensor],
+    weights: Tensors,
     name: str,
     shapes: Shapes | None,
     leading: tuple[str, ...],

@@ -8,7 +8,7 @@ draws whose activations fit into memory, and keeps only the requested values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import LOCK, forked
-from pyro_symmetric.arguments import described_call
+from pyro_symmetric.arguments import Device, Model, described_call
 from pyro_symmetric.density.enumeration import masked_log_prob
 from pyro_symmetric.density.site_checks import check_observed, is_deterministic
 from pyro_symmetric.density.traced import (
@@ -39,7 +39,7 @@ from pyro_symmetric.density.traced import (
 )
 from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
-from pyro_symmetric.weights import Weights, batch_shape, require_sites
+from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
 
 Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
@@ -53,7 +53,7 @@ MAX_DRAWS = 1024
 @torch.no_grad()
 def predict(
     posterior: Any,
-    model: nn.Module | Callable[..., Any],
+    model: nn.Module | Model,
     *args: Any,
     kind: Kind = "outputs",
     num_samples: int | None = None,
@@ -203,7 +203,7 @@ class NetworkPredictor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kind: str,
-        given: Mapping[str, Tensor],
+        given: Tensors,
     ):
         call, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
@@ -290,12 +290,12 @@ class TracedPredictor(Traced):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Model,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kind: str,
-        given: Mapping[str, Tensor],
-        device: torch.device | str | None,
+        given: Tensors,
+        device: Device,
     ):
         self.dtype, self.kind = promoted(list(given.values())), kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
@@ -366,9 +366,7 @@ class TracedPredictor(Traced):
         if kind in ("discrete", "log_likelihood"):
             self._require_given(drawn, given)
 
-    def _require_given(
-        self, drawn: Mapping[str, Any], given: Mapping[str, Tensor]
-    ) -> None:
+    def _require_given(self, drawn: Mapping[str, Any], given: Tensors) -> None:
         """Raise ``ValueError`` unless ``given`` has all sites but, for ``"discrete"``,
         enumerated ones.
         """
@@ -461,10 +459,10 @@ class _Targets(Messenger):
     :param last: the last site that the posterior lacks; no mean depends on its value.
     """
 
-    def __init__(self, given: Mapping[str, Tensor], kind: str, last: str | None):
+    def __init__(self, given: Tensors, kind: str, last: str | None):
         super().__init__()
         self.given, self.kind, self.last = given, kind, last
-        self.values: dict[str, Tensor] = {}
+        self.values: Weights = {}
 
     def _pyro_sample(self, msg: Any) -> None:
         if is_deterministic(msg):

@@ -10,7 +10,7 @@ cache, on PyTorch's threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +23,7 @@ from scipy import fft, special
 from torch import Tensor
 
 from pyro_symmetric._process import keep_freed_memory
+from pyro_symmetric.weights import Tensors
 
 Array = NDArray[np.float64]
 
@@ -335,7 +336,7 @@ def watched(draws: Tensor) -> Tensor:
     return heads
 
 
-def copied_chains(samples: Mapping[str, Tensor]) -> list[int]:
+def copied_chains(samples: Tensors) -> list[int]:
     """Return the chains that move and equal an earlier one draw for draw, as runs of
     one seed do.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from pyro_symmetric.models import (
     GaussianPrior,
 )
 from pyro_symmetric.networks import NETWORKS, net_from_callable
+from pyro_symmetric.weights import Tensors
 
 KINDS: tuple[type[nn.Module], ...] = (
     nn.ReLU,
@@ -394,7 +394,7 @@ def settle_statistics(net: nn.Module, x: Tensor) -> None:
         )
 
 
-def noise_scale(model: BayesianModel, weights: Mapping[str, Tensor]) -> Tensor | float:
+def noise_scale(model: BayesianModel, weights: Tensors) -> Tensor | float:
     """Return the noise scale of a regression: the fixed one, or one per draw."""
     fixed = getattr(model.likelihood, "scale", None)
     return weights["noise_scale"] if fixed is None else fixed

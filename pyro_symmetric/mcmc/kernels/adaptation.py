@@ -26,7 +26,7 @@ if it is below :data:`LIMIT`, or at the last length, warm-up ends. A run that en
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from statistics import NormalDist
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.kernel import (
     Kernel,
@@ -108,7 +109,7 @@ class TunedKernel(Kernel):
 
     warmups = (150, 200, 300, 500, 900, 1700)  # with common windows
 
-    model: Callable[..., Any]
+    model: Model
     _: KW_ONLY
     step_size: float | None = None
     adapt_step_size: bool = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Model
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
+from pyro_symmetric.weights import Tensors, Weights
 
 ROUNDING = 4.0  # approximate rounding error of an energy, in units of the last place
 MAX_ENERGY_ERROR = 1000.0  # of a trajectory that isn't divergent, as in Stan and Pyro
@@ -68,7 +70,7 @@ class State:
     gradient: Tensor
     tuning: Any
     generator: torch.Generator
-    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    statistics: Tensors = field(default_factory=dict)
 
 
 # names in other libraries, and the names here
@@ -131,7 +133,7 @@ class Kernel(metaclass=_KernelType):
         for all of them up to there.
     """
 
-    model: Callable[..., Any]
+    model: Model
     # whether gradients come from mini-batches, of ``batch_size`` rows of a
     # BayesianModel
     subsampled = False
@@ -210,7 +212,7 @@ def mini_batches(
     row_counts: Mapping[str, tuple[int, int]],
     num_chains: int,
     generator: torch.Generator,
-) -> dict[str, Tensor] | None:
+) -> Weights | None:
     """Draw row indices for each chain, name -> LongTensor ``(C, B)``; return ``None``
     if all data are used.
 

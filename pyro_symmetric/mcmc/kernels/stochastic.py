@@ -27,12 +27,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Model
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.kernels.adaptation import MassEstimate, tuned, window_ends
 from pyro_symmetric.mcmc.kernels.kernel import (
@@ -110,7 +110,7 @@ class SGLD(Kernel):
         multiplies it.
     """
 
-    model: Callable[..., Any]
+    model: Model
     step_size: float | None = None
     _: KW_ONLY
     batch_size: int | None = None
