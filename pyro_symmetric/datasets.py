@@ -45,6 +45,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 TEST_SHARE = 0.2  # of the rows of a data set without an official test part
 # a target with at most this many different whole numbers holds classes
 MOST_CLASSES = 20
+PREFIXES = ("uci/", "csv:", "images:")
 KNOWN = (*SKLEARN, *IMAGES, "uci/<name>", "csv:FILE", "images:FOLDER")
 """The names that :func:`load` reads."""
 
@@ -290,6 +291,7 @@ def _read(
     task: Task | None,
     side: int,
 ) -> Raw:
+    require_known(name)
     if name in SKLEARN:
         return read_sklearn(name)
     if name in IMAGES:
@@ -302,12 +304,16 @@ def _read(
         return read_uci(name, root, split, task)
     if name.startswith("csv:"):
         return read_csv(name, target, task)
-    if name.startswith("images:"):
-        return read_folder(name, side)
-    raise ValueError(
-        f"there is no data set {name!r}; known are "
-        f"{', '.join(KNOWN)}{did_you_mean(name, KNOWN)}"
-    )
+    return read_folder(name, side)
+
+
+def require_known(name: str) -> None:
+    """Raise ``ValueError`` if there is no data set of that name."""
+    if name not in {*SKLEARN, *IMAGES} and not name.startswith(PREFIXES):
+        raise ValueError(
+            f"there is no data set {name!r}; known are "
+            f"{', '.join(KNOWN)}{did_you_mean(name, KNOWN)}"
+        )
 
 
 def _held_out(

@@ -36,6 +36,7 @@ from pyro_symmetric.models import (
     hold_frozen,
     over_weights,
 )
+from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.weights import Shapes, Weights
 
@@ -106,6 +107,7 @@ def ensemble(
     :return: one chain of members, on the CPU, with each member's loss on all data;
         ``metadata["losses"]`` by epoch.
     """
+    objective = _objective(net, loss, data, device)
     for name, value, none in (
         ("epochs", epochs, "2,000 steps"),
         ("batch_size", batch_size, "all data"),
@@ -119,7 +121,6 @@ def ensemble(
         none="a number that fits the network and the data",
     )
     arguments.whole("seed", seed, 0, none="one from PyTorch's generator")
-    objective = _objective(net, loss, data, device)
     x, make_optimizer = (
         objective.x,
         optimizer or functools.partial(torch.optim.Adam, lr=0.01),
@@ -410,7 +411,9 @@ def _loss_of_network(net: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Object
     def member_loss(
         parameters: Weights, buffers: Weights, x: Tensor, y: Tensor
     ) -> Tensor:
-        return loss(call_with_weights(net, {**parameters, **buffers}, (x,)), y)
+        with naming_layer(net, x):
+            outputs = call_with_weights(net, {**parameters, **buffers}, (x,))
+        return loss(outputs, y)
 
     fresh = functools.partial(fresh_members, net)
     return Objective(

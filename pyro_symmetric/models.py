@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pyro_symmetric import arguments
 from pyro_symmetric._process import OwnLock, running_pyro, without_fast_attention
 from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.weights import Shapes, Tensors, Weights, batch_shape, require_sites
 
 PriorFunction = Callable[[str, Tensor], dist.TorchDistribution]
@@ -152,7 +153,13 @@ class BayesianModel(nn.Module):
         num_data = arguments.whole(
             "num_data", num_data, 1, none="the rows of each call"
         )
-        if not callable(prior) or isinstance(prior, type):
+        if isinstance(prior, str | type | Distribution):
+            raise TypeError(
+                f"prior is {arguments.described(prior)}; it must be a standard "
+                "deviation, a GaussianPrior, or a function (name, parameter) -> "
+                "distribution"
+            )
+        if not callable(prior):
             prior = GaussianPrior(arguments.positive("prior", prior))
         self._lock = OwnLock()
         self.net = copy.deepcopy(net).eval()
@@ -327,7 +334,8 @@ class BayesianModel(nn.Module):
         """Return the outputs ``(N, D)`` of one network; outputs ``(N,)`` get a second
         axis.
         """
-        outputs = call_with_weights(self.net, weights, (x,))
+        with naming_layer(self.net, x):
+            outputs = call_with_weights(self.net, weights, (x,))
         return outputs[:, None] if outputs.dim() == 1 else outputs
 
     def log_prior(self, weights: Tensors, *, validate: bool = True) -> Tensor:

@@ -76,11 +76,12 @@ def batch_shape(
     """
     arguments.weights(name, weights)
     batch_shapes: dict[str, torch.Size] = {}
-    for site in weights.keys() & site_shapes.keys():
+    for site in filter(weights.__contains__, site_shapes):
         site_shape, shape = site_shapes[site], weights[site].shape
         batch_dims = len(shape) - len(site_shape)
         if batch_dims < 0 or shape[batch_dims:] != site_shape:
             raise ValueError(
+                f"{name} and this symmetry or model don't belong together: "
                 f"{name}[{site!r}] has shape {tuple(shape)}, which doesn't end in the "
                 f"site's shape {tuple(site_shape)}"
             )

@@ -1,8 +1,5 @@
-"""A value that would give a wrong number is refused in one sentence that names the
-argument, and not by PyTorch.
-
-One bad call for each public function that would compute on: what a user is likely to
-get wrong.
+"""A value that would give a wrong number, and a beginner's mistake, is refused in one
+sentence that names what was found and what would be right, and not by PyTorch.
 """
 
 import functools
@@ -83,6 +80,15 @@ def sampled(*args: Any, **options: Any) -> ps.Posterior:
     return ps.sample(
         ps.NUTS(MODEL), *args, **{"num_samples": 2, "progress": False} | options
     )
+
+
+def mixture_of(data: torch.Tensor) -> None:
+    weights = pyro.sample("weights", pyro.distributions.Dirichlet(torch.ones(2)))
+    with pyro.plate("components", 2):
+        locs = pyro.sample("locs", pyro.distributions.Normal(0.0, 5.0))
+    with pyro.plate("data", len(data)):
+        z = pyro.sample("z", pyro.distributions.Categorical(weights))
+        pyro.sample("x", pyro.distributions.Normal(locs[z], 1.0), obs=data)
 
 
 # Public name: a call of it -> a word of the message.
@@ -222,13 +228,245 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+WIDER = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 2))
+ANOTHER = ps.find_symmetry(WIDER, X)
+LOADER = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y))
+APART = ("don't belong together", "symmetry")
+LAYER = ("layer '0'", "in_features=2", "(3, 2)", "(2, 3)")
+
+# A beginner's mistake -> the call, words of the message.
+MISTAKES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    # a network is no model, a class no kernel, a guide no model
+    "sample of a network": (
+        lambda: ps.sample(NET, X, Y),
+        ("ps.BayesianModel(net)", "Sequential", "(input)"),
+    ),
+    "NUTS of a network": (
+        lambda: ps.sample(ps.NUTS(NET), X, Y, num_samples=2),
+        ("ps.BayesianModel(net)",),
+    ),
+    "log_joint of a network": (
+        lambda: ps.log_joint(NET, X, Y),
+        ("ps.BayesianModel(net)",),
+    ),
+    "verify_model of a network": (
+        lambda: ps.verify_model(GROUP, NET, X, Y),
+        ("ps.BayesianModel(net)",),
+    ),
+    "symmetrised network": (
+        lambda: ps.AutoSymmetrized(NET)(X, Y),
+        ("ps.BayesianModel(net)",),
+    ),
+    "sample of a kernel's class": (lambda: ps.sample(ps.NUTS, X, Y), ("class NUTS",)),
+    "sample of a guide": (
+        lambda: ps.sample(AutoDiagonalNormal(MODEL), X, Y),
+        ("AutoDiagonalNormal", "a Pyro model"),
+    ),
+    "sample of weights": (
+        lambda: ps.sample(NET.state_dict(), X, Y),
+        ("OrderedDict", "a Pyro model"),
+    ),
+    "symmetrised guide": (
+        lambda: ps.AutoSymmetrized(AutoDiagonalNormal(MODEL)),
+        ("AutoDiagonalNormal", "a Pyro model"),
+    ),
+    "symmetry of a class": (
+        lambda: ps.find_symmetry(nn.Sequential, X),
+        ("class Sequential", "torch.nn.Module"),
+    ),
+    "symmetry of weights": (
+        lambda: ps.find_symmetry(NET.state_dict(), X),
+        ("OrderedDict", "torch.nn.Module"),
+    ),
+    "Bayesian class": (
+        lambda: ps.BayesianModel(nn.Linear),
+        ("class Linear", "torch.nn.Module"),
+    ),
+    "Bayesian function": (
+        lambda: ps.BayesianModel(mixture_of),
+        ("function", "torch.nn.Module"),
+    ),
+    "MCMC of a model": (lambda: ps.MCMC(mixture_of, 2), ("function", "NUTS(model)")),
+    # data that are missing, of another shape, type or library
+    "model without data": (
+        lambda: ps.find_symmetry(mixture_of),
+        ("mixture_of takes (data", "no arguments"),
+    ),
+    "sample without data": (
+        lambda: ps.sample(mixture_of),
+        ("mixture_of takes (data", "no arguments"),
+    ),
+    "sample without targets": (lambda: sampled(X), ("x and y", "(6, 2)")),
+    "sample of arrays": (lambda: sampled(X.numpy(), Y.numpy()), ("ndarray", "tensor")),
+    "labels as floats": (lambda: sampled(X, Y.float()), ("float32", "y.long()")),
+    "labels from one": (lambda: sampled(X, Y + 1), ("from 1 to 2", "2 outputs")),
+    "sample with wrong features": (lambda: sampled(X[:, [0, 1, 0]], Y), LAYER),
+    "predict with wrong features": (
+        lambda: ps.predict(posterior(), MODEL, X[:, [0, 1, 0]], progress=False),
+        LAYER,
+    ),
+    "predict by a network, wrong features": (
+        lambda: ps.predict(weights(4), NET, X[:, [0, 1, 0]], progress=False),
+        LAYER,
+    ),
+    "symmetry with wrong features": (
+        lambda: ps.find_symmetry(NET, X[:, [0, 1, 0]]),
+        LAYER,
+    ),
+    "ensemble with wrong features": (
+        lambda: ps.ensemble(NET, (X[:, [0, 1, 0]], Y), 2, epochs=1, progress=False),
+        LAYER,
+    ),
+    "barrier with wrong features": (
+        lambda: ps.loss_barrier(NET, NET, MODEL, (X[:, [0, 1, 0]], Y)),
+        LAYER,
+    ),
+    "symmetry of a shape": (
+        lambda: ps.find_symmetry(NET, (6, 2)),
+        ("example inputs", "must be Tensor, not tuple"),
+    ),
+    "barrier of a loader": (
+        lambda: ps.loss_barrier(NET, NET, MODEL, LOADER),
+        ("DataLoader", "(x, y)"),
+    ),
+    "barrier of a triple": (
+        lambda: ps.loss_barrier(NET, NET, MODEL, {"test": (X, Y, Y)}),
+        ("data['test']", "(x, y)"),
+    ),
+    "barrier of a network's outputs": (
+        lambda: ps.loss_barrier(NET, NET, NET, (X, Y)),
+        ("Sequential", "a BayesianModel"),
+    ),
+    "barrier without data": (
+        lambda: ps.loss_barrier(NET, NET, MODEL),
+        ("needs data: (x, y)",),
+    ),
+    "ensemble of a loader": (
+        lambda: ps.ensemble(NET, LOADER, 2, epochs=1),
+        ("DataLoader", "pair of tensors"),
+    ),
+    "ensemble of x, y": (
+        lambda: ps.ensemble(NET, X, Y),
+        ("a tensor (6, 2)", "pair of tensors"),
+    ),
+    "scores of logits": (
+        lambda: ps.scores.classification(torch.randn(4, 6, 2), Y),
+        ("probabilities", "logits"),
+    ),
+    # another network's symmetry
+    "align, another's symmetry": (lambda: ps.align(NET, NET, ANOTHER), APART),
+    "align_many, another's symmetry": (
+        lambda: ps.align_many(posterior(), ANOTHER),
+        APART,
+    ),
+    "canonicalize, another's symmetry": (
+        lambda: ps.canonicalize(weights(4), ANOTHER),
+        APART,
+    ),
+    "common_frame, another's symmetry": (
+        lambda: ps.common_frame(weights(4), weights(4), ANOTHER),
+        APART,
+    ),
+    "invariance_tests, another's symmetry": (
+        lambda: ps.invariance_tests(weights(40), ANOTHER),
+        APART,
+    ),
+    "diagnose, another's symmetry": (
+        lambda: ps.diagnose(posterior().samples, ANOTHER),
+        APART,
+    ),
+    "summary, another's symmetry": (lambda: ps.summary(posterior(), ANOTHER), APART),
+    "act, another's element": (lambda: SYMMETRY.act(ANOTHER.sample(), NET), APART),
+    "act on another's weights": (
+        lambda: SYMMETRY.act(SYMMETRY.sample(), WIDER.state_dict()),
+        APART,
+    ),
+    "act on another network": (
+        lambda: SYMMETRY.act(SYMMETRY.sample(), WIDER),
+        ("the network that the symmetry was found for",),
+    ),
+    "verify another network": (
+        lambda: ps.verify(ANOTHER, NET, X),
+        ("the network that the symmetry was found for",),
+    ),
+    "symmetrised, another's symmetry": (
+        lambda: ps.AutoSymmetrized(MODEL, ANOTHER)(X, Y),
+        ("(3, 2) in the guide", "(5, 2) in the group"),
+    ),
+    "barrier of different networks": (
+        lambda: ps.loss_barrier(NET, WIDER, MODEL, (X, Y)),
+        ("same sites", "0.weight"),
+    ),
+    # arguments in another order, or of another kind
+    "align, arguments exchanged": (
+        lambda: ps.align(SYMMETRY, NET, NET),
+        ("Sequential", "find_symmetry(net, x)"),
+    ),
+    "act, arguments exchanged": (
+        lambda: SYMMETRY.act(NET, SYMMETRY.sample()),
+        ("Sequential", "an element"),
+    ),
+    "predict, arguments exchanged": (
+        lambda: ps.predict(MODEL, posterior(), X),
+        ("BayesianModel", "Posterior"),
+    ),
+    "diagnose of a model": (
+        lambda: ps.diagnose(posterior(), MODEL),
+        ("BayesianModel", "find_symmetry(net, x)"),
+    ),
+    "summary of a network": (lambda: ps.summary(NET), ("Sequential", "Posterior")),
+    "mmd of networks": (lambda: ps.mmd(NET, NET), ("Sequential", "Posterior")),
+    "push_forward by a symmetry": (
+        lambda: ps.push_forward(guide(), SYMMETRY),
+        ("Symmetry", "an element"),
+    ),
+    "a distribution as prior": (
+        lambda: ps.BayesianModel(NET, pyro.distributions.Normal(0.0, 1.0)),
+        ("Normal", "GaussianPrior"),
+    ),
+    "a likelihood as prior": (
+        lambda: ps.BayesianModel(NET, "categorical"),
+        ("prior is 'categorical'", "GaussianPrior"),
+    ),
+    "a likelihood's name": (
+        lambda: ps.BayesianModel(NET, likelihood="softmax"),
+        ("'softmax'", "'categorical'"),
+    ),
+    "axes by number": (
+        lambda: ps.Group.declare({"w": (0,)}, {"w": torch.zeros(3)}),
+        ("(0,)", "name units or None"),
+    ),
+    "another library's argument": (
+        lambda: sampled(X, Y, warmup_steps=3),
+        ("warmup_steps", "'num_warmup'"),
+    ),
+    "a kind of prediction": (
+        lambda: ps.predict(posterior(), MODEL, X, kind="prob"),
+        ("'prob'", "'mean'"),
+    ),
+    "a site that isn't there": (lambda: posterior()["0.wait"], ("0.wait", "0.weight")),
+    "an alignment of draws with nothing": (
+        lambda: ps.align(AutoDiagonalNormal(MODEL), NET, SYMMETRY),
+        ("AutoDiagonalNormal", "guide.setup"),
+    ),
+    "evidence of a stock guide": (
+        lambda: ps.evidence(AutoDiagonalNormal(MODEL), X, Y),
+        ("AutoDiagonalNormal", "AutoSymmetrized(model, base=guide)"),
+    ),
+    "hidden sites": (
+        lambda: ps.sample(pyro.poutine.block(mixture_of, hide=["z"]), X[:, 0]),
+        ("['z']", "poutine.block"),
+    ),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*CALLS, *MISTAKES])
 def test_a_bad_call_is_refused_in_one_sentence_that_names_the_argument(
     name: str,
 ) -> None:
-    call, word = CALLS[name]
-    with pytest.raises((ValueError, TypeError)) as refusal:
+    call, words = MISTAKES.get(name) or (CALLS[name][0], [CALLS[name][1]])
+    with pytest.raises((ValueError, TypeError, KeyError)) as refusal:
         call()
     said, frame = (
         str(refusal.value),
@@ -237,4 +475,4 @@ def test_a_bad_call_is_refused_in_one_sentence_that_names_the_argument(
     assert frame.filename.startswith(PACKAGE), said
     assert "raise" in linecache.getline(frame.filename, frame.lineno), said
     assert "\n" not in said
-    assert word in said
+    assert all(word in said for word in words), said

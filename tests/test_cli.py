@@ -114,9 +114,26 @@ def test_a_missing_package_is_answered_by_the_extra_that_brings_it_before_any_wo
         "sklearn", "laplace", arguments=["compare", "--quick"], folder=tmp_path
     )
     assert done.returncode == 2, done.stderr
-    assert "pip install 'pyro-symmetric[study]'" in done.stderr
-    assert "scikit-learn and laplace-torch" in done.stderr
+    assert "pip install '.[study]'" in done.stderr
+    assert "pip install scikit-learn laplace-torch" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [("--methods=nutz", "nutz"), ("--data=minst", "minst"), ("--reference=x", "'x'")],
+)
+def test_options_are_checked_before_packages(
+    option: str,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["compare", option]) == 2
+    said = capsys.readouterr().err
+    assert word in said
+    assert "pip" not in said
 
 
 def test_a_reference_of_too_few_draws_is_refused_before_anything_is_fitted(

@@ -241,7 +241,13 @@ def _data_by_name(
             "that infers nothing, such as GaussianLikelihood(scale=0.1)"
         )
     named: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"loss": data}
-    for name, (x, y) in named.items():
+    for name, pair in named.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                f"data[{name!r}] is {described(pair)}; it must be a pair of tensors "
+                "with all rows, (x, y)"
+            )
+        x, y = pair
         require_finite({"x": x, "y": y}, f"data[{name!r}]")
         if len(x) != len(y):
             raise ValueError(f"data[{name!r}] has {len(x)} inputs and {len(y)} targets")

@@ -10,6 +10,7 @@ not.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from numbers import Number
@@ -24,6 +25,7 @@ from pyro.distributions.torch_distribution import (
     TorchDistributionMixin,
 )
 from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import Independent, Multinomial, biject_to, constraints
@@ -343,8 +345,30 @@ def require_possible_targets(fn: Any, targets: Tensor) -> None:
 # sites out of sight -------------------------------------------------------------------
 
 
-def hidden_sites(run: Callable[[], Any]) -> list[str]:
-    """Return the names of the latent sites that a model hides by ``poutine.block``.
+def seen_through(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a model that ``poutine.block`` wraps show the discrete sites that it asks to
+    enumerate.
+
+    Pyro's recipe hides them from guides, ``poutine.block(model, hide=["z"])``, where
+    the model is ``config_enumerate``'s: they are summed out of its density.
+    """
+    if not isinstance(model, functools.partial):
+        return model
+    if not model.args or not isinstance(model.args[0], Messenger):
+        inner = seen_through(model.func)
+        return functools.partial(inner, *model.args, **model.keywords)
+    handler, inner = model.args
+    if isinstance(handler, BlockMessenger):
+        hides = handler.hide_fn
+        handler = BlockMessenger(
+            lambda msg: hides(msg) and not (msg["infer"] or {}).get("enumerate")
+        )
+    return handler(seen_through(inner))
+
+
+def hidden_sites(run: Callable[[], Any], observed: bool = False) -> list[str]:
+    """Return the names of the latent, or observed, sites that a model hides by
+    ``poutine.block``.
 
     No handler around the model sees such a site, so for the time of this run
     ``BlockMessenger`` itself notes what it hides.
@@ -354,8 +378,9 @@ def hidden_sites(run: Callable[[], Any]) -> list[str]:
 
     def note(self: BlockMessenger, msg: Any) -> None:
         process(self, msg)
-        is_latent = msg["type"] == "sample" and not msg["is_observed"]
-        if msg["stop"] and is_latent and not site_is_subsample(msg):
+        if not msg["stop"] or msg["type"] != "sample" or site_is_subsample(msg):
+            return
+        if msg["is_observed"] == observed and not is_deterministic(msg):
             names.append(msg["name"])
 
     with LOCK:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pyro.distributions import hmm
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from pyro.nn import PyroModule
 from pyro.ops import gaussian, special, tensor_utils
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
@@ -54,6 +56,7 @@ from pyro_symmetric.density.site_checks import (
     is_deterministic,
     require_declared_axes,
     require_possible_data,
+    seen_through,
 )
 from pyro_symmetric.weights import Shapes, Tensors, Weights, transform_of
 
@@ -72,7 +75,8 @@ class Traced:
     """
 
     def __init__(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.model, self.args, self.kwargs = model, args, kwargs
+        require_call(model, args, kwargs)
+        self.model, self.args, self.kwargs = seen_through(model), args, kwargs
         self.enumeration: Enumeration | None = None
         self.one_by_one = ""
 
@@ -245,6 +249,14 @@ class TracedTarget(Traced):
                 f"the model has {reason}, so there is nothing to sample{hint}"
             )
         observed: list[Any] = [trace.nodes[name] for name in trace.observation_nodes]
+        if not observed and (hidden := hidden_sites(self._prior_run, observed=True)):
+            warnings.warn(
+                f"the model hides its observed sites {hidden} by poutine.block, so that "
+                "its density is the prior's; pass the model without the block to "
+                "condition on them",
+                UserWarning,
+                stacklevel=4,
+            )
         check_observed(site for site in observed if not is_deterministic(site))
         require_declared_axes(trace.nodes.values())
         self.row_counts = _subsampled_plates(trace)
@@ -567,6 +579,27 @@ def require_model(model: Any) -> None:
             f"model is {described(model)}; it must be a Pyro model: callable, no "
             "class, guide or kernel"
         )
+
+
+def require_call(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str = "model"
+) -> None:
+    """Raise ``TypeError`` if a model doesn't take these arguments."""
+    is_module = isinstance(model, nn.Module)
+    try:
+        signature = inspect.signature(model.forward if is_module else model)
+    except (TypeError, ValueError):  # of a builtin, say
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        network = is_module and not isinstance(model, PyroModule)
+        hint = "; make a model of a network by ps.BayesianModel(net)" * network
+        title = getattr(model, "__name__", type(model).__name__)
+        raise TypeError(
+            f"{name} {title} takes {signature}, and was called with "
+            f"{described_call(args, kwargs)}: {error}{hint}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -136,7 +136,8 @@ def find_symmetry(
             net.net, example_inputs[:1], kwargs, only, freeze, buffers, verify, logits
         )
         return of_bayesian_model(net, found)
-    if is_pyro_model(net, example_inputs, kwargs or {}):
+    is_class = isinstance(net, type)
+    if not is_class and is_pyro_model(net, example_inputs, kwargs or {}):
         return find_model_symmetry(
             net, example_inputs, kwargs, only, freeze, accidents, verify
         )

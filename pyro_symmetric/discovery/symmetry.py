@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
 from pyro_symmetric.groups.units import table
-from pyro_symmetric.weights import Tensors, Weights, require_sites
+from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
 
 CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
 Names = str | Iterable[str]
@@ -239,8 +239,15 @@ class Symmetry:
         """
         return self.group.sample(shape, spread, device)
 
-    def act(self, element: Element, net: nn.Module) -> nn.Module:
-        """Return a copy of a network with transformed weights and running statistics.
+    @overload
+    def act(self, element: Element, net: nn.Module) -> nn.Module: ...
+
+    @overload
+    def act(self, element: Element, net: Mapping[str, Tensor]) -> Weights: ...
+
+    def act(self, element: Element, net: Any) -> Any:
+        """Return a copy of a network, or of its ``state_dict``, with transformed
+        weights and running statistics.
 
         ``element(weights)`` transforms weights, or batches of them;
         ``posterior.map(element)`` a posterior, and
@@ -259,6 +266,9 @@ class Symmetry:
                 f"element has batch shape {tuple(element.batch_shape)}; one module "
                 "takes one element"
             )
+        if isinstance(net, Mapping):
+            batch_shape(net, self.site_shapes, "net")
+            return {**net, **element({site: net[site] for site in self.site_shapes})}
         return with_weights(net, element(self.weights_of(net)))
 
     def weights_of(self, net: nn.Module) -> Weights:

@@ -36,9 +36,11 @@ from pyro_symmetric._process import (
     without_warnings,
 )
 from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.density.traced import require_call
 from pyro_symmetric.discovery.registry import bound, operator_name, rule_for
 from pyro_symmetric.discovery.symmetry import in_precision
 from pyro_symmetric.errors import Error
+from pyro_symmetric.networks import failing_layer
 
 UNTRACEABLE = """\
 {net} can't be traced by torch.export ({error}). A forward pass may not depend on the
@@ -358,12 +360,16 @@ def try_out(
 
     :raises ValueError: if it doesn't run.
     """
+    require_call(net, args, kwargs or {}, "the network")
     try:
         with _quiet(), torch.no_grad():
             net(*args, **(kwargs or {}))
     except Exception as error:
         failure = f"{type(net).__name__} fails on the example inputs"
-        raise ValueError(f"{failure}: {type(error).__name__}: {error}") from None
+        fits = kwargs or not isinstance(error, RuntimeError)
+        layer = "" if fits else failing_layer(net, *args)
+        message = f"in {layer}" if layer else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{failure}: {message}") from None
 
 
 aten = torch.ops.aten

@@ -218,7 +218,8 @@ class Group:
                 raise ValueError(
                     f"axes names {site!r}; example_weights holds {list(shapes)}"
                 )
-            if not isinstance(names, list | tuple) or len(names) != len(shapes[site]):
+            fits = isinstance(names, list | tuple) and len(names) == len(shapes[site])
+            if not fits or not all(isinstance(name, str | None) for name in names):
                 raise ValueError(
                     f"axes[{site!r}] is {names!r}; it must name units or None for each "
                     "axis of that site, whose shape "

@@ -426,19 +426,29 @@ def doubts_of(
     )
     finite = math.isfinite(elbo) and math.isfinite(weighted.log_evidence)
     above = max(0.0, weighted.log_evidence - elbo) if finite else 0.0
+    worth = f"{count:.0f}" if count >= 1 else "less than one"
+    drawn = weighted.num_draws
+    is_finite = math.isfinite(weighted.error)
+    error_shown = (
+        f"{weighted.error:.2g}" if is_finite else f"more than {LARGEST_ERROR:g}"
+    )
     reasons = {
-        f"Pareto-k is {k:.2f}, good up to {largest_k:.2f}": not k <= largest_k,
-        f"more of the weights fall off like {slow:.2f}, good up to {HEAVY_TAIL}": slow
-        > HEAVY_TAIL,
-        f"effective draws are {count:.0f}, good from {FEW_DRAWS} on": not count
-        >= FEW_DRAWS,
-        f"the error is {weighted.error:.2g} nats": not weighted.error <= 0.5,
-        f"it lies {above:.1f} nats above the ELBO": weighted.num_draws
+        f"their tail is heavy (Pareto-k {k:.2f}, reliable up to {largest_k:.2f})": not k
+        <= largest_k,
+        "the upper sixth of all weights has a heavy tail (shape "
+        f"{slow:.2f}, reliable up to {HEAVY_TAIL})": slow > HEAVY_TAIL,
+        f"{drawn} draws are worth {worth} effective (reliable from {FEW_DRAWS} "
+        "on)": not count >= FEW_DRAWS,
+        f"the error is {error_shown} nats (reliable up to 0.5)": not weighted.error
+        <= 0.5,
+        f"it lies {above:.1f} nats above the ELBO, too far for {drawn} draws": drawn
         * math.exp(-2 * above)
         < 50,
     }
-    missing = "the largest weights may be missing: " + ", ".join(
-        reason for reason, wrong in reasons.items() if wrong
+    missing = (
+        "the largest weights may be missing, and the estimate too low: "
+        f"{', '.join(reason for reason, wrong in reasons.items() if wrong)}; train the "
+        "guide for longer, take a richer one, or add chains by posterior="
     )
     checks = [
         (any(reasons.values()), f"importance sampling: {missing}"),

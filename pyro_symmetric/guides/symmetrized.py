@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import forked
 from pyro_symmetric.arguments import described
-from pyro_symmetric.density.traced import ContinuousStart
+from pyro_symmetric.density.traced import ContinuousStart, require_model
 from pyro_symmetric.discovery.model_carried import (
     AUTO,
     Auto,
@@ -131,6 +131,7 @@ class AutoSymmetrized(WeightsGuide):
         init_loc_fn: InitLocFn | None = None,
         **base_arguments: Any,
     ):
+        require_model(model)
         if is_auto(symmetry) and isinstance(base, AutoSymmetrized):
             symmetry = base.group
         self.finds_symmetry = is_auto(symmetry)

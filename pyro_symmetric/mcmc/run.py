@@ -395,7 +395,10 @@ def run(
         try:
             with (
                 tqdm(
-                    initial=done(run_state), disable=not progress, mininterval=0.2
+                    initial=done(run_state),
+                    total=run_state.num_warmup + num_samples,
+                    disable=not progress,
+                    mininterval=0.2,
                 ) as bar,
                 ExitStack() as at_end,
             ):

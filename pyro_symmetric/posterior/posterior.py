@@ -35,7 +35,7 @@ from pyro_symmetric.arguments import Device, Keywords, Model, as_tensor, describ
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
-from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights
+from pyro_symmetric.weights import ByName, Shapes, Tensors, Weights, batch_shape
 
 Kind = Literal["chains", "independent"]
 
@@ -260,6 +260,17 @@ class Posterior:
     def num_samples(self) -> int:
         """Number of draws of each chain."""
         return next(iter(self.samples.values())).shape[1]
+
+    def __getitem__(self, site: str) -> Tensor:
+        """Return the draws of a site, ``(chains, draws, *site_shape)``.
+
+        >>> ps.Posterior({"w": torch.randn(4, 100, 3)}, kind="chains")["w"].shape
+        torch.Size([4, 100, 3])
+        """
+        if site not in self.samples:
+            hint = arguments.did_you_mean(site, self.samples)
+            raise KeyError(f"no site {site!r}; there are {list(self.samples)}{hint}")
+        return self.samples[site]
 
     @property
     def site_shapes(self) -> dict[str, torch.Size]:
@@ -598,12 +609,11 @@ def _require_shapes(
 ) -> None:
     for site, shape in (shapes or {}).items():
         given = tuple(weights[site].shape) if site in weights else None
-        if given is not None and (
-            len(given) != len(leading) + len(shape)
-            or given[len(leading) :] != tuple(shape)
-        ):
+        if given is not None and len(given) != len(leading) + len(shape):
             raise ValueError(
                 f"{name}[{site!r}] has shape {given}; it must be "
                 f"({', '.join(map(str, (*leading, *shape)))}), or pass "
                 "a Posterior, which says what its axes are"
             )
+        if given is not None:
+            batch_shape({site: weights[site]}, {site: shape}, name)

@@ -38,6 +38,7 @@ from pyro_symmetric.density.traced import (
     promoted,
 )
 from pyro_symmetric.models import BayesianModel, call_with_weights, over_weights
+from pyro_symmetric.networks import naming_layer
 from pyro_symmetric.posterior.statistics import evenly_spaced, slices
 from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
 
@@ -263,11 +264,12 @@ class NetworkPredictor:
     def __call__(self, weights: Weights) -> Any:
         args, kwargs = self.args, self.kwargs
         if not isinstance(self.model, BayesianModel):
-            return over_weights(
-                self.model,
-                lambda draw: call_with_weights(self.model, draw, args, kwargs),
-                weights,
-            )
+            with naming_layer(self.model, *args):
+                return over_weights(
+                    self.model,
+                    lambda draw: call_with_weights(self.model, draw, args, kwargs),
+                    weights,
+                )
         if self.kind == "log_likelihood":
             return {"y": self.model.log_likelihood(weights, *args, **kwargs)}
         outputs = self.model.outputs(weights, *args, **kwargs)

@@ -23,6 +23,7 @@ from typing import Any
 import pyro
 import torch
 
+from pyro_symmetric import datasets
 from pyro_symmetric._process import forked
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.mcmc.digest import digest
@@ -101,17 +102,19 @@ def run_study(
     :raises OSError: if ``out`` can't be written, or holds files of a study's names that
         no study wrote.
     """
+    methods = [make_method(title, settings.quick) for title in settings.methods]
+    settings = replace(settings, reference=named_reference(methods, settings))
+    for name in filter(None, (settings.data, settings.ood)):
+        datasets.require_known(name)
     if missing := [
         package
         for module, package in PACKAGES.items()
         if importlib.util.find_spec(module) is None
     ]:
-        names = " and ".join(missing)
         raise ImportError(
-            f"the study needs {names}; pip install 'pyro-symmetric[study]'"
+            f"the study needs {' and '.join(missing)}: pip install "
+            f"{' '.join(missing)}, or, in a checkout, pip install '.[study]'"
         )
-    methods = [make_method(title, settings.quick) for title in settings.methods]
-    settings = replace(settings, reference=named_reference(methods, settings))
     with own_randomness(settings.seed, settings.torch_device):
         problem = build_problem(settings)
     with threads_for(problem):
