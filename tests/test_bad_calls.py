@@ -23,7 +23,7 @@ from pyro_symmetric.compare import functional_collapse
 PACKAGE = str(Path(ps.__file__).parent)
 NAN = math.nan
 X = torch.randn(6, 2)
-Y = (X[:, 0] > 0).long()
+Y = torch.tensor([0, 1, 0, 1, 1, 0])
 NET = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
 MODEL = ps.BayesianModel(NET)
 SYMMETRY = ps.find_symmetry(NET, X)

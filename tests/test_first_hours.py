@@ -17,7 +17,7 @@ from pyro_symmetric.guides.evidence import EvidenceEstimate, doubts_of
 DATA = torch.tensor([-3.0, -2.5, 2.0])
 NET = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
 X = torch.randn(6, 2)
-Y = (X[:, 0] > 0).long()
+Y = torch.tensor([0, 1, 0, 1, 1, 0])
 
 
 def mixture(data: Tensor) -> None:
