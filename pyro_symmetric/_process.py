@@ -155,7 +155,8 @@ def without_fast_attention() -> Iterator[None]:
     Threads may overlap: the last to leave restores the settings that the first one
     found.
     """
-    mha, cuda = torch.backends.mha, torch.backends.cuda
+    mha = torch.backends.mha
+    cuda = torch.backends.cuda
     with _FAST_LOCK:
         _FAST.append(
             _FAST[0]

@@ -122,7 +122,8 @@ class Dataset:
 
     def describe(self) -> str:
         """Describe rows, inputs and targets in a sentence for a report."""
-        size, classes = "x".join(map(str, self.input_shape)), self.class_names
+        size = "x".join(map(str, self.input_shape))
+        classes = self.class_names
         parts = [
             f"{self.name}: {len(self.train_x):,} training and {len(self.test_x):,} "
             "test rows",
@@ -202,12 +203,11 @@ def load(
         kept = tuple(label for label in raw.class_names if label not in held_out)
         raw = replace(raw, y=is_kept.cumsum()[raw.y] - 1, class_names=kept)
     _require_sound(name, raw, train)
-    train_x, y = _inputs(raw.x[train]), torch.from_numpy(raw.y)
+    train_x = _inputs(raw.x[train])
+    y = torch.from_numpy(raw.y)
     x_mean, x_scale = _moments(train_x)
-    y_mean, y_scale = (
-        y.new_zeros((), dtype=torch.float64),
-        y.new_ones((), dtype=torch.float64),
-    )
+    y_mean = y.new_zeros((), dtype=torch.float64)
+    y_scale = y.new_ones((), dtype=torch.float64)
     if raw.task == "regression":
         y_mean, y_scale = _moments(y[train])
         y = (y - y_mean) / y_scale
@@ -270,7 +270,8 @@ def ood(
     rows = raw.x[raw.parts[1]] if raw.parts else raw.x
     x = _inputs(rows[np.random.default_rng(seed).permutation(len(rows))[:max_rows]])
     if x.shape[1:] != like.input_shape:
-        shape, expected = tuple(x.shape[1:]), tuple(like.input_shape)
+        shape = tuple(x.shape[1:])
+        expected = tuple(like.input_shape)
         raise ValueError(
             f"rows of {name} have shape {shape}, but of {like.name} {expected}"
         )
@@ -351,11 +352,10 @@ def _split(
     train, test = raw.parts or (np.arange(len(raw.y)),) * 2
     train, test, outside = train[inside[train]], test[inside[test]], test[~inside[test]]
     if not raw.parts:
-        rows, num_test = (
-            _stratified(train, raw, rng),
-            max(1, round(TEST_SHARE * len(train))),
-        )
-        train, test = rows[num_test:], rows[:num_test]
+        rows = _stratified(train, raw, rng)
+        num_test = max(1, round(TEST_SHARE * len(train)))
+        train = rows[num_test:]
+        test = rows[:num_test]
     sizes = ((train, max_train), (test, max_test), (outside, max_test))
     return [
         rows
@@ -564,7 +564,8 @@ def _open_image(path: str) -> Any:
     from PIL import Image
 
     with Image.open(path) as image:
-        size, pixels = os.path.getsize(path), image.width * image.height
+        size = os.path.getsize(path)
+        pixels = image.width * image.height
         if pixels > max(MANY_PIXELS, PIXELS_A_BYTE * size):
             raise ValueError(
                 f"{path} has {size:,} bytes for {image.width} x {image.height} pixels; "

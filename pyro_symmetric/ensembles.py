@@ -136,7 +136,8 @@ def ensemble(
         1, min(2_500, ENTRIES // max(batch_size * x[0].numel(), num_weights, len(x)))
     )
     size = min(num_members, members_at_once or default_size)
-    start_time, parts = time.perf_counter(), []
+    start_time = time.perf_counter()
+    parts = []
     with tqdm(
         total=num_members, desc="ensemble", unit="network", disable=not progress
     ) as bar:
@@ -259,7 +260,8 @@ def _train(
     """Train ``M`` members; return final weights ``(M, *shape)``, losses ``(M,)`` and
     mean losses ``(epochs,)``.
     """
-    rows, count = len(objective.x), len(next(iter(unconstrained.values())))
+    rows = len(objective.x)
+    count = len(next(iter(unconstrained.values())))
     objective.net.train(objective.training)
     buffers = {
         name: b.detach().expand(count, *b.shape).clone()
@@ -269,7 +271,9 @@ def _train(
     arguments.instance(
         "the result of optimizer", optimizer, Optimizer, "an optimiser of torch.optim"
     )
-    epoch_losses, members_before, steps = [], bar.n, rows // batch_size
+    epoch_losses = []
+    members_before = bar.n
+    steps = rows // batch_size
     schedule = CosineAnnealingLR(optimizer, steps * epochs) if cosine else None
     for epoch in range(epochs):
         if batch_size < rows:
@@ -323,7 +327,8 @@ def _finite_members(samples: Weights, losses: Tensor) -> Tensor:
     """Return a mask ``(M,)`` of the members with finite loss and weights; warn of
     others, raise if there are none.
     """
-    total, finite = len(losses), losses.isfinite()
+    total = len(losses)
+    finite = losses.isfinite()
     for draws in samples.values():
         finite &= draws.reshape(total, -1).isfinite().all(1)
     if not finite.any():
@@ -441,7 +446,8 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def _misfit(loss: str, y: Tensor) -> str:
     """Return what is wrong with targets that a loss would score without a meaning;
     empty if nothing is."""
-    low, high = y.min().item(), y.max().item()
+    low = y.min().item()
+    high = y.max().item()
     if loss == "binary_cross_entropy" and not 0 <= low <= high <= 1:
         return (
             f"data: targets of 'binary_cross_entropy' lie from {low:g} to {high:g}; "
@@ -543,7 +549,7 @@ def fresh_members(net: nn.Module | BayesianModel, count: int) -> Weights:
     varying = [
         n
         for n, value in not_reset.items()
-        if count > 1 and not bool((value[0] == value.flatten()[0]).all())
+        if count > 1 and not (value[0] == value.flatten()[0]).all()
     ]
     if varying:
         warnings.warn(

@@ -106,8 +106,10 @@ class MCMC:
                     f"initial_params[{site!r}] has shape {tuple(value.shape)}; its "
                     f"first axis must be the {num_chains} chains"
                 )
-        self.num_samples, self.num_chains = num_samples, num_chains
-        self.initial_params, self.hook_fn = initial_params, hook_fn
+        self.num_samples = num_samples
+        self.num_chains = num_chains
+        self.initial_params = initial_params
+        self.hook_fn = hook_fn
         self.save_params = save_params
         self._options = {
             "num_warmup": num_samples if warmup_steps is None else warmup_steps,

@@ -172,10 +172,8 @@ class BayesianModel(nn.Module):
         )
         self.num_data = num_data
         self._prior_cache: tuple[object, dict[str, dist.TorchDistribution]] = (None, {})
-        patterns, names = (
-            getattr(self.prior, "scales", {}),
-            list(self._parameters_of_net()),
-        )
+        patterns = getattr(self.prior, "scales", {})
+        names = list(self._parameters_of_net())
         if unmatched := [
             pattern for pattern in patterns if not fnmatch.filter(names, pattern)
         ]:

@@ -71,8 +71,10 @@ class FilterResponseBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = FilterResponse(outputs), FilterResponse(outputs)
-        self.stride, self.pad = stride, (outputs - inputs) // 2
+        self.norm1 = FilterResponse(outputs)
+        self.norm2 = FilterResponse(outputs)
+        self.stride = stride
+        self.pad = (outputs - inputs) // 2
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = nn.functional.pad(

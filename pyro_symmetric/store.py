@@ -61,8 +61,10 @@ Draw = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 # A posterior's samples (chains, draws, *site_shape), statistics (chains, draws), and
 # metadata, whatever JSON can hold.
 Contents = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]
-KIND, VERSION = "draw store", 3
-CHECKPOINT, LOCK = "checkpoint.safetensors", ".pyro_symmetric.lock"
+KIND = "draw store"
+VERSION = 3
+CHECKPOINT = "checkpoint.safetensors"
+LOCK = ".pyro_symmetric.lock"
 GROUPS = ("posterior", "sample_stats")
 COMMIT_SECONDS = 5.0  # between two commits, at least
 COMMIT_SHARE = 0.05  # of the time that commits may take
@@ -71,7 +73,8 @@ COMMIT_SHARE = 0.05  # of the time that commits may take
 BLOCK = 2**25
 DRAWS_AT_ONCE = 1000  # of a posterior that is saved
 # the header's entry, and its value while the checksum is computed
-CHECKSUM, BLANK = "crc32", "0" * 8
+CHECKSUM = "crc32"
+BLANK = "0" * 8
 NUMBERS = (
     "float64",
     "float32",
@@ -194,18 +197,19 @@ class Recorder:
     """
 
     def __init__(self, folder: PathLike | None, num_samples: int):
-        self.folder, self.num_samples = (
-            None if folder is None else Path(folder),
-            num_samples,
-        )
+        self.folder = None if folder is None else Path(folder)
+        self.num_samples = num_samples
         self.fingerprint = dict[str, Any]()
         self.last: Checkpoint | None = None
-        self.failed, self.next_commit, self.diverged = False, math.inf, 0
+        self.failed = False
+        self.next_commit = math.inf
+        self.diverged = 0
         # Number of written draws, their arrays, and the waiting draws: one value, which
         # no interruption can split.
         self._progress: tuple[int, tuple[Array, ...], list[Draw]] = (0, (), [])
         self._memory: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
-        self._files, self._open = list[int](), contextlib.ExitStack()
+        self._files = list[int]()
+        self._open = contextlib.ExitStack()
         if self.folder:
             with contextlib.ExitStack() as stack:
                 self._lock(self.folder, stack)
@@ -335,10 +339,8 @@ class Recorder:
         are written again.
         """
         written, _, waiting = self._progress
-        ready, rest = (
-            waiting[: max(0, until - written)],
-            waiting[max(0, until - written) :],
-        )
+        ready = waiting[: max(0, until - written)]
+        rest = waiting[max(0, until - written) :]
         if ready:
             parts = [
                 {
@@ -366,10 +368,8 @@ class Recorder:
         ]
         if not self.folder:
             for group, name, value in values:
-                memory, shape = (
-                    self._memory[group],
-                    (value.shape[1], self.num_samples, *value.shape[2:]),
-                )
+                memory = self._memory[group]
+                shape = (value.shape[1], self.num_samples, *value.shape[2:])
                 if name not in memory:
                     memory[name] = torch.empty(shape, dtype=value.dtype, device="cpu")
                 memory[name][:, begin : begin + len(value)] = value.transpose(0, 1)
@@ -378,7 +378,8 @@ class Recorder:
             Array.of(group, name, value.dtype, value.shape[1:])
             for group, name, value in values
         )
-        before, after = self._progress[1] or arrays, []
+        before = self._progress[1] or arrays
+        after = []
         if before != arrays:
             differing = sorted({array.name for array in {*before} ^ {*arrays}})
             raise StoreError(
@@ -392,19 +393,22 @@ class Recorder:
             for array, file, (_, _, value) in zip(
                 before, self._files, values, strict=True
             ):
-                data, offset = raw_bytes(value).numpy().data, begin * array.size
+                data = raw_bytes(value).numpy().data
+                offset = begin * array.size
                 after.append(replace(array, crc=zlib.crc32(data, array.crc)))
                 # pwrite may write less, as it does first on a full disk
                 while len(data):
                     count = os.pwrite(file, data, offset)
-                    data, offset = data[count:], offset + count
+                    data = data[count:]
+                    offset = offset + count
         return tuple(after)
 
     def _open_file(self, folder: Path, array: Array) -> int:
         """Open an array's file and allocate room for all draws, so that a full disk is
         noticed now.
         """
-        path, size = array.file(folder), self.num_samples * array.size
+        path = array.file(folder)
+        size = self.num_samples * array.size
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, WRITE, 0o666)
         self._open.callback(os.close, file)
@@ -446,9 +450,9 @@ class Recorder:
         try:
             yield
         except OSError as error:
-            self.failed, safe = (
-                True,
-                Checkpoint.read(folder).draws if (folder / CHECKPOINT).exists() else 0,
+            self.failed = True
+            safe = (
+                Checkpoint.read(folder).draws if (folder / CHECKPOINT).exists() else 0
             )
             raise OSError(
                 error.errno,
@@ -511,7 +515,8 @@ class Checkpoint:
                 dict(header[name]) for name in ("fingerprint", "metadata")
             )
             state = tensors["state"].numpy().tobytes() if tensors else b""
-            draws, paths = header["draws"], [array.path for array in arrays]
+            draws = header["draws"]
+            paths = [array.path for array in arrays]
             if (
                 len({*paths}) < len(paths)
                 or type(draws) is not int
@@ -590,7 +595,8 @@ class Array:
         :raises StoreError: if the file is missing, too short, or differs from its
             checksum.
         """
-        path, size = self.file(folder), draws * self.size
+        path = self.file(folder)
+        size = draws * self.size
         damaged = f"the draw store {folder} is damaged: {path.relative_to(folder)}"
         # reading from a pipe would block
         if not path.is_file() or path.stat().st_size < size:
@@ -744,9 +750,11 @@ def load_pickled(
     """
     file: Any
     if isinstance(source, str | os.PathLike):
-        file, size = source, os.path.getsize(source)
+        file = source
+        size = os.path.getsize(source)
     else:
-        file, size = io.BytesIO(source), len(source)
+        file = io.BytesIO(source)
+        size = len(source)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             unpacked = sum(record.file_size for record in archive.infolist())

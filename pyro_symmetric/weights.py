@@ -160,7 +160,7 @@ def require_finite(weights: Tensors, name: str = "weights") -> None:
     for site, value in arguments.weights(name, weights).items():
         # NaN and infinity propagate to the sum; a sum may also overflow, so its entries
         # are counted.
-        if not bool(value.sum().isfinite()) and (bad := int((~value.isfinite()).sum())):
+        if not value.sum().isfinite() and (bad := int((~value.isfinite()).sum())):
             raise ValueError(
                 f"{name}[{site!r}] holds {bad} NaN or infinite values; all weights "
                 "must be finite"
@@ -271,7 +271,8 @@ class Layout:
         weights = unflatten(z, self.unconstrained_shapes)
         log_det = z.new_zeros(z.shape[:-1])
         for site in self._transformed if sites is None else sites:
-            unconstrained, transform = weights[site], self.transforms[site]
+            unconstrained = weights[site]
+            transform = self.transforms[site]
             weights[site] = transform(unconstrained)
             site_log_det = transform.log_abs_det_jacobian(unconstrained, weights[site])
             log_det = log_det + site_log_det.reshape(*z.shape[:-1], -1).sum(-1)
@@ -370,7 +371,7 @@ def _bijection(support: Any) -> Transform:
             _bijection(support.base_constraint), support.reinterpreted_batch_ndims
         )
     upper = getattr(support, "upper_bound", None)
-    if upper is not None and bool((as_tensor(upper) == torch.inf).all()):
+    if upper is not None and (as_tensor(upper) == torch.inf).all():
         support = constraints.greater_than_eq(support.lower_bound)
     half_line = isinstance(
         support, constraints.greater_than | constraints.greater_than_eq

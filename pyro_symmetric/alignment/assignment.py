@@ -47,7 +47,7 @@ def assign(scores: Tensor) -> Tensor:
     images = best.reshape(-1, n)
     # If the best columns of all rows differ, they are the solution.
     unsolved = (images.sort(-1).values != units).any(-1)
-    if bool(unsolved.any()):
+    if unsolved.any():
         hard = costs.reshape(-1, n, n)[unsolved].double().cpu().numpy()
         solved = np.stack([linear_sum_assignment(cost)[1] for cost in hard])
         images[unsolved] = torch.as_tensor(solved, device=scores.device).long()

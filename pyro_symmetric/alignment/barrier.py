@@ -151,7 +151,8 @@ def loss_barrier(
     :param num_samples: draws at each point; for plain networks one.
     """
     arguments.whole("num_points", num_points, 3)
-    first, second = to_gaussian(guide_0, "guide_0"), to_gaussian(guide_1, "guide_1")
+    first = to_gaussian(guide_0, "guide_0")
+    second = to_gaussian(guide_1, "guide_1")
     require_ends(first, second)
     model = log_likelihood if isinstance(log_likelihood, BayesianModel) else None
     if model is not None:
@@ -198,7 +199,7 @@ def loss_barrier(
                 added = (one + other for one, other in zip(mean_sum, mean, strict=True))
                 sums[name] = [torch.logaddexp(log_sum, density), *added]
         for name, (density, *mean) in sums.items():
-            if bool(density.isnan().any()):
+            if density.isnan().any():
                 raise ValueError(
                     f"the log-likelihood of {name!r} is NaN at t = {position:g}, where "
                     "weights give no numbers"
@@ -287,7 +288,8 @@ def _of_model(
     """Return ``log Σ_s p(y|x, w_s)`` and the sum of predictions by row. Buffers among
     weights replace the network's.
     """
-    x, targets = pair[0], model.likelihood.targets(pair[1])
+    x = pair[0]
+    targets = model.likelihood.targets(pair[1])
     latents = {
         site: weights[site]
         for site in set(model.site_shapes) - set(dict(model.net.named_parameters()))

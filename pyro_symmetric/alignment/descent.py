@@ -296,14 +296,14 @@ class Descent:
                 break
             trial = self.moved(state, root, step)
             accepted = self._total(state) - self._total(trial) > self._threshold
-            if bool(accepted.all()):
+            if accepted.all():
                 state = trial
-            elif bool(accepted.any()):
+            elif accepted.any():
                 state = self.moved(state, root, choose(accepted, step, identity))
             improved |= accepted
-            if bool(improved.all()):
+            if improved.all():
                 break
-        return state if bool(improved.any()) else None
+        return state if improved.any() else None
 
     def _joined(self, state: State) -> Element:
         """Return the elements of all families as those of the group."""
@@ -695,7 +695,7 @@ def search(
         signs = {root: best.element.signs[root] for root in lone}
         signs[flipped] = -signs[flipped]
         attempt(descent.start(signs))
-    if bool((best.cost > descent.initial).any()):
+    if (best.cost > descent.initial).any():
         attempt(Start(descent.begin, descent.roots))
     checked = (kicks.agreeing > 1) & (best.cost >= kicks.best.cost)
     if descent.cost.squared:

@@ -77,7 +77,8 @@ MANY = 100
 AGREEMENT = 1e-3
 # The most rounds; and those by distances that precede those by densities, which needn't
 # converge.
-MAX_ROUNDS, DISTANCE_ROUNDS = 50, 3
+MAX_ROUNDS = 50
+DISTANCE_ROUNDS = 3
 # At most so many members are aligned to the others in turn.
 FEW = 32
 # In how many rounds a forward start is tried besides the present element.
@@ -149,7 +150,8 @@ class Frame:
         """The members given in another copy than most: bool, of the element's batch
         shape, on the CPU.
         """
-        element, identity = self.element.to("cpu"), self.element.group.identity()
+        element = self.element.to("cpu")
+        identity = self.element.group.identity()
         displaced = torch.zeros(element.batch_shape, dtype=torch.bool, device="cpu")
         for move, still in identity.numbers.items():
             displaced |= (
@@ -328,7 +330,8 @@ class _Rounds:
     """
 
     def __init__(self, group: Group, objective: str, moments: Moments):
-        self._group, self._cost = group.compact, COSTS[objective]
+        self._group = group.compact
+        self._cost = COSTS[objective]
         self._count = next(iter(moments.values())).shape[1]
         self.identity = self._group.identity((self._count,), dtype=torch.float64)
         weights = sum(value[:, 0].numel() for value in moments.values())
@@ -348,7 +351,8 @@ class _Rounds:
 
     def aligned_to_one(self) -> Element:
         """Align all members to a random one, with the spread of all."""
-        one, alone = int(torch.randint(self._count, (), device="cpu")), {}
+        one = int(torch.randint(self._count, (), device="cpu"))
+        alone = {}
         for site, every in self._moments.items():
             alone[site] = every[:, one : one + 1]
             if not self._cost.squared:
@@ -384,7 +388,8 @@ class _Rounds:
         members each to the others.
         """
         self.place(element)
-        history, converged = [float(self.costs().mean())], False
+        history = [float(self.costs().mean())]
+        converged = False
         for alone in (False, True) if 2 <= self._count <= FEW else (False,):
             for number in range(max_rounds):
                 fresh = alone or number < FRESH_ROUNDS
@@ -506,7 +511,8 @@ def _as_given(sources: Any, element: Element) -> Any:
         )
     members: list[Any] = []
     for k, own in enumerate(sources):
-        weights, one = plain(own), element.select(k)
+        weights = plain(own)
+        one = element.select(k)
         if isinstance(own, nn.Module) and isinstance(weights, Mapping):
             members.append(with_weights(own, one(weights)))
         else:

@@ -119,7 +119,7 @@ class GaussianWeights:
                     "be real numbers of one shape (of complex ones pass "
                     "torch.view_as_real, counters leave out)"
                 )
-            if not bool((scale >= 0).all()):
+            if not (scale >= 0).all():
                 raise ValueError(
                     f"scale[{site!r}] holds negative values or NaN; standard "
                     "deviations are at least 0"
@@ -437,7 +437,7 @@ def require_rotatable(gaussians: Iterable[GaussianWeights], group: Group) -> Non
     if not group.names("rotate"):
         return
     for site, value in (pair for every in gaussians for pair in every.scale.items()):
-        if site in group.sites and bool(value.any()):
+        if site in group.sites and value.any():
             raise ValueError(
                 f"{site!r} has deviations, which can't be rotated weight by weight; "
                 "align means alone, or draws, or by the symmetry's .finite part, which "
@@ -554,12 +554,11 @@ def members_of(
             moments["sources[0]"][1],
             (len(moments),),
         )
-    shape, samples = None, sources
+    shape = None
+    samples = sources
     if isinstance(sources, Posterior):
-        shape, samples = (
-            (sources.num_chains, sources.num_samples),
-            sources.get_samples(),
-        )
+        shape = (sources.num_chains, sources.num_samples)
+        samples = sources.get_samples()
     # without the counters and labels that the group doesn't know
     if isinstance(samples, Mapping):
         samples = {
@@ -726,7 +725,8 @@ def _on_inputs(group: Group, shapes: Shapes) -> Group:
     """Return the units along columns of these weights, acting on the inputs; with signs
     if these columns flip.
     """
-    units, parents = [], set()
+    units = []
+    parents = set()
     for one in reversed(group.units.values()):
         axes = tuple(
             replace(a, dim=0)

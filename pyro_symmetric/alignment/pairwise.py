@@ -276,7 +276,7 @@ class _Problem:
             optimum = best_of_all(descent, MOST_ENTRIES)
             if optimum is None:
                 optimum = descent.descend(descent.begin, descent.roots)
-            if not bool((cost - optimum.cost > REFIT_GAIN * cost).any()):
+            if not (cost - optimum.cost > REFIT_GAIN * cost).any():
                 break
             element = self._joined(optimum, element)
             cost = optimum.cost

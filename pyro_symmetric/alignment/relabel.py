@@ -101,7 +101,8 @@ def relabel(
         )
     ((name, components),) = group.factors.items()
     shape = tuple(probabilities.shape)
-    chains, draws = posterior.num_chains, posterior.num_samples
+    chains = posterior.num_chains
+    draws = posterior.num_samples
     if (
         len(shape) != 4
         or (*shape[:2], shape[3]) != (chains, draws, components)
@@ -113,9 +114,7 @@ def relabel(
             f"({chains}, {draws}, observations, {components})"
         )
     sums = probabilities.sum(-1)
-    if not bool(
-        ((probabilities >= 0).all(-1) & ((sums - 1).abs() <= SUM_TOLERANCE)).all()
-    ):
+    if not ((probabilities >= 0).all(-1) & ((sums - 1).abs() <= SUM_TOLERANCE)).all():
         raise ValueError(
             "probabilities hold values that are negative or NaN, or don't sum to one "
             "over components: pass the softmax "
@@ -153,10 +152,8 @@ def _relabelled(draws: Tensor, mean: Tensor) -> tuple[Tensor, float]:
         # labels change.
         scores = mean.clamp_min(torch.finfo(mean.dtype).tiny).log().mT @ draws
         labels = assign(scores)
-        before, least = (
-            least,
-            -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean()),
-        )
+        before = least
+        least = -float(scores.gather(-1, labels.unsqueeze(-1)).sum((-1, -2)).mean())
         if before - least <= ROUNDING * abs(least):
             break
         mean = draws.gather(-1, labels.unsqueeze(-2).expand_as(draws)).mean(0)

@@ -157,7 +157,7 @@ def _minimum(distance: _Distance, even: Tensor, free: Tensor) -> Tensor:
         for _ in range(NEWTON_STEPS):
             step = _newton_step(position, total)
             short = (step * unit).abs().amax(1, keepdim=True) < NEWTON_LENGTH
-            if not bool(short.any()):
+            if not short.any():
                 break
             position.data += torch.where(short, step, 0.0)
         minimum = log_scales().detach()

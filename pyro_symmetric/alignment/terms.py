@@ -91,7 +91,7 @@ def _signs_at(group: Group, root: str, axis: Axis, positions: Tensor) -> frozens
             continue
         for along in _along_same_axis(group, name, axis):
             same_block = (along.index == positions).all(-1)
-            if along.exponent % 2 and bool(same_block.any()):
+            if along.exponent % 2 and same_block.any():
                 signs.add(name)
     return frozenset(signs)
 

@@ -49,7 +49,9 @@ Given = TypeVar("Given", Weights, nn.Module, Posterior)
 ScalingRule = Literal["unit_norm", "minimal_mass", "minimal_norm"]
 # Labels are judged from so many draws on, at so many evenly spaced ones that hold at
 # most so many numbers.
-FEW, JUDGED, NUMBERS = 100, 250, 2**24
+FEW = 100
+JUDGED = 250
+NUMBERS = 2**24
 # the share of draws up to which other labels may be likelier: distant tails, without
 # weight in a summary
 RARE = 0.05
@@ -123,7 +125,8 @@ def canonicalize(
             if unit_norm
             else _least(form, group, scalings)
         )
-    sorted_units, rotating = group, group.names("rotate")
+    sorted_units = group
+    rotating = group.names("rotate")
     if rotating:
         sorted_units = group.without(rotating)
         form = principal_axes(form, group.rotations).on_sites(form)
@@ -172,7 +175,8 @@ def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
     """Return weights of minimal mass, or norm; those of pinned units get magnitudes
     near one (:func:`evened`).
     """
-    scalings, shape = group.scalings, group.batch_shape(weights)
+    scalings = group.scalings
+    shape = group.batch_shape(weights)
     parameters = [
         site
         for site in group.site_shapes
@@ -184,7 +188,7 @@ def _least(weights: Weights, group: Group, rule: ScalingRule) -> Weights:
     pinned = torch.cat(
         [value.reshape(shape.numel(), -1) for value in minimum.pinned.values()], -1
     )
-    if not bool(pinned.any()):
+    if not pinned.any():
         return minimum.weights
     values = {
         site: minimum.weights[site] for site in parameters if scalings.members(site)
@@ -201,7 +205,8 @@ def _centring(weights: Weights, group: Group) -> Element:
     """Return the shift after which the entries of each unit (biases in front of a
     softmax) have mean zero.
     """
-    shape, viewed = group.batch_shape(weights), group.viewed(weights)
+    shape = group.batch_shape(weights)
+    viewed = group.viewed(weights)
     means = {
         name: entries_of(group, viewed, group.axes(name)).mean(-1)
         for name in group.names("shift")
@@ -259,20 +264,23 @@ def doubtful_axes(draws: Tensors, group: Group) -> list[str]:
     axes turn by :math:`\epsilon \sqrt{\lambda_1 + \lambda_2} / |\lambda_1 - \lambda_2|`
     radians; more than 0.15 is too much.
     """
-    group, doubtful = group.rotations, []
+    group = group.rotations
+    doubtful = []
     batch = group.batch_shape(draws)
     flat = {s: draws[s].double().flatten(0, len(batch) - 1) for s in group.sites}
     mean = {site: value.mean(0) for site, value in flat.items()}
     viewed = group.viewed(mean)
     for name in group.names("rotate") if batch else ():
-        one, axes = group[name], group.axes(name)
+        one = group[name]
+        axes = group.axes(name)
         spread = sum(float(flat[a.site].var(0, correction=0).mean()) for a in axes)
         epsilon = math.sqrt(spread / len(axes))
         units = entries_of(group, viewed, axes).unflatten(0, (one.copies, one.size))
         moments = torch.linalg.eigvalsh(units @ units.mT)
-        first, second = moments[:, :-1], moments[:, 1:]
+        first = moments[:, :-1]
+        second = moments[:, 1:]
         angles = epsilon * (first + second).clamp_min(0).sqrt() / (second - first)
-        if bool((angles > MOST_RADIANS).any()):
+        if (angles > MOST_RADIANS).any():
             doubtful.append(name)
     return doubtful
 
@@ -312,7 +320,8 @@ def _log_odds(units: Tensor, move: Move) -> Tensor:
     :returns: ``(draws, copies, units or pairs)``; of many units at fewer draws.
         Constant weights have precision 1.
     """
-    mean, variance = units.mean(0), units.var(0, correction=0)
+    mean = units.mean(0)
+    variance = units.var(0, correction=0)
     precision = torch.where(
         variance > LEAST_SPREAD**2 * mean.square(), variance, 1.0
     ).reciprocal()

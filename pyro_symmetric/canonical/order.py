@@ -120,7 +120,8 @@ def _candidate(group: Group, move: Move, name: str, done: set[str]) -> _Candidat
         return tuple(axis for axis in side if axis.site in weight_sites)
 
     incoming, outgoing = sides(group, name, move)
-    entering, leaving = settled(incoming), settled(outgoing)
+    entering = settled(incoming)
+    leaving = settled(outgoing)
     biases = tuple(axis for axis in entering if axis.site not in weight_sites)
     if of_weights(entering):
         axes = of_least_power(of_weights(entering), move)
@@ -146,7 +147,7 @@ def _acting(group: Group, axis: Axis, nest: Iterable[str]) -> set[str]:
         names = [
             name
             for name, member in members
-            if dim != axis.dim or bool(torch.isin(member.index, positions).any())
+            if dim != axis.dim or torch.isin(member.index, positions).any()
         ]
         once = {name for name in nest if dim == axis.dim and names.count(name) == 1}
         acting |= {name for name in names if group[name].moves} - once

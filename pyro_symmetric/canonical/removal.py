@@ -119,7 +119,7 @@ def _sorted(group: Group, name: str, keys: Iterable[Tensor]) -> Tensor:
         close = ascending.diff(dim=-1) <= rounding * largest
         if rank is not None:
             close &= rank.gather(-1, order).diff(dim=-1) == 0
-        if not bool(close.any()):
+        if not close.any():
             break
         later_ranks = (~close).cumsum(-1)
         rank = torch.zeros_like(order).scatter(-1, order[..., 1:], later_ranks)
@@ -133,7 +133,8 @@ def _keys(
     ``(samples, count)`` each.
     """
     incoming, outgoing = sides(group, name, "permute")
-    into, out_of = _matrices(group, incoming), _matrices(group, outgoing)
+    into = _matrices(group, incoming)
+    out_of = _matrices(group, outgoing)
     if key == "norm":
         yield _squared_norm(group, weights, into + out_of or incoming[:1])
     elif key == "max":
@@ -164,7 +165,8 @@ def principal_axes(weights: Tensors, group: Group) -> Element:
     """Return the rotations to the principal axes of each copy: the second moments of
     all entries are diagonal, and decrease; the largest entry of each is positive.
     """
-    shape, viewed = group.batch_shape(weights), group.viewed(weights)
+    shape = group.batch_shape(weights)
+    viewed = group.viewed(weights)
     rotations = {}
     for name in group.names("rotate"):
         one = group[name]
@@ -219,8 +221,10 @@ class _Removal:
         move: Literal["scale", "flip"],
         measure: Measure,
     ):
-        self.weights, self.group = weights, group
-        self.move, self.measure = move, measure
+        self.weights = weights
+        self.group = group
+        self.move = move
+        self.measure = measure
         self.batch_shape = group.batch_shape(weights)
         self.current = _viewed(group, weights)
         self.numbers = dict[str, Tensor]()
@@ -233,7 +237,7 @@ class _Removal:
             (name,) = step.names
             size = self._size(step)
             self._apply(name, self._inverse(size, axes[0]))
-            if bool((size == 0).any()):
+            if (size == 0).any():
                 self._leave_out_dead(name, size)
         elif self.move == "scale":
             for name, number in _in_circle(
@@ -276,7 +280,7 @@ class _Removal:
         size = torch.zeros((), device=device)
         single_axes = [(axis,) for axis in step.axes + step.biases]
         for axes in filter(None, [step.axes, *single_axes]):
-            if bool((size == 0).any()):
+            if (size == 0).any():
                 measured = self.measure(entries_of(self.group, self.current, axes))
                 size = torch.where(size == 0, measured, size)
         return size
@@ -338,7 +342,8 @@ def largest_sign(entries: Tensor, tie: float = 0.0) -> Tensor:
 
     :param tie: relative difference up to which magnitudes tie.
     """
-    high, low = entries.amax(-1), entries.amin(-1)
+    high = entries.amax(-1)
+    low = entries.amin(-1)
     excess = high + low
     largest = torch.maximum(high.abs(), low.abs())
     return torch.where(excess.abs() > tie * largest, excess.sign(), 0.0)

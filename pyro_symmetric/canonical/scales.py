@@ -50,7 +50,8 @@ from pyro_symmetric.weights import (
     require_sites,
 )
 
-STEPS, CG_STEPS = 500, 400
+STEPS = 500
+CG_STEPS = 400
 FAR, TOLERANCE = 0.5, 1e-12  # imbalances at which Newton's method begins, and ends
 # an imbalance, or a curvature relative to the diagonal's, of the size of rounding
 ROUNDED = 1e-14
@@ -94,7 +95,8 @@ class MinimalMass(NamedTuple):
         """Describe the units that are pinned in a sample, and what the mass then
         means.
         """
-        counts, total = dict[str, int](), 0
+        counts = dict[str, int]()
+        total = 0
         for name, pinned in self.pinned.items():
             anywhere = pinned.reshape(self.mass.numel(), -1).any(0)
             counts[name] = int(anywhere.sum())
@@ -107,7 +109,7 @@ class MinimalMass(NamedTuple):
             f"({', '.join(names)}): they stay, and the weights that they multiply, "
             "which rescaling can make as small as one likes, are left out"
         ]
-        if not bool(self.mass.any()):
+        if not self.mass.any():
             lines.append(
                 "no weights are left to count: the mass is 0 whatever they are, and "
                 "doesn't measure this network"
@@ -116,7 +118,8 @@ class MinimalMass(NamedTuple):
 
 
 def _range(values: Tensor) -> str:
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
 
@@ -167,7 +170,8 @@ def minimal_mass(
     """
     whole = group_of(symmetry)
     group = whole.scalings
-    given, weights = weights, weights_of(weights, whole)
+    given = weights
+    weights = weights_of(weights, whole)
     require_finite(weights)
     shape = acted_shape(group, weights)
     counted = [site for site in whole.weight_sites if site in weights]
@@ -197,7 +201,7 @@ def minimal_mass(
     mass, before, u, pinned, imbalance = (
         torch.cat(part) for part in zip(*parts, strict=True)
     )
-    if bool((imbalance > 1e-8).any()):
+    if (imbalance > 1e-8).any():
         warnings.warn(
             "minimal_mass stopped before the minimum: the squared weights that enter "
             "a unit and those that leave it still differ by a share of "
@@ -265,7 +269,8 @@ class Mass:
 
     def __init__(self, group: Group, squares: Tensors):
         first = next(iter(squares.values()))
-        self.shape, self._terms = (len(first), group.size), []
+        self.shape = (len(first), group.size)
+        self._terms = []
         self._base = first.new_zeros(len(first), 2, group.size, dtype=torch.float64)
         with torch.inference_mode(False):  # autograd takes no inference tensors
             for site, value in squares.items():
@@ -323,24 +328,21 @@ class Mass:
         before it, at no cost; one from which none reaches outside can grow. The entries
         that such units multiply vanish, which may cut off others.
         """
-        free, left = (
-            torch.ones(self.shape, dtype=torch.bool, device=self._base.device),
-            self,
-        )
+        free = torch.ones(self.shape, dtype=torch.bool, device=self._base.device)
+        left = self
         while True:
             bounded_units = left._reached(0) & left._reached(1) & free
             if torch.equal(bounded_units, free):
                 return free
-            free, left = bounded_units, self.without(~bounded_units)
+            free = bounded_units
+            left = self.without(~bounded_units)
 
     def _reached(self, side: int) -> Tensor:
         """Find the units reached by an entry all of whose units on the other side are
         reached, to a fixed point.
         """
-        reached, count = (
-            torch.zeros(self.shape, dtype=torch.bool, device=self._base.device),
-            -1,
-        )
+        reached = torch.zeros(self.shape, dtype=torch.bool, device=self._base.device)
+        count = -1
         while count < (count := int(reached.sum())):
             logs = torch.zeros_like(self._base)
             logs[:, 1 - side] = torch.where(reached, 0.0, GONE)
@@ -359,10 +361,8 @@ class Mass:
             pulls, relative to their sum.
         """
         with torch.inference_mode(False):
-            u, imbalance = (
-                torch.zeros_like(free, dtype=torch.float64),
-                free.new_zeros(len(free), dtype=torch.float64),
-            )
+            u = torch.zeros_like(free, dtype=torch.float64)
+            imbalance = free.new_zeros(len(free), dtype=torch.float64)
             linear = counts.sides() if counts is not None else (u, u)
             powers = [axis.largest for _, axes in self._terms for axis in axes]
             # With exponents of p at most, a unit's own best step is log(up / down) / 4
@@ -381,7 +381,8 @@ class Mass:
                     for pull, term in zip(pulls, linear[::-1], strict=True)
                 )
                 imbalance = ((up - down).abs() / (up + down)).amax(-1)
-                before, worst = worst, float(imbalance.max())
+                before = worst
+                worst = float(imbalance.max())
                 # One step beyond the tolerance mostly reaches rounding.
                 if worst <= ROUNDED or max(worst, before) <= TOLERANCE:
                     break
@@ -437,10 +438,8 @@ class _Multiplied:
 
     def __init__(self, group: Group, site: str, dim: int):
         members = group.members(site)[dim]
-        self._length, self.largest = (
-            group.view_shapes[site][dim],
-            max(abs(axis.exponent) for _, axis in members),
-        )
+        self._length = group.view_shapes[site][dim]
+        self.largest = max(abs(axis.exponent) for _, axis in members)
         self._members = [(group.slots[name], axis) for name, axis in members]
         self.depth = int(
             torch.cat([axis.index.flatten() for _, axis in members]).bincount().max()
@@ -510,13 +509,16 @@ def conjugate_gradients(
 
     :param goal: the share of the squared residual that may remain, ``(samples, 1)``.
     """
-    residual, z = downhill, downhill / diagonal
-    p, direction = torch.zeros_like(z), z
+    residual = downhill
+    z = downhill / diagonal
+    p = torch.zeros_like(z)
+    direction = z
     rho = (residual * z).sum(-1, keepdim=True)
-    goal, running = rho * goal, rho > 0
+    goal = rho * goal
+    running = rho > 0
     for _ in range(CG_STEPS):
         running = running & (rho > goal)
-        if not bool(running.any()):
+        if not running.any():
             break
         h = hessian(direction)
         curvature = (direction * h).sum(-1, keepdim=True)
@@ -524,9 +526,11 @@ def conjugate_gradients(
             curvature > ROUNDED * (diagonal * direction.square()).sum(-1, keepdim=True)
         )
         alpha = torch.where(running, rho / curvature.clamp_min(1e-300), 0.0)
-        p, residual = p + alpha * direction, residual - alpha * h
+        p = p + alpha * direction
+        residual = residual - alpha * h
         z = residual / diagonal
-        before, rho = rho, (residual * z).sum(-1, keepdim=True)
+        before = rho
+        rho = (residual * z).sum(-1, keepdim=True)
         direction = (
             z + torch.where(before > 0, rho / before.clamp_min(1e-300), 0.0) * direction
         )

@@ -102,10 +102,8 @@ def mmd(
         return reused.split(NUM_BANDWIDTHS)[NORMS.index(norm)]
 
     values, widths = _over_kernels(samples, is_p, grid)
-    squared, counts = (
-        values[..., 0],
-        [samples.num_weights(layer) for layer in samples.layers],
-    )
+    squared = values[..., 0]
+    counts = [samples.num_weights(layer) for layer in samples.layers]
     by_layer = {
         "median": squared.quantile(0.5, dim=1),
         "mean": squared.mean(1),
@@ -202,10 +200,8 @@ def mmd_test(
     verdict = f"no difference detected at level {level:g} ({against})"
     if p_value <= level:
         p_values = {layer: part["p_value"] for layer, part in parts.items()}
-        rejected, worst = (
-            sum(p <= level for p in p_values.values()),
-            min(p_values, key=p_values.__getitem__),
-        )
+        rejected = sum(p <= level for p in p_values.values())
+        worst = min(p_values, key=p_values.__getitem__)
         verdict = f"different at level {level:g} ({against}): {rejected} of {len(parts)} layers, most clearly {worst!r}"
     return SignificanceTest(
         "Two-sample test", samples.num_samples, p_value, level, verdict, parts
@@ -244,7 +240,8 @@ def marginal_wasserstein(
     arguments.number("p", p, least=1)
     samples = PairedSamples(weights_p, weights_q)
     step = max(1, _SORTED_ENTRIES // sum(samples.num_samples))
-    by_layer, each = {}, Weights()
+    by_layer = {}
+    each = Weights()
     for layer, sites in samples.layers.items():
         samples.require_finite(layer)
         by_layer[layer] = torch.cat(
@@ -288,8 +285,10 @@ def bandwidth_grid(distances: Tensor) -> Tensor:
         rank = math.floor(0.05 * distances.numel())
         smallest = max(float(distances.kthvalue(rank + 1).values), FLOOR * median)
     if largest == 0:
-        smallest, largest = FLOOR, 1.0
-    first, last = math.log(smallest / 2), math.log(largest * 2)
+        smallest = FLOOR
+        largest = 1.0
+    first = math.log(smallest / 2)
+    last = math.log(largest * 2)
     steps = torch.linspace(
         0, 1, NUM_BANDWIDTHS, dtype=torch.float64, device=distances.device
     )
@@ -309,7 +308,8 @@ def _over_kernels(
     :param grid_of: (distances of all pairs, layer, norm) -> bandwidths.
     :returns: the discrepancies ``(layers, 20, B)`` and the bandwidths ``(layers, 20)``.
     """
-    values, widths = [], []
+    values = []
+    widths = []
     for layer in samples.layers:
         for norm in NORMS:  # one at a time: only one matrix of distances is held
             distances = _distances(samples, layer, norm)
@@ -349,7 +349,7 @@ def _distances(samples: PairedSamples, layer: str, norm: int) -> Tensor:
             .sqrt_()
             .fill_diagonal_(0)
         )
-    if not bool(result.isfinite().all()):
+    if not result.isfinite().all():
         samples.require_finite(layer)
         raise ValueError(
             f"the distances between samples of layer {layer!r} overflow; its weights "
@@ -379,8 +379,10 @@ def _marginal_distance(x: Tensor, y: Tensor, p: float) -> Tensor:
     r"""Compute :math:`W_p` ``(D,)`` between the columns of samples ``(m, D)`` and ``(n,
     D)``.
     """
-    x, y = x.sort(0).values.double(), y.sort(0).values.double()
-    m, n = len(x), len(y)
+    x = x.sort(0).values.double()
+    y = y.sort(0).values.double()
+    m = len(x)
+    n = len(y)
     # Both quantile functions are constant between the merged steps i/m and j/n. In
     # integers, as multiples of 1/mn, rounding can't separate steps that coincide.
     steps_x, steps_y = (torch.arange(1, count + 1, device=x.device) for count in (m, n))

@@ -180,7 +180,8 @@ def thinned(weights: Draws, name: str = "weights") -> Posterior:
             f"the chains {copies} are copies of others, as if drawn with the same "
             "seed; leave them out"
         )
-    total, count = weights.num_chains * weights.num_samples, independent_draws(weights)
+    total = weights.num_chains * weights.num_samples
+    count = independent_draws(weights)
     if count < 2:
         raise ValueError(
             f"of {total} draws only {count} may be taken as independent; a test needs "

@@ -44,8 +44,9 @@ def kendall_tau(first: Tensor, second: Tensor) -> Tensor:
     """
     n = first.shape[-1]
     for name, value in (("first", first), ("second", second)):
-        if value.shape[-1] != n or not bool(
-            (value.sort(-1).values == torch.arange(n, device=value.device)).all()
+        if (
+            value.shape[-1] != n
+            or not (value.sort(-1).values == torch.arange(n, device=value.device)).all()
         ):
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; each row must be a "
@@ -108,7 +109,8 @@ class SortingTracker:
         )
         require_finite(weights)
         order = sorting_permutation(weights, self.group, self.key)
-        last, self._last = self._last, order
+        last = self._last
+        self._last = order
         if last is None:
             return
         if last.batch_shape != order.batch_shape:

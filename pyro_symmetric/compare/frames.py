@@ -219,7 +219,8 @@ def _certainly_aligned(
     """Align draws modulo the units of a found symmetry whose labels are certain; return
     them, and what was done.
     """
-    group, left = carried.group.finite, list[str]()
+    group = carried.group.finite
+    left = list[str]()
     alignment = {"seed": SEED, **alignment}
     while group.units:
         frame = align_many(posterior, group, **alignment)
@@ -263,7 +264,8 @@ def _select(weights: Tensors, rows: Tensor) -> Weights:
 
 def _moved(frame: Frame, modulo: str) -> str:
     """Return a line on the draws that were moved."""
-    posterior, cost = frame.posterior, frame.history
+    posterior = frame.posterior
+    cost = frame.history
     displaced = frame.displaced.expand(posterior.num_chains, posterior.num_samples)
     return (
         f"{modulo}: aligned, {int(displaced.sum()):,} of {displaced.numel():,} draws "
@@ -274,7 +276,8 @@ def _moved(frame: Frame, modulo: str) -> str:
 
 def _left_as_drawn(posterior: Posterior, group: Group) -> Iterator[str]:
     """Yield a remark on sites of which a declaration may say too little."""
-    counts, moved = {one.count for one in group.units.values()}, {*group.site_shapes}
+    counts = {one.count for one in group.units.values()}
+    moved = {*group.site_shapes}
     if not group.of_network:  # its example may hold sites that its axes don't name
         moved -= {
             s

@@ -108,7 +108,9 @@ def invariance_tests(
             {site: samples[site] for site in group.required_sites}, kind="independent"
         )
     kept = thinned(posterior).get_samples()
-    draws, parts, floors = len(kept[group.required_sites[0]]), Parts(), []
+    draws = len(kept[group.required_sites[0]])
+    parts = Parts()
+    floors = []
     for name, axes in unit_axes.items():
         shape = (group[name].copies, group[name].size)
         values = [
@@ -141,10 +143,8 @@ def invariance_tests(
         parts.values(), adjusted.reshape(-1, 2).tolist(), strict=True
     ):
         part |= {"index_adjusted": index, "marginal_adjusted": marginal}
-    p_value, weak = (
-        float(adjusted.min()),
-        sum(floor * 2 * len(parts) > level for floor in floors),
-    )
+    p_value = float(adjusted.min())
+    weak = sum(floor * 2 * len(parts) > level for floor in floors)
     return SignificanceTest(
         "Invariance",
         (draws,),
@@ -163,10 +163,8 @@ def _verdict(parts: Parts, p_value: float, level: float, draws: int, weak: int) 
         for name, part in parts.items()
     }
     if p_value <= level:
-        rejected, worst = (
-            sum(p <= level for p in smallest.values()),
-            min(smallest, key=smallest.__getitem__),
-        )
+        rejected = sum(p <= level for p in smallest.values())
+        worst = min(smallest, key=smallest.__getitem__)
         return f"not invariant {basis}: {rejected} of {len(parts)} sets of units, most clearly {worst!r}"
     few = (
         f"; too few draws for the marginal tests of {weak} of {len(parts)} sets of "
@@ -240,8 +238,10 @@ def _marginal_tests(units: Tensor, level: float) -> tuple[dict[str, Any], float]
     chosen = torch.randperm(positions, generator=fixed, device="cpu")[:kept]
     if len(first) > MOST_TESTS:
         subset = torch.randperm(len(first), generator=fixed, device="cpu")[:MOST_TESTS]
-        first, second = first[subset], second[subset]
-    half, samples = draws // 2, units[..., chosen.to(units.device)]
+        first = first[subset]
+        second = second[subset]
+    half = draws // 2
+    samples = units[..., chosen.to(units.device)]
     even, odd = (
         samples[start : 2 * half : 2].permute(2, 1, 0).reshape(-1, half)
         for start in (0, 1)
@@ -277,7 +277,8 @@ def chi_square_uniform(counts: Tensor) -> Tensor:
     statistic, upper = map(
         np.asarray, chisquare(counts.double().cpu().numpy(), axis=-1)
     )
-    n, draws = counts.shape[-1], int(counts.sum(-1).max())
+    n = counts.shape[-1]
+    draws = int(counts.sum(-1).max())
     if draws >= 5 * n:
         return torch.from_numpy(upper)
     simulated = np.random.default_rng(drawn_seed()).multinomial(
@@ -302,7 +303,8 @@ def kolmogorov_smirnov(
         possible one.
     """
     h = x.shape[-1]
-    x, y = x.sort(-1).values.contiguous(), y.sort(-1).values.contiguous()
+    x = x.sort(-1).values.contiguous()
+    y = y.sort(-1).values.contiguous()
     # F_x - F_y is largest at a value of x, and smallest just before one.
     upto = torch.searchsorted(x, x, right=True)
     before = torch.searchsorted(x, x, right=False)
@@ -310,7 +312,9 @@ def kolmogorov_smirnov(
     size = max(1, _CHUNK_ENTRIES // h)
     for start in range(0, first.numel(), size):
         part = slice(start, start + size)
-        a, other, values = first[part], y[second[part]], x[first[part]]
+        a = first[part]
+        other = y[second[part]]
+        values = x[first[part]]
         above = (upto[a] - torch.searchsorted(other, values, right=True)).amax(-1)
         below = (torch.searchsorted(other, values, right=False) - before[a]).amax(-1)
         steps[part] = torch.maximum(above, below)

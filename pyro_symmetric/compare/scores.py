@@ -85,11 +85,9 @@ def classification(
     confidence, predicted = mean.max(-1)
     correct = (predicted == labels).double()
     of_label = mean.gather(-1, labels[:, None]).squeeze(-1)
-    curve, inside, outside = (
-        _calibration_curve(confidence, correct, num_bins),
-        _uncertainties(members),
-        {},
-    )
+    curve = _calibration_curve(confidence, correct, num_bins)
+    inside = _uncertainties(members)
+    outside = {}
     if ood_probabilities is not None:
         ood = members_of(ood_probabilities, "ood_probabilities")
         if ood.shape[::2] != members.shape[::2]:
@@ -247,7 +245,8 @@ def pairwise_mutual_information(probabilities: Tensor) -> Tensor:
     """
     p = members_of(probabilities).double()
     members, inputs, _ = p.shape
-    flat, entropies = p.flatten(1), entropy(p).sum(1)
+    flat = p.flatten(1)
+    entropies = entropy(p).sum(1)
     result = p.new_zeros(members, members)
     for k in range(members):
         result[k, k:] = (
@@ -507,7 +506,7 @@ def gaussians(
     scale = torch.as_tensor(noise_scale, dtype=torch.float64, device=means.device)
     scale = scale[:, None, None] if scale.shape == means.shape[:1] else scale
     require_finite({name: means, "noise_scale": scale}, "predictions")
-    if not bool((scale > 0).all()):
+    if not (scale > 0).all():
         raise ValueError(
             "noise_scale must be positive, but its smallest value is "
             f"{float(scale.min()):.3g}"
@@ -526,7 +525,8 @@ def _classes(labels: Tensor, inputs: int, classes: int) -> Tensor:
             f"labels is {labels.dtype} of shape {tuple(labels.shape)}; it must be "
             f"{inputs} integers"
         )
-    low, high = int(labels.min()), int(labels.max())
+    low = int(labels.min())
+    high = int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(
             f"labels range from {low} to {high}; with {classes} classes they must be "

@@ -275,7 +275,9 @@ class Density:
 
     def give_up(self, reason: Exception) -> None:
         """Fall back to the eager engine, with a warning."""
-        failed, self.fast, self.engine_reason = self.engine, None, str(reason)
+        failed = self.engine
+        self.fast = None
+        self.engine_reason = str(reason)
         warnings.warn(
             f"using engine 'eager' instead of {failed!r}: {reason}",
             RuntimeWarning,
@@ -291,7 +293,8 @@ class Density:
             name: torch.arange(size, device=self.device).expand(len(z), size)
             for name, (_, size) in counts
         } or None
-        expected, named = self._try_model(z, rows), engine != "auto"
+        expected = self._try_model(z, rows)
+        named = engine != "auto"
         if not named:
             pays = evaluations >= MIN_EVALUATIONS
             engine = "layers" if self.is_network else "compiled" if pays else "eager"
@@ -348,7 +351,8 @@ class Density:
 
         :raises ValueError: if the model can't be evaluated, or two evaluations differ.
         """
-        evaluate, target = self._eager.energy_and_gradient, self.target
+        evaluate = self._eager.energy_and_gradient
+        target = self.target
         if isinstance(target, NetworkTarget):
             return evaluate(z, rows)
         target.one_by_one = "not known yet"
@@ -366,7 +370,8 @@ class Density:
             repeated = [evaluate(z, rows) for _ in range(REPEATS)]
             if not all(same_evaluation(again, alone) for again in repeated):
                 raise target.is_random()
-        target.one_by_one, failure = "", None
+        target.one_by_one = ""
+        failure = None
         try:
             mapped = evaluate(z, rows)
         except Exception as error:  # the model's code under vmap may raise anything

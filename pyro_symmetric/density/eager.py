@@ -35,7 +35,8 @@ Evaluate = Callable[..., Evaluation]
 Rows = Mapping[str, Tensor]  # mini-batches: name -> (C, B)
 ROWS = "rows"  # name of a network's mini-batches
 # relative errors of gradients and of energies in single precision
-COARSE, FINE = 1e-2, 3e-4
+COARSE = 1e-2
+FINE = 3e-4
 TRIAL_ROWS = 2  # on which a network is tried
 
 
@@ -47,7 +48,8 @@ class Eager:
     """Evaluation of a target by its own log-joint density and autograd."""
 
     def __init__(self, target: NetworkTarget | TracedTarget, layout: Layout):
-        self.target, self.layout = target, layout
+        self.target = target
+        self.layout = layout
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``. Chains with a singular
@@ -236,7 +238,9 @@ class NetworkTarget:
                 "with a batch_size"
             )
         # evaluation writes weights into the network
-        model, x, y = model.twin(), data["x"], data["y"]
+        model = model.twin()
+        x = data["x"]
+        y = data["y"]
         require_data(model, x, y)
         if batch_size is not None and not 1 <= batch_size <= len(x):
             raise ValueError(
@@ -248,8 +252,11 @@ class NetworkTarget:
                 f"x has {len(x)} rows, but the model has num_data={model.num_data}"
             )
         labels = type(model.likelihood) is CategoricalLikelihood
-        self.args, self.kwargs = args, kwargs
-        self.model, self.x, self.y = model, x, y.long() if labels else y
+        self.args = args
+        self.kwargs = kwargs
+        self.model = model
+        self.x = x
+        self.y = y.long() if labels else y
         self.sites: Mapping[str, Distribution] = model.priors()
         self.row_counts = (
             {ROWS: (len(x), batch_size)}

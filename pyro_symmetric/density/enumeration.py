@@ -72,7 +72,8 @@ class Enumeration(EnumMessenger):
         super().__init__(first_available_dim=self._first_dim)
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        value, fn = msg["value"], msg["fn"]
+        value = msg["value"]
+        fn = msg["fn"]
         if value is None or not isinstance(fn, TorchDistributionMixin):
             return
         shape = value.shape[: value.dim() - fn.event_dim]
@@ -103,7 +104,8 @@ class Enumeration(EnumMessenger):
         """
         others, log_sum, scale, elimination = self._contract(trace)
         indices, log_prob = elimination.draw()
-        draws, nodes = dict[str, Tensor](), dict[str, Any](trace.nodes)
+        draws = dict[str, Tensor]()
+        nodes = dict[str, Any](trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
             support = site["value"].reshape(-1, *site["fn"].event_shape)
@@ -119,7 +121,8 @@ class Enumeration(EnumMessenger):
         the others, also those of one plate, and score them by the factors of an
         enumerated trace."""
         trace.symbolize_dims()
-        draws, indices = dict[str, Tensor](), dict[str, Tensor]()
+        draws = dict[str, Tensor]()
+        indices = dict[str, Tensor]()
         nodes = dict[str, Any](trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
@@ -150,7 +153,8 @@ class Enumeration(EnumMessenger):
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
-            log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
+            log_prob = masked_log_prob(site)
+            symbols = site["infer"]["_dim_to_symbol"]
             for dim, symbol in symbols.items():
                 depends = symbol in owners and log_prob.dim() >= -dim
                 if not depends or log_prob.shape[dim] == 1:
@@ -185,7 +189,8 @@ class Enumeration(EnumMessenger):
         nodes: dict[str, Any] = dict(trace.nodes)
         enumerated = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
         others = torch.zeros((), device="cpu")
-        factors, scales = OrderedDict[Any, list[Any]](), []
+        factors = OrderedDict[Any, list[Any]]()
+        scales = []
         for site in nodes.values():
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
@@ -203,7 +208,8 @@ class Enumeration(EnumMessenger):
     def _factor(self, site: Any) -> Any:
         """Return a site's unscaled log-density, packed by its plates and the discrete
         sites that it depends on."""
-        log_prob, symbols = masked_log_prob(site), site["infer"]["_dim_to_symbol"]
+        log_prob = masked_log_prob(site)
+        symbols = site["infer"]["_dim_to_symbol"]
         # Batch dimensions that are neither plates nor enumerated belong to one site:
         # sum over them.
         dims = range(max(-log_prob.dim(), self._first_dim + 1), 0)
@@ -229,10 +235,8 @@ def _require_enumerable(site: Any) -> None:
     """Raise ``ValueError`` if Pyro can't enumerate the values of a discrete site one by
     one.
     """
-    shape, plates = (
-        site["fn"].batch_shape,
-        {frame.dim for frame in site["cond_indep_stack"]},
-    )
+    shape = site["fn"].batch_shape
+    plates = {frame.dim for frame in site["cond_indep_stack"]}
     if isinstance(site["fn"], dist.Empirical):
         raise ValueError(
             f"the discrete site {site['name']!r} is Empirical, whose probabilities "
@@ -283,7 +287,8 @@ class _Elimination(LogRing):
     def draw(self) -> tuple[Weights, Any]:
         """Draw an index along each dimension that was summed, a packed tensor over the
         plates' dimensions; return the log-probability of the draws, too."""
-        indices, log_prob = dict[str, Tensor](), 0.0
+        indices = dict[str, Tensor]()
+        log_prob = 0.0
         for dim, table in reversed(self._tables):
             for other in [other for other in table._pyro_dims if other in indices]:
                 table = gather(table, indices[other], other)

@@ -64,7 +64,9 @@ SHAPES = {
 # Loop indices are unsigned. Signed ones may count from the end, and Numba's check
 # prevents vectorisation.
 # rows of a tile; features of an unrolled loop
-T, ONE, EIGHT = np.uint64(128), np.uint64(1), np.uint64(8)
+T = np.uint64(128)
+ONE = np.uint64(1)
+EIGHT = np.uint64(8)
 T2, T3, T4, T5, T6, T7 = (np.uint64(k * 128) for k in range(2, 8))
 TAYLOR = tuple(1 / math.factorial(k) for k in range(14))
 OPTIONS: dict[str, Any] = {
@@ -88,7 +90,8 @@ class Layers:
     def __init__(self, target: NetworkTarget | TracedTarget):
         if not isinstance(target, NetworkTarget):
             raise Unavailable("the model isn't a BayesianModel")
-        problem, likelihood = problem_of(target), target.model.likelihood
+        problem = problem_of(target)
+        likelihood = target.model.likelihood
         priors = [
             _normal(target.sites[name])
             for name, _ in target.model.net.named_parameters()
@@ -99,8 +102,11 @@ class Layers:
             ).to(problem.x)
             for name in ("loc", "scale")
         )
-        self._loc, self._precision, self._dim = loc, scale**-2, len(loc)
-        self._temperature, self._rows = likelihood.temperature, len(problem.x)
+        self._loc = loc
+        self._precision = scale**-2
+        self._dim = len(loc)
+        self._temperature = likelihood.temperature
+        self._rows = len(problem.x)
         # normal targets
         self._count = (
             0 if problem.labels else problem.y.numel() / likelihood.temperature
@@ -127,17 +133,21 @@ class Layers:
 
     def energy_and_gradient(self, z: Tensor, rows: Rows | None) -> Evaluation:
         """Return energies ``(C,)`` and gradients ``(C, D)``."""
-        z, index = z.detach(), None if rows is None else rows[ROWS]
+        z = z.detach()
+        index = None if rows is None else rows[ROWS]
         share = (
             1 if index is None else self._rows / index.shape[-1]
         ) / self._temperature
         if self._noise is None:
-            w, log_noise = z[:, :-1], z[:, -1]
+            w = z[:, :-1]
+            log_noise = z[:, -1]
             precision = share * (-2 * log_noise).exp()
         else:
-            w, precision = z, z.new_full((len(z),), share * self._noise**-2)
+            w = z
+            precision = z.new_full((len(z),), share * self._noise**-2)
         loss, gradient = self._loss(w, precision, index)
-        misfit, centred = loss.mul_(precision), w - self._loc
+        misfit = loss.mul_(precision)
+        centred = w - self._loc
         energy = torch.addmv(misfit, centred.square(), self._precision, alpha=0.5).add_(
             self._constant
         )
@@ -192,16 +202,12 @@ def problem_of(target: NetworkTarget) -> Problem:
     """Read the network and the data; raise ``Unavailable`` naming a part of the model
     that isn't supported.
     """
-    likelihood, x, y, net = (
-        target.model.likelihood,
-        target.x.detach(),
-        target.y.detach(),
-        target.model.net,
-    )
-    names, like = (
-        [name for name, _ in net.named_parameters()],
-        next(iter(net.parameters())),
-    )
+    likelihood = target.model.likelihood
+    x = target.x.detach()
+    y = target.y.detach()
+    net = target.model.net
+    names = [name for name, _ in net.named_parameters()]
+    like = next(iter(net.parameters()))
     if list(target.sites)[: len(names)] != names:
         raise Unavailable("its sites and parameters are in different orders")
     if (x.dtype, x.device) != (like.dtype, like.device):
@@ -233,7 +239,9 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
     }
     with torch.no_grad(), _Recorder() as recorder:
         net(x)
-    layers, current, transposed = list[Layer](), x, dict[int, Tensor]()
+    layers = list[Layer]()
+    current = x
+    transposed = dict[int, Tensor]()
     for name, args, result in recorder.calls:
         if name == "t" and id(args[0]) in offsets:
             transposed[id(result)] = args[0]
@@ -243,7 +251,8 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
             and args[-2] is current
             and id(args[-1]) in transposed
         ):
-            weight, biases = transposed[id(args[-1])], args[:-2]
+            weight = transposed[id(args[-1])]
+            biases = args[:-2]
             if any(id(bias) not in offsets for bias in biases) or current.shape != (
                 len(x),
                 weight.shape[1],
@@ -368,17 +377,21 @@ class Tiled:
 
         :raises IndexError: if there are no such rows.
         """
-        chains, rows = len(w), len(self._rows)
+        chains = len(w)
+        rows = len(self._rows)
         if index is None:
-            data, count = self._tiles, rows
+            data = self._tiles
+            count = rows
             index = torch.empty((0, 0), dtype=torch.long, device="cpu")
         else:
-            data, count = self._rows, index.shape[1]
+            data = self._rows
+            count = index.shape[1]
             if not (int(index.min()) >= 0 and int(index.max()) < rows):
                 raise IndexError(
                     f"mini-batches must be of rows between 0 and {rows - 1}"
                 )
-        loss, gradient = w.new_empty(chains), w.new_empty(w.shape)
+        loss = w.new_empty(chains)
+        gradient = w.new_empty(w.shape)
         arrays = [
             value.contiguous().numpy()
             for value in (index.long(), w, scale, loss, gradient)
@@ -410,10 +423,8 @@ class Tiled:
 
 def is_tiled(problem: Problem) -> bool:
     """Return whether :class:`Tiled` serves a problem."""
-    x, numbers = (
-        problem.x,
-        sum(layer.inputs * layer.outputs for layer in problem.layers),
-    )
+    x = problem.x
+    numbers = sum(layer.inputs * layer.outputs for layer in problem.layers)
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     return fits and numbers * x.element_size() <= WEIGHT_BYTES
 

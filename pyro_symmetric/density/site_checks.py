@@ -125,7 +125,8 @@ def require_declared_axes(sites: Iterable[Any]) -> None:
 def _axes(site: Any) -> SiteAxes | None:
     """Return a site's batch axes; ``None`` if its shapes can't be broadcast, about
     which its density complains."""
-    fn, value = site["fn"], as_tensor(site["value"])
+    fn = site["fn"]
+    value = as_tensor(site["value"])
     batch_shape = value.shape[: max(value.dim() - fn.event_dim, 0)]
     factors = [
         site[name].shape for name in ("scale", "mask") if isinstance(site[name], Tensor)
@@ -145,7 +146,8 @@ def _axes(site: Any) -> SiteAxes | None:
 
 def _require_event_axes(site: Any) -> None:
     """Raise ``ValueError`` if a site's value is broadcast along its event axes."""
-    fn, value = site["fn"], as_tensor(site["value"])
+    fn = site["fn"]
+    value = as_tensor(site["value"])
     if isinstance(_base(fn), HiddenMarkovModel):
         return  # whose event shape has 1 for any number of steps
     event_shape = tuple(fn.event_shape)
@@ -212,9 +214,9 @@ def require_possible_data(sites: Iterable[Any]) -> None:
         if not is_scored(site) or not site["is_observed"]:
             continue
         outside = _outside_of_support(site["fn"], as_tensor(site["value"]))
-        if outside is None or not bool(outside.any()):
+        if outside is None or not outside.any():
             continue
-        if bool((outside & _would_count(site) & _mask(site)).any()):
+        if (outside & _would_count(site) & _mask(site)).any():
             raise ValueError(
                 f"the observed site {site['name']!r} holds "
                 f"{_example(site, outside)} outside of its support, "
@@ -334,7 +336,7 @@ def require_possible_targets(fn: Any, targets: Tensor) -> None:
     if any(isinstance(bound, Tensor) and bound.dim() for bound in _bounds(support)):
         return
     outside = _outside_of_support(fn, targets)
-    if outside is not None and bool(outside.any()):
+    if outside is not None and outside.any():
         shown = "" if fn.event_dim else f" {targets[outside][0].item():g},"
         raise ValueError(
             f"y holds{shown} values outside of the support of the likelihood's "

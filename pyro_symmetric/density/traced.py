@@ -222,10 +222,8 @@ class TracedTarget(Traced):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(model, args, kwargs)
-        self._prior, self._programs = (
-            PriorMessenger(device, dtype),
-            dict[Any, Callable[[Weights], Weights]](),
-        )
+        self._prior = PriorMessenger(device, dtype)
+        self._programs = dict[Any, Callable[[Weights], Weights]]()
         with LOCK, explaining(model, args, kwargs):
             trace = self._prior_run()
         latent = latent_sites(trace)
@@ -373,10 +371,10 @@ class TracedTarget(Traced):
         """Raise ``ValueError`` if a run has other sites, shapes or supports than the
         first.
         """
-        names, nodes = (
-            {site["name"] for site in latent_sites(trace) if not is_enumerated(site)},
-            dict[str, Any](trace.nodes),
-        )
+        names = {
+            site["name"] for site in latent_sites(trace) if not is_enumerated(site)
+        }
+        nodes = dict[str, Any](trace.nodes)
         if changed := sorted(
             set(self._probes) ^ (names | (set(self._probes) & set(nodes)))
         ):
@@ -390,9 +388,7 @@ class TracedTarget(Traced):
             same_shape = nodes[name]["value"].shape == expected.shape
             if not (
                 same_shape
-                and bool(
-                    (transform_of(name, nodes[name]["fn"])(probe) == expected).all()
-                )
+                and (transform_of(name, nodes[name]["fn"])(probe) == expected).all()
             ):
                 raise ValueError(
                     f"the support or shape of site {name!r} depends on other sites; a "
@@ -448,7 +444,8 @@ class PriorMessenger(Messenger):
 
     def __init__(self, device: Device, dtype: torch.dtype | None):
         super().__init__()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["value"] is not None or msg["done"] or site_is_subsample(msg):
@@ -493,7 +490,8 @@ def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
     plates = dict[str, tuple[int, int]]()
     for site in trace.nodes.values():
         for frame in site.get("cond_indep_stack", ()):
-            total, size = frame.full_size, frame.size
+            total = frame.full_size
+            size = frame.size
             if total is None or not 0 <= size < total:
                 continue
             if getattr(trace.nodes[frame.name]["fn"], "subsample_size", None) is None:
@@ -565,7 +563,8 @@ def _is_same_log_prob(log_prob: Tensor, expected: Tensor) -> bool:
 
 def _is_close(value: Any, other: Any) -> bool:
     """Return whether two values agree but for rounding; NaN agrees with NaN."""
-    value, other = as_tensor(value), as_tensor(other)
+    value = as_tensor(value)
+    other = as_tensor(other)
     same_shape = value.shape == other.shape
     return same_shape and bool(
         torch.isclose(value.double(), other.double(), 1e-4, 1e-6, equal_nan=True).all()
@@ -710,10 +709,8 @@ def _ordered_logistic(
     self: Any, predictor: Tensor, cutpoints: Tensor, validate_args: bool | None = None
 ) -> None:
     cdf = torch.sigmoid(cutpoints - predictor.unsqueeze(-1))
-    self.predictor, self.cutpoints = (
-        predictor.expand(cdf.shape[:-1]),
-        cutpoints.expand(cdf.shape),
-    )
+    self.predictor = predictor.expand(cdf.shape[:-1])
+    self.cutpoints = cutpoints.expand(cdf.shape)
     probs = torch.cat(
         [cdf[..., :1], cdf[..., 1:] - cdf[..., :-1], 1 - cdf[..., -1:]], -1
     )

@@ -202,7 +202,8 @@ class _Uncentred(TorchFunctionMode):
         if not isinstance(func, OpOverload) or name not in ("layer_norm", "group_norm"):
             return func(*args, **kwargs)
         given = bound(func, args, kwargs)
-        x, groups = given["input"], given.get("num_groups")
+        x = given["input"]
+        groups = given.get("num_groups")
         shape = given.get("normalized_shape", (1, -1, *(1 for _ in x.shape[2:])))
         if groups is None:
             y = x / _size(x, [*range(-len(shape), 0)])

@@ -121,7 +121,8 @@ def colour_refine(
         for one, other, up, down in edges:
             np.add.at(signature, one, hash64(hashed[other] ^ up))
             np.add.at(signature, other, hash64(hashed[one] ^ down))
-        before, (_, colour) = colour, np.unique(signature, return_inverse=True)
+        before = colour
+        _, colour = np.unique(signature, return_inverse=True)
         if colour.max(initial=0) == before.max(initial=0):
             break
     return colour
@@ -187,10 +188,8 @@ class _Facts:
         np.add.at(initial, self.unit, hash64(self.atom_colour))
         # Numbers of relations are hashed twice: colours, which are small numbers as
         # well, are hashed once.
-        up, down = (
-            hash64(hash64(2 * self.relation)),
-            hash64(hash64(2 * self.relation + 1)),
-        )
+        up = hash64(hash64(2 * self.relation))
+        down = hash64(hash64(2 * self.relation + 1))
         return colour_refine(
             initial, [(self.child, self.parent, up, down)], len(initial) + 1
         )
@@ -279,7 +278,8 @@ class _Facts:
     def _refine_atoms(self, chosen: Array) -> None:
         """Refine the colours of the atoms of some classes along unions."""
         inside = chosen[self.unit]
-        number_of, edges = np.cumsum(inside) - 1, []
+        number_of = np.cumsum(inside) - 1
+        edges = []
         for one, other, number in self.flow.unions:
             if inside[one].any():
                 ends = number_of[one[inside[one]]], number_of[other[inside[one]]]
@@ -330,11 +330,10 @@ class _Nesting:
     def __init__(self, child: Array, parent: Array, relation: Array, colour: Array):
         self.colour = colour
         sizes = np.bincount(colour)
-        children, parents = sizes[colour[child]], sizes[colour[parent]]
-        one_to_one, within = (
-            (children == parents) & (children > 1),
-            (children > parents) & (parents > 1),
-        )
+        children = sizes[colour[child]]
+        parents = sizes[colour[parent]]
+        one_to_one = (children == parents) & (children > 1)
+        within = (children > parents) & (parents > 1)
         self._unite(child[one_to_one], parent[one_to_one])
         self._add_parents(child[within], parent[within], relation[within])
 
@@ -373,7 +372,8 @@ class _Nesting:
             else []
         )
         for at, group in zip(first, groups, strict=True):
-            lower, upper = int(self.cell[child[at]]), int(self.cell[parent[at]])
+            lower = int(self.cell[child[at]])
+            upper = int(self.cell[parent[at]])
             parent_of = np.full(self.cells[lower].size, -1)
             parent_of[self.place[child[group]]] = self.place[parent[group]]
             if (parent_of < 0).any():
@@ -402,14 +402,17 @@ class _Nesting:
         units of both meet in every combination, inside a larger unit if not all of them
         meet. That may be new, a class without atoms.
         """
-        implied, new = list[tuple[Array, Array]](), len(self.colour)
+        implied = list[tuple[Array, Array]]()
+        new = len(self.colour)
         for cell in self.cells.values():
             for a, b in itertools.combinations(cell.parents, 2):
                 if b in self.cells[a].parents or a in self.cells[b].parents:
                     continue
-                parent_a, parent_b = cell.parents[a], cell.parents[b]
+                parent_a = cell.parents[a]
+                parent_b = cell.parents[b]
                 pairs, _, _ = distinct_rows(parent_a, parent_b)
-                in_a, in_b = self._representatives(a), self._representatives(b)
+                in_a = self._representatives(a)
+                in_b = self._representatives(b)
                 if len(pairs) in (len(in_a), len(in_b)):
                     membership = in_a[parent_a[pairs]], in_b[parent_b[pairs]]
                     implied.append(
@@ -491,11 +494,9 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     are the same: they may belong to the same entry of a mask or of the network's
     inputs.
     """
-    axes, first, unions = (
-        list[Axis](),
-        dict[bytes, Array](),
-        list[tuple[Array, Array]](),
-    )
+    axes = list[Axis]()
+    first = dict[bytes, Array]()
+    unions = list[tuple[Array, Array]]()
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
             if part.axes == (leaf.members,):  # its members' units are told apart
@@ -550,7 +551,8 @@ class _Builder:
     """
 
     def __init__(self, solution: Cells):
-        self.solution, self.cells = solution, solution.cells
+        self.solution = solution
+        self.cells = solution.cells
         # of positions, (blocks, units)
         self.blocks: dict[int, dict[Location, list[Array]]] = {}
         # cells whose units lie along an axis of a convolution's kernel
@@ -588,7 +590,8 @@ class _Builder:
         rows, entries, *others = (part.atoms for part in leaf.value.parts)
         # those of each slice's first row
         columns = entries[np.searchsorted(slices, np.arange(slices[-1] + 1))]
-        by_row, by_column = self._units_of(leaf, rows), dict[int, Array]()
+        by_row = self._units_of(leaf, rows)
+        by_column = dict[int, Array]()
         for cell, units in self._units_of(leaf, columns.reshape(-1)).items():
             varies = (
                 units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]
@@ -601,10 +604,8 @@ class _Builder:
         column = slices[row] * columns.shape[1] + column
         for units_of, position in ((by_row, row), (by_column, column)):
             for cell, units in units_of.items():
-                parents, in_columns = (
-                    set(self.cells[cell].parents),
-                    units_of is by_column,
-                )
+                parents = set(self.cells[cell].parents)
+                in_columns = units_of is by_column
                 of_row = self._context(
                     rows, by_row, parents if in_columns else {cell, *parents}
                 )[row]
@@ -656,14 +657,13 @@ class _Builder:
         contains it, or -1.
         """
         classes = self.solution.unit[atoms]
-        cells, units_of = self.solution.cell[classes], dict[int, Array]()
+        cells = self.solution.cell[classes]
+        units_of = dict[int, Array]()
         for number in np.unique(cells).tolist():
             if number in self.cells:
                 chosen = np.flatnonzero(cells == number)
-                units, parents = (
-                    self.solution.place[classes[chosen]],
-                    self.cells[number].parents,
-                )
+                units = self.solution.place[classes[chosen]]
+                parents = self.cells[number].parents
                 for cell, own in [
                     (number, units),
                     *((up, parent_of[units]) for up, parent_of in parents.items()),
@@ -730,7 +730,8 @@ class _Builder:
                 )
                 for (site, dim, span, buffer, _), blocks in self.blocks[cell].items()
             )
-            size, direct = int(self.rank[cell].max()) + 1, self.cells[cell].direct
+            size = int(self.rank[cell].max()) + 1
+            direct = self.cells[cell].direct
             name = module_name(axes[0].site)
             if cell in with_members:
                 name += ".groups" if cell in self.in_images else ".heads"
@@ -789,10 +790,8 @@ def _on_one_axis(axis: Axis, shape: Sequence[int]) -> Axis:
         order = np.lexsort([along[:, 0], across[:, 0]])
         if (across != across[:, :1]).any() or len(order) % length:
             continue
-        lines, others = (
-            along[order].reshape(length, -1, along.shape[1]),
-            across[order, 0].reshape(length, -1),
-        )
+        lines = along[order].reshape(length, -1, along.shape[1])
+        others = across[order, 0].reshape(length, -1)
         if (others == np.arange(length)[:, None]).all() and (lines == lines[:1]).all():
             return replace(
                 axis,

@@ -26,15 +26,19 @@ from pyro_symmetric.groups.units import Move
 from pyro_symmetric.weights import Weights
 
 # points at most, and weights at most: time grows with their cube
-POINTS, LARGEST = 5, 10_000
+POINTS = 5
+LARGEST = 10_000
 CENTRED = 0.9  # the share of their mean that rows of matrices lose at every other point
 # relative size of singular values that may count as zero, and a gap that leaves no
 # doubt
-NULL, CLEAR = 1e-8, 1e3
+NULL = 1e-8
+CLEAR = 1e3
 # step in log-scales for tangents, and the relative change of outputs along false ones
-STEP, WRONG = 1e-4, 1e-6
+STEP = 1e-4
+WRONG = 1e-6
 # losses for one draw of the inputs, and the sizes of the draws in turn
-LOSSES, SIZES = 16, (1.0, 3.0, 10.0, 0.1)
+LOSSES = 16
+SIZES = (1.0, 3.0, 10.0, 0.1)
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,8 @@ def completeness(
             f"there are more than {LARGEST} weights, whose null space takes too long "
             "to find"
         )
-    run, tried = (
-        Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits),
-        list[Completeness](),
-    )
+    run = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits)
+    tried = list[Completeness]()
     own = {
         site: in_dtype(value.detach(), torch.float64)
         for site, value in symmetry.weights_of(net).items()
@@ -132,7 +134,8 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     """Return normalised gradients of random losses, which span the Jacobian's rows:
     more than there are weights.
     """
-    size, rows = sum(value.numel() for value in weights.values()), list[Tensor]()
+    size = sum(value.numel() for value in weights.values())
+    rows = list[Tensor]()
     leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
     needed = size + size // 4 + 64
     for draw in range(10 + needed):
@@ -184,9 +187,10 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
     ratios = values[:-1] / values[1:]
     # the largest gap delimits the null space
     ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)
-    rank = int(ratios.argmax()) + 1 if bool((ratios > 0).any()) else len(values)
+    rank = int(ratios.argmax()) + 1 if (ratios > 0).any() else len(values)
     null = len(values) - rank
-    doubts, tangents = list[str](), [rows[:0]]
+    doubts = list[str]()
+    tangents = [rows[:0]]
     for what, own in _tangents(group, weights):
         if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(
             own.norm()
@@ -209,7 +213,7 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
             "the singular values that count are hardly larger than those that count as "
             "zero"
         )
-    if null > found and bool((columns == 0).any()):
+    if null > found and (columns == 0).any():
         doubts.append(
             "some weights have no effect for any input that was tried; wider inputs "
             "may reach them"

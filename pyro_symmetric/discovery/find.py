@@ -170,7 +170,8 @@ def _of_network(
     if verify and parameters:
         require_finite(parameters, "net")
     keep_freed_memory()
-    traces, flow = _traces(net, example_inputs, kwargs), Flow()
+    traces = _traces(net, example_inputs, kwargs)
+    flow = Flow()
     for trace in traces:
         propagate(flow, trace)
     members = members_of(flow, traces)
@@ -322,7 +323,8 @@ def _with_multipliers(
         multiplied = with_multipliers(
             units, fixed_units(flow, cells), traces, net, shapes, slices, held, logits
         )
-    group, law = grouped(multiplied.units, shapes), multiplied.law
+    group = grouped(multiplied.units, shapes)
+    law = multiplied.law
     rotating = law.rotating(group) if law else ()
     return _Found(group, multiplied.undecided, rotating)
 
@@ -362,7 +364,8 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
 
     :param units: cell -> its units; cells that ride along with others have none.
     """
-    chains, axes = _Chains(flow), list[AxisExplanation]()
+    chains = _Chains(flow)
+    axes = list[AxisExplanation]()
     # class -> the first refinement that coloured its atoms differently
     pinned_by = np.full(len(cells.colour), -1)
     for number, (atoms, colours, _) in reversed([*enumerate(flow.refinements)]):
@@ -383,14 +386,13 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
             pins, counts = np.unique(
                 pinned_by[cells.unit[atoms[~moves]]], return_counts=True
             )
-            reason, target = "", atoms
+            reason = ""
+            target = atoms
             if len(pins):
                 reason = "each of its units plays a role of its own"
                 if (number := pins[counts.argmax()]) >= 0:
-                    target, why = (
-                        flow.refinements[number].one,
-                        flow.origins[flow.refinements[number].number],
-                    )
+                    target = flow.refinements[number].one
+                    why = flow.origins[flow.refinements[number].number]
                     reason = (
                         f"pinned {why}"
                         if why.startswith("because")
@@ -403,10 +405,8 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
                     for part in flow.leaves[home.site].value.parts
                     if home.dim in part.axes
                 )
-            names, chain = (
-                tuple(one.name for one in movers),
-                chains.between(atoms, target),
-            )
+            names = tuple(one.name for one in movers)
+            chain = chains.between(atoms, target)
             axes.append(
                 AxisExplanation(
                     leaf.site, dim, len(atoms), int(moves.sum()), names, reason, chain
@@ -426,7 +426,8 @@ class _Chains:
     """Shortest chains of facts between arrays of atoms, by breadth-first search."""
 
     def __init__(self, flow: Flow):
-        self.flow, self.starts = flow, np.array(flow.starts)
+        self.flow = flow
+        self.starts = np.array(flow.starts)
         leaves = [
             (leaf.site, _own_axis(leaf, part), part)
             for leaf in flow.leaves.values()
@@ -457,9 +458,12 @@ class _Chains:
         """
         if not atoms.size or not target.size:
             return ()
-        array, end, steps = self._arrays(atoms)[0], self._arrays(target)[0], list[str]()
+        array = self._arrays(atoms)[0]
+        end = self._arrays(target)[0]
+        steps = list[str]()
         if end not in self.trees:
-            tree, queue = {end: end}, [end]
+            tree = {end: end}
+            queue = [end]
             for reached in queue:
                 new = [
                     other

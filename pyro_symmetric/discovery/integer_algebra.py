@@ -29,7 +29,8 @@ def echelon(rows: Array, modulo_two: bool = False) -> tuple[Array, list[int]]:
     """Return the reduced row echelon form without zero rows, and the columns of its
     pivots.
     """
-    rows, pivots = rows.astype(float), list[int]()
+    rows = rows.astype(float)
+    pivots = list[int]()
     rows = rows % 2 if modulo_two else rows
     for column in range(rows.shape[1] if rows.size else 0):
         rank = len(pivots)

@@ -99,7 +99,8 @@ def _shapes_of(draws: Any) -> dict[str, torch.Size]:
 def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
     """Return a found symmetry, unless it moves sites that the draws lack."""
     lines = [*found.remarks]
-    group, shapes = found.group, posterior.site_shapes
+    group = found.group
+    shapes = posterior.site_shapes
     missing = sorted(s for s in group.required_sites if s not in shapes)
     if missing:
         lines = [f"draws taken as drawn: the model's symmetry moves {missing} as well"]
@@ -140,7 +141,8 @@ def symmetry_of_model(model: Model, args: Sequence[Any], kwargs: Keywords) -> Sy
     """Find the symmetry of a model's sites; a network's at few of its inputs."""
     if isinstance(model, BayesianModel):
         x = kwargs["x"] if "x" in kwargs else args[0]
-        args, kwargs = (x[:EXAMPLES],), {}
+        args = (x[:EXAMPLES],)
+        kwargs = {}
     with without_warnings():
         return find_symmetry(model, *args, kwargs=kwargs)
 

@@ -39,7 +39,8 @@ POSTERIOR_DRAWS = 4
 COMPARED = 2  # draws at which a function is compared; all of them measure its noise
 # changes pass up to this multiple of the noise, plus so many nats, by which evidence
 # may err
-NOISE, NATS = 10.0, 0.01
+NOISE = 10.0
+NATS = 0.01
 # evaluations of a function that is random: dropout may give one answer several times
 REPEATS = 8
 
@@ -174,10 +175,8 @@ def check_function(
         size = float(torch.where(same, 0.0, changes).max())
         return Change(size > tolerance, size)
 
-    before, compared = (
-        values(draws),
-        {site: value[:COMPARED] for site, value in draws.items()},
-    )
+    before = values(draws)
+    compared = {site: value[:COMPARED] for site, value in draws.items()}
     digits = {site: torch.finfo(value.dtype).eps for site, value in draws.items()}
     nearby = {
         site: v * (1 + digits[site] * (4 * torch.randint_like(v, 2) - 2))
@@ -219,7 +218,8 @@ def require_of_posterior(symmetry: Any, posterior: Any) -> None:
         dtype=dtype,
         subsampled=True,
     )
-    sites, draws = density.layout.site_shapes, posterior.get_samples()
+    sites = density.layout.site_shapes
+    draws = posterior.get_samples()
     if density.row_counts or not all(site in draws for site in sites):
         return  # a subsampled density is random; some sites of the draws were dropped
     some = evenly_spaced(len(next(iter(draws.values()))), POSTERIOR_DRAWS)

@@ -197,7 +197,7 @@ class ModelDensity:
         after = self.terms(moved)
         sizes = (after.values - self.before.values).sum(1).abs()
         size = float(sizes.nan_to_num(nan=math.inf).max())
-        if bool(self.same(after, self.before).all()):
+        if self.same(after, self.before).all():
             return Change(False, size)
         sites = filter(None, self.changed_terms(after, self.before))
         return Change(True, size, tuple(sites))
@@ -207,7 +207,8 @@ class ModelDensity:
 
         :raises InconclusiveError: if two evaluations differ, or rounding hides all.
         """
-        points, before = self.generic, self.before
+        points = self.generic
+        before = self.before
         again = self.terms(points)
         if not torch.equal(before.values, again.values):
             raise InconclusiveError(str(self.target.is_random()))
@@ -239,7 +240,8 @@ class ModelDensity:
     def _terms(self, weights: Weights, rows: Weights) -> Tensor:
         trace = self.target.run({**weights, **rows})
         nodes: dict[str, Any] = dict(trace.nodes)
-        sums, norms = dict[str, Tensor](), dict[str, Tensor]()
+        sums = dict[str, Tensor]()
+        norms = dict[str, Tensor]()
         summed_out = self.target.enumeration is not None
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
@@ -262,7 +264,8 @@ class ModelDensity:
         if site["name"] in self.target.enumeration.batch_shapes:
             return True
         first = self.target.enumeration._first_dim
-        value, fn = site["value"], site["fn"]
+        value = site["value"]
+        fn = site["fn"]
         of_value = value.shape[: value.dim() - fn.event_dim]
         shape = torch.broadcast_shapes(of_value, fn.batch_shape)
         left_of_plates = shape[: max(0, len(shape) + first + 1)]
@@ -273,7 +276,8 @@ def site_entries(site: Any) -> Tensor:
     """Return the log-densities of a site's single entries, scaled and masked: rounding
     of the sums of ``to_event`` would hide changes.
     """
-    fn, events = site["fn"], 0
+    fn = site["fn"]
+    events = 0
     while type(fn) is dist.Independent:
         fn, events = fn.base_dist, events + fn.reinterpreted_batch_ndims
     value = fn.log_prob(site["value"], *site["args"], **site["kwargs"])

@@ -129,7 +129,8 @@ class _Builder:
             Axis(place.site, place.dim, index, exponent=1)
             for place in sorted(flip.places)
         )
-        name, count = self._name(flip.places), len(flip.positions)
+        name = self._name(flip.places)
+        count = len(flip.positions)
         for places, around in self.names.items():
             parent = self.units[around]
             if flip.places <= places and parent.size == count and parent.copies == 1:

@@ -81,7 +81,7 @@ def _steps(density: ModelDensity, observed: list[int]) -> list[SiteStep]:
             continue
         if density.is_real(site):
             steps += [SiteStep(site, True), SiteStep(site, False)]
-        elif bool(density.site_inside(site, torch.cat([value / 3, value * 3])).all()):
+        elif density.site_inside(site, torch.cat([value / 3, value * 3])).all():
             steps.append(SiteStep(site, True))
     return steps
 
@@ -103,10 +103,11 @@ def _lines(
     sizes = {step: LARGE_STEP * power for step, power in exponents.items() if power}
     if not sizes:
         return {}
-    before, after = density.terms(points), density.terms(_moved(points, sizes))
+    before = density.terms(points)
+    after = density.terms(_moved(points, sizes))
     changes = (after.values - before.values).abs()
     allowed = SAME * (1 + before.norms)
-    if not bool((changes <= allowed)[:, observed].all()):
+    if not (changes <= allowed)[:, observed].all():
         return {}
     broken = [name for name in density.changed_terms(after, before) if name]
     if not broken:

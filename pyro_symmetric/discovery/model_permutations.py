@@ -185,12 +185,14 @@ def _position_classes(
     Positions of different classes never exchange, so that the groups of a plate that
     differ by their data cost ``n`` values, not ``n**2``.
     """
-    density, point = searcher.density, searcher.first_point
+    density = searcher.density
+    point = searcher.first_point
     level_point = dict(point)
     for site, places in candidates.items():
         for place in places:
             level_point[site] = _levelled(density, level_point[site], place, count, 0)
-    trials, numbers = list[Weights](), dict[Place, slice]()
+    trials = list[Weights]()
+    numbers = dict[Place, slice]()
     for site, places in candidates.items():
         for place in places:
             value = _levelled(density, point[site], place, count, 1)
@@ -200,7 +202,7 @@ def _position_classes(
             images = [value]
             for position in range(1, count):
                 images.append(Exchange(0, position, count).act(value, [place]))
-            if not bool(density.site_inside(site, torch.stack(images)).all()):
+            if not density.site_inside(site, torch.stack(images)).all():
                 continue  # nothing is known of the place alone
             numbers[place] = slice(len(trials), len(trials) + count)
             trials += [{**level_point, site: image} for image in images]
@@ -230,7 +232,7 @@ def _levelled(
         level = level.flatten(place.dim, axis)
         back = index.flatten().argsort().to(level.device)
         level = level.index_select(place.dim, back)
-        if bool(density.site_inside(place.site, level[None])):
+        if density.site_inside(place.site, level[None]):
             return level
     return value
 

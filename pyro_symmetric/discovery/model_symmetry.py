@@ -197,7 +197,8 @@ class _StackedDensity:
     """
 
     def __init__(self, density: ModelDensity, stacks: Mapping[str, Sequence[str]]):
-        self.density, self.stacks = density, stacks
+        self.density = density
+        self.stacks = stacks
 
     def stacked(self, points: Weights) -> Weights:
         """Stack the sites of points ``(points,) + shape``."""

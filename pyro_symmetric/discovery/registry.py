@@ -304,7 +304,8 @@ def rule_for(target: Any) -> Rule | None:
     """Return the rule of an operator overload: its own, that of all overloads, or that
     of PyTorch's tag.
     """
-    packet, tags = getattr(target, "overloadpacket", None), getattr(target, "tags", ())
+    packet = getattr(target, "overloadpacket", None)
+    tags = getattr(target, "tags", ())
     keys = [target, packet, getattr(packet, "_qualified_op_name", None)]
     keys += [torch.Tag.pointwise] if torch.Tag.pointwise in tags else []
     return next((RULES[key] for key in keys if key in RULES), None)

@@ -118,7 +118,8 @@ def copies(
     """
     if not basis:
         return []
-    vectors, blocks = np.array(basis), [repeats.of(axis.site) for axis in two]
+    vectors = np.array(basis)
+    blocks = [repeats.of(axis.site) for axis in two]
     keys = [
         (image, block)
         for image, (_, block) in zip(repeats.images(two), blocks, strict=True)
@@ -149,7 +150,8 @@ def copies(
         len(independent(np.vstack([vectors, candidates[chosen]]), modulo_two)),
     } != {len(basis)}:
         raise UnequalBlocks
-    places, copied = [repeats.of(axis.site) for axis in every], list[Exponents]()
+    places = [repeats.of(axis.site) for axis in every]
+    copied = list[Exponents]()
     # the second block's are the first one's
     for k in (k for k in chosen if not len(alone) <= k < 2 * len(alone)):
         numbers = [
@@ -270,7 +272,8 @@ def _blocks(
     first, last = max(
         _stretches(alike), key=lambda one: one[1] - one[0], default=(0, 0)
     )
-    first, last = start + first, start + last
+    first = start + first
+    last = start + last
     if last - first < period:
         return []
     crossing = np.zeros(len(calls) + 1, dtype=int)

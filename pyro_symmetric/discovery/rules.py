@@ -120,7 +120,8 @@ def made(flow: Flow, call: Call) -> Value:
 
 @register_rule("arange")
 def arange(flow: Flow, call: Call) -> Value:
-    start, step = call.get("start", 0), call.get("step", 1)
+    start = call.get("start", 0)
+    step = call.get("step", 1)
     integer = all(isinstance(n, int) for n in (start, step))
     return opaque(
         call.shape,
@@ -240,7 +241,8 @@ def layer_norm(flow: Flow, call: Call) -> Value:
 @register_rule("group_norm", "native_group_norm")
 def group_norm(flow: Flow, call: Call) -> Value:
     """Let channels move within their group, and groups as wholes."""
-    shape, groups = call["input"].shape, call.get("num_groups") or call["group"]
+    shape = call["input"].shape
+    groups = call.get("num_groups") or call["group"]
     split = flow.reshape(
         call["input"], [shape[0], groups, shape[1] // groups, *shape[2:]]
     )
@@ -287,8 +289,10 @@ def _affine(flow: Flow, call: Call, value: Value, axis: int) -> Value:
 
 def matmul(flow: Flow, one: Value, other: Value) -> Value:
     """Compute ``torch.matmul`` with its broadcasting, also for vectors."""
-    rows, columns = "r" if one.dim > 1 else "", "c" if other.dim > 1 else ""
-    left, right = f"...{rows}i" if rows else "i", f"...i{columns}" if columns else "i"
+    rows = "r" if one.dim > 1 else ""
+    columns = "c" if other.dim > 1 else ""
+    left = f"...{rows}i" if rows else "i"
+    right = f"...i{columns}" if columns else "i"
     return flow.einsum(f"{left},{right}->...{rows}{columns}", one, other)
 
 
@@ -359,7 +363,9 @@ def attention(flow: Flow, call: Call) -> Value:
     """Compute ``softmax(q k' + mask) v``: a head's units are rows of q and k together,
     and rows of v.
     """
-    query, key, value = call["query"], call["key"], call["value"]
+    query = call["query"]
+    key = call["key"]
+    value = call["value"]
     if call.get("enable_gqa") and query.dim >= 3:
         key, value = (_per_query_head(flow, x, query.shape[-3]) for x in (key, value))
     scores = flow.elementwise(
@@ -392,11 +398,11 @@ def convolution(flow: Flow, call: Call) -> Value:
     """Convolve: each group of output channels reads one group of input channels, and
     moves with it.
     """
-    weight, bias, dims = call["weight"], call["bias"], call["weight"].dim - 2
-    value, transposed = (
-        _channels(flow, _images(flow, call["input"], dims), dims),
-        call.get("transposed", "transpose" in call.name),
-    )
+    weight = call["weight"]
+    bias = call["bias"]
+    dims = call["weight"].dim - 2
+    value = _channels(flow, _images(flow, call["input"], dims), dims)
+    transposed = call.get("transposed", "transpose" in call.name)
     result = _resized(
         flow,
         _per_group(flow, value, weight, call["groups"], transposed),
@@ -432,7 +438,8 @@ def _per_group(
     inputs.
     """
     row, column = "io" if transposed else "oi"
-    columns, (rows, second) = weight.columns, weight.shape[:2]
+    columns = weight.columns
+    rows, second = weight.shape[:2]
     weight = replace(
         weight, parts=tuple(part for part in weight.parts if part is not columns)
     )
@@ -498,7 +505,8 @@ def recurrent(flow: Flow, call: Call) -> list[Value]:
     states = call["hx"] if call.name == "lstm" else [call["hx"]]
     directions = 2 if call["bidirectional"] else 1
     per_cell = len(call["params"]) // (call["num_layers"] * directions)
-    value, finals = call["input"], []
+    value = call["input"]
+    finals = []
     for layer in range(call["num_layers"]):
         outputs = []
         for number in range(layer * directions, (layer + 1) * directions):
@@ -555,7 +563,8 @@ def _per_unit(flow: Flow, value: Value, gates: int) -> Value:
     each.
     """
     *lead, rows = value.shape
-    split, axis = flow.reshape(value, [*lead, gates, rows // gates]), len(lead)
+    split = flow.reshape(value, [*lead, gates, rows // gates])
+    axis = len(lead)
     return flow.elementwise(
         [
             flow.squeeze(flow.take(split, axis, np.array([gate])), [axis])
@@ -620,7 +629,8 @@ def unsqueeze(flow: Flow, call: Call) -> Value:
 def permute(flow: Flow, call: Call) -> Value:
     axes = [*range(call.value.dim)]
     if call.name == "transpose":
-        one, other = call.value.axis(call["dim0"]), call.value.axis(call["dim1"])
+        one = call.value.axis(call["dim0"])
+        other = call.value.axis(call["dim1"])
         axes[one], axes[other] = other, one
     return flow.relaid(
         call.value, [call.value.axis(axis) for axis in call.get("dims", axes)]
@@ -636,7 +646,8 @@ def expand(flow: Flow, call: Call) -> Value:
 @register_rule("repeat")
 def repeat(flow: Flow, call: Call) -> Value:
     """Repeat along axes: insert a new axis in front of each, and merge the two."""
-    value, counts = call.value, call["repeats"]
+    value = call.value
+    counts = call["repeats"]
     while value.dim < len(counts):
         value = flow.unsqueeze(value, 0)
     for axis, count in enumerate(counts):
@@ -739,7 +750,8 @@ def stack(flow: Flow, call: Call) -> Value:
 @register_rule("constant_pad_nd")
 def pad(flow: Flow, call: Call) -> Value:
     """Pad with constants, as with units that are all equal; negative widths crop."""
-    value, widths = call.value, call["pad"]
+    value = call.value
+    widths = call["pad"]
     for step, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True)):
         axis = value.dim - 1 - step
         value = flow.take(
@@ -759,7 +771,10 @@ def pad(flow: Flow, call: Call) -> Value:
 @register_rule("slice_scatter", "select_scatter")
 def write_slice(flow: Flow, call: Call) -> Value:
     """Overwrite some positions along an axis; these are told apart from the rest."""
-    value, source, axis, written = call.value, call["src"], call.axis, _positions(call)
+    value = call.value
+    source = call["src"]
+    axis = call.axis
+    written = _positions(call)
     if call.name == "select_scatter":
         source = flow.unsqueeze(source, axis)
     if np.array_equal(written, np.arange(value.shape[axis])):
@@ -799,18 +814,18 @@ def embedding(flow: Flow, call: Call) -> Value:
 @carrier
 def index(flow: Flow, call: Call) -> Value:
     """Index one or several axes; known index maps along one axis take units along."""
-    value, indices = call.value, _indices(call)
+    value = call.value
+    indices = _indices(call)
     (entry, (axis, *_)), *others = indices
     known = _positions_in(entry, value.shape[axis])
     if not others and known is not None:
         return flow.cut(value, axis, known)
     value = flow.noted(value)
-    axes, shape = [axis for _, replaced in indices for axis in replaced], call.shape
+    axes = [axis for _, replaced in indices for axis in replaced]
+    shape = call.shape
     kept = [axis for axis in range(value.dim) if axis not in axes]
-    first, new = (
-        axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0,
-        len(shape) - len(kept),
-    )
+    first = axes[0] if axes == [*range(axes[0], axes[-1] + 1)] else 0
+    new = len(shape) - len(kept)
     # known index maps, of which each varies along an axis of its own
     outer = _outer_indices(indices, new)
     for old, (_, index_map) in outer.items():
@@ -880,7 +895,8 @@ def _indices(call: Call) -> list[tuple[Value, list[int]]]:
     """
     if "dim" in call.arguments:
         return [(call["index"], [call.axis])]
-    indices, axis = [], 0
+    indices = []
+    axis = 0
     for entry in call["indices"]:
         width = entry.dim if entry is not None and entry.mask else 1
         if entry is not None:
@@ -894,10 +910,11 @@ def gather(flow: Flow, call: Call) -> Value:
     """Gather along one axis: units survive if all their entries come from the same
     positions.
     """
-    positions, known = call["index"], None
+    positions = call["index"]
+    known = None
     if positions.constant is not None and positions.dim:
         lines = positions.constant.movedim(call.axis, 0).flatten(1)
-        if lines.numel() and bool((lines == lines[:, :1]).all()):
+        if lines.numel() and (lines == lines[:, :1]).all():
             known = lines[:, 0].numpy().astype(np.int64)
     if known is not None:
         value = flow.take(call.value, call.axis, known)
@@ -924,7 +941,9 @@ def take(flow: Flow, call: Call) -> Value:
 @register_rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(flow: Flow, call: Call) -> Value:
     """Scatter along one axis: each entry goes to a position of its own."""
-    value, positions, axis = call["self"], call["index"], call.axis
+    value = call["self"]
+    positions = call["index"]
+    axis = call.axis
     source = call.get("src", call.get("value"))
     source = source if isinstance(source, Value) else Value(())
     flow.pin(positions)
@@ -956,11 +975,9 @@ def index_put(flow: Flow, call: Call) -> Value:
     """Assign or add: ``self[indices] = values``, ``+=``. The indexed axes must be
     adjacent.
     """
-    value, source, indices = (
-        call["self"],
-        call.get("values", call.get("source")),
-        _indices(call),
-    )
+    value = call["self"]
+    source = call.get("values", call.get("source"))
+    indices = _indices(call)
     for entry, _ in indices:
         flow.pin(entry)
     axes = [axis for _, replaced in indices for axis in replaced]
@@ -968,7 +985,8 @@ def index_put(flow: Flow, call: Call) -> Value:
         return flow.give_up(
             [value, source], call.shape, "indices have gaps between them"
         )
-    before, after = [*range(axes[0])], value.dim - axes[-1] - 1
+    before = [*range(axes[0])]
+    after = value.dim - axes[-1] - 1
     dim = axes[0] + max(1 if entry.mask else entry.dim for entry, _ in indices) + after
     kept = [*before, *range(dim - after, dim)]
     source = flow.restrict(

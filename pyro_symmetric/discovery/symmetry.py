@@ -401,7 +401,8 @@ def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
     :param argument: the name of the argument that holds the names.
     :raises ValueError: if a name matches no site.
     """
-    sites, selected = list(sites), set[str]()
+    sites = list(sites)
+    selected = set[str]()
     for name in (
         [names]
         if isinstance(names, str)
@@ -469,10 +470,8 @@ def copied(
     :param shared: whether the copy has modules of its own, but the network's parameters
         and buffers.
     """
-    tensors, memo = (
-        (*net.parameters(), *net.buffers()) if shared or dtype else (),
-        dict[int, Any](),
-    )
+    tensors = (*net.parameters(), *net.buffers()) if shared or dtype else ()
+    memo = dict[int, Any]()
     for value in (value for value in tensors if not is_lazy(value)):
         memo[id(value)] = value
         if not shared:  # cast at once: a copy in between would double the memory
@@ -562,12 +561,7 @@ def near(
     noise = torch.randn(
         value.shape, generator=generator, dtype=value.dtype, device="cpu"
     ).to(value.device)
-    if (
-        buffer
-        and value.is_floating_point()
-        and bool((value >= 0).all())
-        and bool(value.any())
-    ):
+    if buffer and value.is_floating_point() and (value >= 0).all() and value.any():
         return noise.mul_(far).exp_().mul_(value)
     spread = float(value.std(correction=0)) if value.numel() else 0.0
     spread = spread if spread > CONSTANT else max(1, value.shape[1:].numel()) ** -0.5

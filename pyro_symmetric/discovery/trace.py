@@ -297,7 +297,8 @@ def _functionalise(graph: Graph) -> bool:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            packet, written = node.target.overloadpacket.__name__, node.args[0]
+            packet = node.target.overloadpacket.__name__
+            written = node.args[0]
             library = torch.ops.aten if node.target.namespace == "aten" else None
             pure = getattr(
                 getattr(library, packet.removesuffix("_"), None),
@@ -401,16 +402,15 @@ class Deterministic(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype, noise: bool = True):
         super().__init__()
-        self.dtype, self.noise = dtype, noise
+        self.dtype = dtype
+        self.noise = noise
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        packet, schema = (
-            getattr(func, "overloadpacket", func),
-            getattr(func, "_schema", None),
-        )
+        packet = getattr(func, "overloadpacket", func)
+        schema = getattr(func, "_schema", None)
         mean = MASKS.get(func) or (None if self.noise else MEANS.get(packet))
         if mean is not None:
             return func(*args, **kwargs).fill_(mean(bound(func, args, kwargs)))

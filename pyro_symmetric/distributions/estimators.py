@@ -50,7 +50,9 @@ from pyro_symmetric.groups.units import Element
 CHUNK_NUMBERS = 2**25  # held at once; larger computations run in chunks
 # By default an exact sum has at most so many terms a draw, in training and for a
 # report, and enumerated elements.
-TRAINING_TERMS, REPORT_TERMS, ENUMERATED_ELEMENTS = 50_000, 500_000, 720
+TRAINING_TERMS = 50_000
+REPORT_TERMS = 500_000
+ENUMERATED_ELEMENTS = 720
 LARGEST_PERMANENT = 20  # width; n 2^(n-1) terms are 10 million at 20
 
 
@@ -416,10 +418,8 @@ def log_mean_ratios(
         total = torch.zeros((), dtype=torch.float64, device=value.device)
         for name in units.sets:
             densities = units.exclusive_matrix(name)
-            over_signs, identity = (
-                sum_over_signs(densities.double()),
-                densities[0].diagonal(dim1=-2, dim2=-1).sum(-1),
-            )
+            over_signs = sum_over_signs(densities.double())
+            identity = densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
             permuted = "permute" in group[name].moves
             summed = (
                 log_permanent(over_signs)
@@ -511,7 +511,8 @@ def _subsets(n: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     position, among the subsets of size ``t - 1``, of the subset without each column."""
     masks = torch.arange(2**n, device=device)
     member = ((masks[:, None] >> torch.arange(n, device=device)) & 1).bool()
-    size, position = member.sum(-1), torch.zeros_like(masks)
+    size = member.sum(-1)
+    position = torch.zeros_like(masks)
     levels = []
     for t in range(n + 1):
         subsets = (size == t).nonzero()[:, 0]

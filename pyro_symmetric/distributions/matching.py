@@ -84,18 +84,18 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         :math:`\log(|G|\,\tau)`: the log-probabilities of the matched sets times the
         number of these sets' elements.
     """
-    group, value, shape = units.group, units.value, (count + 1, *units.batch)
+    group = units.group
+    value = units.value
+    shape = (count + 1, *units.batch)
     options: dict[str, Any] = {
         "batch_shape": shape,
         "device": value.device,
         "dtype": value.dtype,
     }
     left = [name for name, one in units.sets.items() if one.matched]
-    log_tau, permutations, signs = (
-        value.new_full(shape, units.log_order(left), dtype=torch.float64),
-        {},
-        {},
-    )
+    log_tau = value.new_full(shape, units.log_order(left), dtype=torch.float64)
+    permutations = {}
+    signs = {}
     if others := units.sets.keys() - set(left):
         uniform = group.without(left).sample(
             shape, device=value.device, dtype=value.dtype
@@ -106,7 +106,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
                 if move == "permute"
                 else 1.0
             )
-        permutations, signs = dict(uniform.permutations), dict(uniform.signs)
+        permutations = dict(uniform.permutations)
+        signs = dict(uniform.signs)
         units.place(others, Element(group, permutations, signs, **options))
 
     def match(name: str, densities: Tensor, best: Tensor, certain: Tensor) -> Tensor:
@@ -121,8 +122,8 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         if not units.shared:
             return log_prob
         identity = torch.arange(images.shape[-1], device=images.device)
-        if not bool((images == identity).all()) or (
-            flips is not None and not bool((flips > 0).all())
+        if not (images == identity).all() or (
+            flips is not None and not (flips > 0).all()
         ):
             element = Element(group, permutations, signs, **options)
             # If all proposals are alike, as with units far apart, one serves the sets
@@ -139,7 +140,7 @@ def propose(units: UnitDensities, count: int) -> tuple[Element, Tensor]:
         before = list(left)
         for name in before:
             densities, best, certain = units.matrix(name, quick=True)
-            if bool(certain.all()):
+            if certain.all():
                 log_tau = log_tau + match(name, densities, best, certain)
                 left.remove(name)
             elif len(densities) == 1:
@@ -223,14 +224,16 @@ class UnitDensities:
         group: Group | None = None,
     ):
         self.group, self.sets = _sets_of_action(action, group)
-        self.value, self.batch = value, value.shape[1:-1]
+        self.value = value
+        self.batch = value.shape[1:-1]
         self.draws = sites_of(action, value)
         self.loc, self.scale = _site_moments(base, action, value)
         self.blocks = unit_blocks(base, action, self.group)
         self.shared = {
             axis.site: None for one in self.sets.values() for axis in one.shared
         }
-        self.placed, self.drawn = dict(self.draws), set[str]()
+        self.placed = dict(self.draws)
+        self.drawn = set[str]()
         self.best: dict[str, tuple[Tensor, Tensor]] = {}
         self.expected: dict[str, tuple[Tensor, Tensor]] = {}
         self._products: dict[Any, Any] = {}
@@ -254,7 +257,8 @@ class UnitDensities:
         On sites that one set moves alone it is gathered from the set's matrix, at the
         places that any element changes; on shared sites the weights are moved.
         """
-        shape, signs = (elements.batch_shape[0], *self.batch), elements.signs
+        shape = (elements.batch_shape[0], *self.batch)
+        signs = elements.signs
         total = self.value.new_zeros(shape, dtype=torch.float64)
         # the elements other than the identity
         moving = self.value.new_zeros(shape[0], dtype=torch.bool)
@@ -262,22 +266,18 @@ class UnitDensities:
             if name not in elements.group.units:
                 continue
             images = elements.images(name).expand(*shape, -1)
-            changed, flipped = (
-                images != torch.arange(images.shape[-1], device=images.device),
-                torch.zeros_like(images),
-            )
+            changed = images != torch.arange(images.shape[-1], device=images.device)
+            flipped = torch.zeros_like(images)
             if name in signs:
                 sign = signs[name].flatten(len(elements.batch_shape)).expand(*shape, -1)
                 flipped = (sign.gather(-1, images) < 0).long()
                 changed = changed | (flipped == 1)
-            moving, changed = (
-                moving | changed.flatten(1).any(1),
-                changed.flatten(0, -2).any(0),
-            )
+            moving = moving | changed.flatten(1).any(1)
+            changed = changed.flatten(0, -2).any(0)
             if torch._C._get_tracing_state() is not None:  # other elements will follow
                 moving = torch.ones_like(moving)
                 changed = torch.ones_like(changed)
-            if not self.sets[name].exclusive or not bool(changed.any()):
+            if not self.sets[name].exclusive or not changed.any():
                 continue
             places = changed.nonzero()[:, 0]
             densities = self.exclusive_matrix(name, places)[:, 0]
@@ -290,14 +290,13 @@ class UnitDensities:
                 + moved.sum(-2).movedim(-1, 0)
                 - densities[0].diagonal(dim1=-2, dim2=-1).sum(-1)
             )
-        if self.shared and bool(moving.any()):
+        if self.shared and moving.any():
             index = moving.nonzero()[:, 0]
-            elements, ratio = (
-                elements.select(index),
-                self.value.new_zeros(len(index), *self.batch),
-            )
+            elements = elements.select(index)
+            ratio = self.value.new_zeros(len(index), *self.batch)
             for site in self.shared:
-                before, dims = self.draws[site], self._dims(site)
+                before = self.draws[site]
+                dims = self._dims(site)
                 after = elements.on_site(site, before, dims)
                 change = (
                     -0.5
@@ -318,7 +317,8 @@ class UnitDensities:
         :param quick: compute it by a sketch. Undrawn sets then take part where their
             places are certain; otherwise by their expectation, and no place is certain.
         """
-        one, dtype = self.sets[name], self.value.dtype
+        one = self.sets[name]
+        dtype = self.value.dtype
         sizes = [self.draws[axis.site].numel() for axis in one.exclusive + one.shared]
         levels = [(torch.float64, False)]
         if self.group[name].count * sum(sizes) > FEW_PRODUCTS:
@@ -372,10 +372,10 @@ class UnitDensities:
                     if in_expectation
                     else certain & (rounding < 1.0)
                 )
-                if bool(certain.all()):
+                if certain.all():
                     break
                 # false of NaN
-                if not sketched and bool((rounding * ~certain <= MAX_ROUNDING).all()):
+                if not sketched and (rounding * ~certain <= MAX_ROUNDING).all():
                     break
         return densities, best, certain
 
@@ -392,14 +392,13 @@ class UnitDensities:
         places and one of the units, and these factors."""
         # whose precisions couple all weights of a unit
         sketched = sketched and name not in self.blocks
-        key, kept = (
-            (name, dtype, sketched),
-            axes is self.sets[name].exclusive and places is None,
-        )
+        key = (name, dtype, sketched)
+        kept = axes is self.sets[name].exclusive and places is None
         if kept and key in self._products:
             return self._products[key]
         signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
-        of_places, of_units = list[Tensor](), [list[Tensor]() for _ in signs]
+        of_places = list[Tensor]()
+        of_units = [list[Tensor]() for _ in signs]
         along = list(self._weights_along(axes, sketched, quick))
         if not along and not quick and axes is self.sets[name].shared:
             along = list(self._profiles_along(axes))
@@ -435,10 +434,8 @@ class UnitDensities:
                 [value, (value.unsqueeze(-1) * value.unsqueeze(-2)).flatten(-2)]
                 for value in values
             ]
-        place_factor, unit_factors = (
-            concatenate(of_places),
-            [concatenate(factors) for factors in of_units],
-        )
+        place_factor = concatenate(of_places)
+        unit_factors = [concatenate(factors) for factors in of_units]
         products = [place_factor @ factor.mT for factor in unit_factors]
         result = (
             torch.stack(products) if len(signs) > 1 else products[0][None],
@@ -465,11 +462,11 @@ class UnitDensities:
             value, loc, scale = (
                 rows(part, axis, self._dims(axis.site)) for part in parts
             )
-            columns, undrawn, wide = None, self._undrawn(axis), loc.shape[-1] > SKETCH
-            other, between = (
-                undrawn[0][0] if undrawn else "",
-                (undrawn or wide) and self._is_between(axis.site),
-            )
+            columns = None
+            undrawn = self._undrawn(axis)
+            wide = loc.shape[-1] > SKETCH
+            other = undrawn[0][0] if undrawn else ""
+            between = (undrawn or wide) and self._is_between(axis.site)
             if undrawn and not (
                 between and other in (self.best if quick else self.expected)
             ):
@@ -493,10 +490,8 @@ class UnitDensities:
                     part[..., of_places, :].to(value).mT
                     for part in self.expected[other]
                 )
-                square, value = (
-                    TRUST * square @ mix,
-                    TRUST * value @ (signed if undrawn[0][1].exponent % 2 else mix),
-                )
+                square = TRUST * square @ mix
+                value = TRUST * value @ (signed if undrawn[0][1].exponent % 2 else mix)
             yield axis, value, square, loc, scale
 
     def _profiles_along(self, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
@@ -525,7 +520,8 @@ class UnitDensities:
         """Return whether a site is a matrix whose rows are one set of units and whose
         columns are another.
         """
-        shape, members = self.group.view_shapes[site], self.group.members(site)
+        shape = self.group.view_shapes[site]
+        members = self.group.members(site)
         return len(shape) == len(members) == 2 and all(
             own[0][1].fills(shape[d]) for d, own in members.items()
         )
@@ -588,7 +584,8 @@ def _sketch(loc: Tensor, scale: Tensor, columns: Tensor | None) -> Tensor:
     some columns or all.
     """
     some = slice(None, None, max(1, loc.shape[-2] // 64))
-    loc, scale = loc.detach()[..., some, :], scale.detach()[..., some, :]
+    loc = loc.detach()[..., some, :]
+    scale = scale.detach()[..., some, :]
     separation = ((loc - loc.mean(-2, keepdim=True)) / scale).square()
     separation = separation.reshape(-1, separation.shape[-1]).sum(0)
     columns = (
@@ -737,7 +734,8 @@ def draw_set(
     these: the unit that each place takes, ``(count + 1,) + batch + (n,)``, the units'
     signs or None, and log-probabilities."""
     shape = (count + 1, *best.shape[1:])
-    images, log_prob = best.expand(shape), densities.new_zeros((), dtype=torch.float64)
+    images = best.expand(shape)
+    log_prob = densities.new_zeros((), dtype=torch.float64)
     if "permute" in units.moves and units.size > 1:
         images, log_prob = draw_matchings(densities, count, best, certain, dtype)
     if len(densities) == 1:
@@ -774,17 +772,16 @@ def draw_matchings(
     :return: the column that each row takes, ``(count + 1,) + batch + (n,)``, and
         log-probabilities.
     """
-    n, shape = best.shape[-1], (count + 1, *best.shape[1:])
+    n = best.shape[-1]
+    shape = (count + 1, *best.shape[1:])
     identity = torch.arange(n, device=best.device)
     number = int((~certain).sum(-1).amax())
     if 2 * number > n:
         return draw_all(sum_over_signs(densities), count, identity, dtype)
     drawn_rows = certain.long().argsort(-1)[..., :number]
     columns = best.gather(-1, drawn_rows)
-    images, log_tau = (
-        best.expand(shape).clone(),
-        torch.zeros(shape[:-1], dtype=torch.float64, device=best.device),
-    )
+    images = best.expand(shape).clone()
+    log_tau = torch.zeros(shape[:-1], dtype=torch.float64, device=best.device)
     if number:
         block = densities.take_along_dim(
             drawn_rows.expand(len(densities), *drawn_rows.shape).unsqueeze(-1), -2
@@ -799,7 +796,7 @@ def draw_matchings(
     images[0] = identity
     log_tau = log_tau + math.log1p(-UNIFORM_SHARE)
     uniform = torch.rand(shape[:-1], device=best.device) < UNIFORM_SHARE
-    if bool(uniform.any()):
+    if uniform.any():
         uniform[0] = False
         uniform_images = torch.rand(images.shape, device=best.device).argsort(-1)
         images = torch.where(uniform.unsqueeze(-1), uniform_images, images)
@@ -821,15 +818,12 @@ def draw_all(
     :param identity: the column that each row takes in the first matching, which isn't
         drawn.
     """
-    n, shape = densities.shape[-1], (count + 1, *densities.shape[1:])
-    early, order = (
-        max(0, n - ENUMERATED_ROWS),
-        torch.arange(n, device=densities.device).expand(shape[:-1]),
-    )
-    taken, log_tau = (
-        identity.expand(shape[:-1]).clone(),
-        order.new_zeros(shape[:-2], dtype=torch.float64),
-    )
+    n = densities.shape[-1]
+    shape = (count + 1, *densities.shape[1:])
+    early = max(0, n - ENUMERATED_ROWS)
+    order = torch.arange(n, device=densities.device).expand(shape[:-1])
+    taken = identity.expand(shape[:-1]).clone()
+    log_tau = order.new_zeros(shape[:-2], dtype=torch.float64)
     if early:
         chances = (1 - SPREAD) * doubly_stochastic(densities, dtype=dtype) + SPREAD / n
         order = chances.square().sum(-1).argsort(-1, descending=True)
@@ -853,10 +847,8 @@ def draw_all(
         )
     # The last rows take the remaining columns in one of all orders; order 0 is the one
     # in ``taken``.
-    orders, late = (
-        _orders(n - early, densities.device),
-        torch.arange(n - early, device=densities.device),
-    )
+    orders = _orders(n - early, densities.device)
+    late = torch.arange(n - early, device=densities.device)
     block = densities.expand(shape).take_along_dim(order[..., early:].unsqueeze(-1), -2)
     block = block.take_along_dim(taken[..., early:].unsqueeze(-2), -1)
     log_probs = (
@@ -884,7 +876,8 @@ def _without_replacement(chances: Tensor, count: int) -> Tensor:
     )
     drawn = drawn.reshape(*chances.shape[:-1], -1)
     choice = drawn[0].movedim(-1, 0) if shared else drawn[1:, ..., 0]
-    batch, choice = choice.shape[1:-1], choice.reshape(count, -1, size)
+    batch = choice.shape[1:-1]
+    choice = choice.reshape(count, -1, size)
     chances, index = (
         chances.reshape(len(chances), -1, size, n),
         torch.arange(size, device=chances.device),

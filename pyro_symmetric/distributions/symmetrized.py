@@ -346,15 +346,15 @@ def _signed_orbits(action: Action) -> Tensor:
     the smallest double; two entries of one orbit keep different labels with a
     probability of about ``2**-ORBIT_ROUNDS``.
     """
-    group, dim = action.group.finite, action.dim
-    numbered, orbit = (
-        torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu"),
-        torch.arange(2 * dim, device="cpu"),
-    )
+    group = action.group.finite
+    dim = action.dim
+    numbered = torch.arange(1.0, dim + 1, dtype=torch.float64, device="cpu")
+    orbit = torch.arange(2 * dim, device="cpu")
     with forked():
         for _ in range(ORBIT_ROUNDS):
             moved = action(numbered, group.sample(device="cpu"))
-            source, flipped = moved.abs().long() - 1, moved < 0
+            source = moved.abs().long() - 1
+            flipped = moved < 0
             orbit = torch.minimum(
                 orbit,
                 orbit[torch.cat([source + dim * flipped, source + dim * ~flipped])],

@@ -46,11 +46,10 @@ class UnitBlocks(TorchDistribution):
         batch_shape: Sequence[int] = (),
         validate_args: bool | None = None,
     ):
-        self.loc, self.scale = loc, torch.ones_like(loc) if scale is None else scale
-        self.positions, self.scale_trils = (
-            tuple(index.to(loc.device) for index in positions),
-            tuple(scale_trils),
-        )
+        self.loc = loc
+        self.scale = torch.ones_like(loc) if scale is None else scale
+        self.positions = tuple(index.to(loc.device) for index in positions)
+        self.scale_trils = tuple(scale_trils)
         self._sets = tuple(zip(self.positions, self.scale_trils, strict=True))
         listed = torch.cat(
             [index.reshape(-1) for index in self.positions]
@@ -99,10 +98,8 @@ class UnitBlocks(TorchDistribution):
         if self._validate_args:
             self._validate_sample(value)
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
-        centred, scale = (
-            (value - self.loc).reshape(-1, len(self.loc)),
-            self.scale[self.rest],
-        )
+        centred = (value - self.loc).reshape(-1, len(self.loc))
+        scale = self.scale[self.rest]
         total = (
             -0.5 * (centred[:, self.rest] / scale).square().sum(-1) - scale.log().sum()
         )

@@ -109,7 +109,8 @@ class Action:
                 f"axis of {self.dim}"
             )
         batch = torch.broadcast_shapes(vector.shape[:-1], element.batch_shape)
-        parts, shapes = [], self.layout.unconstrained_shapes
+        parts = []
+        shapes = self.layout.unconstrained_shapes
         for site, piece in self.layout.unflatten(vector).items():
             dims = len(shapes[site])
             if site in self.nonlinear_sites:

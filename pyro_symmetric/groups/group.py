@@ -111,11 +111,9 @@ class Group:
         of_network: bool,
         runs: Runs,
     ) -> Group:
-        self.site_shapes, self.of_network, self.units = (
-            dict(shapes),
-            of_network,
-            outer_first(units),
-        )
+        self.site_shapes = dict(shapes)
+        self.of_network = of_network
+        self.units = outer_first(units)
         self._runs = dict(runs)
         for axis in (axis for one in units for axis in one.axes if axis.span > 1):
             first, last = self._runs.get(axis.site, (axis.dim, 0))
@@ -208,10 +206,8 @@ class Group:
             includes them; or, by the name of the units, what each may do.
         :param even: sites that no flip changes.
         """
-        shapes, even = (
-            shapes_of(example_weights),
-            arguments.listed("even", even, str, "sites"),
-        )
+        shapes = shapes_of(example_weights)
+        even = arguments.listed("even", even, str, "sites")
         places: dict[str, list[tuple[str, int]]] = {}
         for site, names in axes.items():
             if site not in shapes:
@@ -236,10 +232,8 @@ class Group:
             )
         units = []
         for name, where in places.items():
-            lengths, allowed = (
-                {shapes[site][dim] for site, dim in where},
-                moves_of("moves", by_name[name]),
-            )
+            lengths = {shapes[site][dim] for site, dim in where}
+            allowed = moves_of("moves", by_name[name])
             if len(lengths) > 1 or not allowed <= set(COMPACT):
                 raise ValueError(
                     f"{name!r} lies along the axes {where} of lengths "
@@ -340,9 +334,11 @@ class Group:
         """
         if move != "rotate":
             return self.slots
-        end, slots = 0, {}
+        end = 0
+        slots = {}
         for name, one in MOVES[move].holders(self).items():
-            start, end = end, end + one.count * one.size
+            start = end
+            end = end + one.count * one.size
             slots[name] = slice(start, end)
         return slots
 
@@ -470,7 +466,8 @@ class Group:
                 if axis.dim < start
                 else replace(axis, dim=axis.dim - (end - start - 1))
             )
-        shape, first = self.site_shapes[axis.site][start:end], axis.dim - start
+        shape = self.site_shapes[axis.site][start:end]
+        first = axis.dim - start
         positions = torch.arange(shape.numel(), device=axis.index.device)
         positions = positions.reshape(
             *shape[:first], -1, *shape[first + axis.span :]
@@ -750,7 +747,8 @@ class Group:
         }
 
         def axis_of(given: Mapping[str, Any]) -> Axis:
-            dim, index = given["dim"], given["index"]
+            dim = given["dim"]
+            index = given["index"]
             if index is None:
                 length = math.prod(shapes[given["site"]][dim : dim + given["span"]])
                 filling = torch.arange(length, device="cpu")[None]
@@ -804,7 +802,8 @@ def _check_axes(units: Iterable[Units], site_shapes: Shapes) -> None:
     position.
     """
     for name, axis in ((one.name, axis) for one in units for axis in one.axes):
-        shape, index = site_shapes.get(axis.site), axis.index
+        shape = site_shapes.get(axis.site)
+        index = axis.index
         if shape is None or axis.dim + axis.span > len(shape):
             raise ValueError(
                 f"the units {name!r} lie along {axis}, but the known sites are "
@@ -863,7 +862,8 @@ def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
     """
     occupied: list[_Occupied] = []
     for name, axis in members:
-        one, index = group[name], axis.index
+        one = group[name]
+        index = axis.index
         if axis.touched(one.moves):
             power = (
                 axis.exponent
@@ -876,7 +876,7 @@ def _occupied(group: Group, members: Members, length: int) -> list[_Occupied]:
                 if (
                     own.units is one
                     and own.power == power
-                    and not bool((own.unit[index] >= 0).any())
+                    and not (own.unit[index] >= 0).any()
                 ):
                     index = torch.cat([occupied.pop(k).positions, index])
                     break
@@ -893,10 +893,8 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
     """Return the names of the first units along an axis whose moves form no group; none
     if all do.
     """
-    outer, covered = (
-        [group.ancestors(own.units.name) for own in occupied],
-        dict[str, Tensor](),
-    )
+    outer = [group.ancestors(own.units.name) for own in occupied]
+    covered = dict[str, Tensor]()
     for own in occupied:
         covered[own.units.name] = covered.get(own.units.name, False) | (own.unit >= 0)
     for own, around in zip(occupied, outer, strict=True):
@@ -905,11 +903,12 @@ def _conflicting(group: Group, occupied: Sequence[_Occupied]) -> list[str]:
             for name in around
             if "permute" in group[name].moves and group[name].size > 1
         ):
-            if name not in covered or not bool(covered[name][own.positions].all()):
+            if name not in covered or not covered[name][own.positions].all():
                 return [name, own.units.name]
     overlap = torch.stack([own.unit >= 0 for own in occupied]).double()
     for j, k in (overlap @ overlap.mT).nonzero().tolist():
-        one, other = occupied[j], occupied[k]
+        one = occupied[j]
+        other = occupied[k]
         moves = one.units.moves | other.units.moves
         related = one.units.name in outer[k] or other.units.name in outer[j]
         carried = related and not (one.power or other.power or "shift" in moves)
@@ -923,7 +922,8 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
     """Return whether permutations of some units map moves of others, maybe inside them,
     to moves of these.
     """
-    units, shifted = one.units, "shift" in other.units.moves
+    units = one.units
+    shifted = "shift" in other.units.moves
     rotating = "rotate" in other.units.moves
     permuted = "permute" in other.units.moves and other.units.size > 1
     if shifted and one.power:
@@ -937,7 +937,8 @@ def _normalises(one: _Occupied, other: _Occupied, inside: bool) -> bool:
     if one is other and not shifted:
         return True
     positions = one.positions.unflatten(-1, (units.copies, units.size))
-    unit, block = other.unit[positions], other.block[positions]
+    unit = other.unit[positions]
+    block = other.block[positions]
     if inside and not shifted:  # counted from the first inside each unit
         first = torch.arange(units.count, device="cpu").view(units.copies, units.size)
         unit = torch.where(

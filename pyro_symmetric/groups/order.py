@@ -119,7 +119,8 @@ class _Signs:
         return constant
 
     def _flips(self, site: str, dim: int) -> _Flips:
-        positions, units = [np.empty(0, int)], [np.empty(0, int)]
+        positions = [np.empty(0, int)]
+        units = [np.empty(0, int)]
         for name, axis in self.group.members(site)[dim]:
             if axis.exponent % 2 and "flip" in self.group[name].moves:
                 index = axis.index.numpy()

@@ -300,7 +300,8 @@ class Element:
         self.batch_shape = torch.Size(np.broadcast_shapes(*shapes))
         self.numbers: dict[Move, Tensor] = {}
         for move in (move for move in MOVES if group.names(move)):
-            kind, pieces = MOVES[move], []
+            kind = MOVES[move]
+            pieces = []
             for name, one in kind.holders(group).items():
                 named = given[move].get(name)
                 filled = kind.neutral(one, dtype, device) if named is None else named
@@ -320,7 +321,8 @@ class Element:
         numbers)``.
         """
         element = Element.__new__(Element)
-        element.group, element.batch_shape = self.group, torch.Size(batch_shape)
+        element.group = self.group
+        element.batch_shape = torch.Size(batch_shape)
         element.numbers = {
             move: change(move, value) for move, value in self.numbers.items()
         }
@@ -420,10 +422,8 @@ class Element:
         """Index the batch: ``g.select(0)`` is the first element. Tensors may lie on any
         device.
         """
-        device, parts = (
-            self.device or torch.device("cpu"),
-            index if isinstance(index, tuple) else (index,),
-        )
+        device = self.device or torch.device("cpu")
+        parts = index if isinstance(index, tuple) else (index,)
         index = tuple(
             part.to(device) if isinstance(part, Tensor) else part for part in parts
         )
@@ -459,7 +459,8 @@ class Element:
 
     def _signed_matrices(self, name: str) -> Tensor:
         """Return the matrices that permute and flip some units of each copy."""
-        units, device = self.group[name], self.device
+        units = self.group[name]
+        device = self.device
         like = self.numbers.get("flip", torch.empty(0, device=device))
         order = self.permutations.get(name, torch.arange(units.size, device=device))
         signs = self.signs.get(name, torch.ones(units.size, device=device)).to(like)
@@ -501,7 +502,8 @@ class Element:
                 "within(group)"
             )
         shape = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
-        mine, theirs = self.expand(shape), other.expand(shape).to(self.device)
+        mine = self.expand(shape)
+        theirs = other.expand(shape).to(self.device)
         back = (
             theirs.numbers["permute"].argsort(-1)
             if "permute" in theirs.numbers
@@ -608,7 +610,8 @@ class Element:
         """Return the source of each position along an axis of the view, LongTensor
         ``batch_shape + (length,)``.
         """
-        length, sources = self.group.view_shapes[site][dim], None
+        length = self.group.view_shapes[site][dim]
+        sources = None
         for name, axis in reversed(self.group.members(site)[dim]):  # outer units first
             if "permute" not in self.group[name].moves:
                 continue
@@ -639,7 +642,8 @@ class Element:
             *self.batch_shape, length, dtype=dtype, device=self.device
         )
         for name, axis in self.group.members(site)[dim]:
-            moves, slot = self.group[name].moves, self.group.slots[name]
+            moves = self.group[name].moves
+            slot = self.group.slots[name]
             if axis.exponent and "scale" in moves:
                 logs = laid_out(self.numbers["scale"][..., slot], axis, length, 0.0)
                 multiplier = (
@@ -692,8 +696,10 @@ def checked(
                 f"{argument} holds {name!r}; only {list(group.names(move))} admit the "
                 f"move {move!r}"
             )
-        kind, numbers = MOVES[move], as_tensor(value)
-        shape, wanted = kind.shape(group[name]), kind.wanted
+        kind = MOVES[move]
+        numbers = as_tensor(value)
+        shape = kind.shape(group[name])
+        wanted = kind.wanted
         if move == "permute":
             wanted = f"rows, each a permutation of 0 .. {shape[-1] - 1}"
             right = kind.valid(numbers)
@@ -703,8 +709,9 @@ def checked(
             numbers = numbers.to(torch.get_default_dtype())
         else:
             right = kind.valid(numbers)
-        if numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape or not bool(
-            right.all()
+        if (
+            numbers.shape[max(0, numbers.dim() - len(shape)) :] != shape
+            or not right.all()
         ):
             raise ValueError(
                 f"{argument}[{name!r}] is {numbers}; its shape must end in {shape}, "
@@ -882,10 +889,8 @@ def permute_axes(
     """Permute axes of ``batch + site_shape``, each by ``batch_p + (length,)``; batch
     shapes broadcast.
     """
-    batch, site = (
-        value.shape[: value.dim() - site_dims],
-        value.shape[value.dim() - site_dims :],
-    )
+    batch = value.shape[: value.dim() - site_dims]
+    site = value.shape[value.dim() - site_dims :]
     batches = [
         index.shape[:-1] for index in indices.values() if index.shape[:-1].numel() > 1
     ]
@@ -900,7 +905,8 @@ def permute_axes(
             value.flatten(len(batch)), {0: flat.flatten(-site_dims)}, 1
         ).unflatten(-1, site)
     for dim, index in indices.items():
-        batch, rest = value.shape[: value.dim() - site_dims], site[dim + 1 :]
+        batch = value.shape[: value.dim() - site_dims]
+        rest = site[dim + 1 :]
         if index.shape[:-1].numel() == 1 and index.dim() <= len(batch) + 1:
             value = value.index_select(dim - site_dims, index.reshape(-1))
         # whole rows, many times as fast as a gather of their entries

@@ -86,19 +86,18 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         """Draw the latent vector and sample every site, as a Delta with the Jacobian of
         its transform.
         """
-        latent, plates, result = (
-            self.sample_latent(*args, **kwargs),
-            self._create_plates(*args, **kwargs),
-            {},
-        )
+        latent = self.sample_latent(*args, **kwargs)
+        plates = self._create_plates(*args, **kwargs)
+        result = {}
         trace: Any = self.prototype_trace
-        shapes, nodes = self._unconstrained_shapes, trace.nodes
+        shapes = self._unconstrained_shapes
+        nodes = trace.nodes
         # one operation backward, too
         pieces = latent.split([shape.numel() for shape in shapes.values()], -1)
         for (name, shape), piece in zip(shapes.items(), pieces, strict=True):
-            fn, event_dim = (
-                nodes[name]["fn"],
-                nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim(),
+            fn = nodes[name]["fn"]
+            event_dim = (
+                nodes[name]["fn"].event_dim + len(shape) - nodes[name]["value"].dim()
             )
             # particles lead
             value = piece.view(
@@ -114,7 +113,8 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         """Draw weights, ``sample_shape + site_shape``, without data; detached and on
         the guide's device.
         """
-        shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(self)
+        shape = arguments.shape("sample_shape", sample_shape)
+        layout = layout_of(self)
         self.read_store()
         with torch.no_grad():
             return layout.constrain(self.get_posterior().sample(shape))
@@ -147,14 +147,13 @@ class WeightsGuide(StoredGuide, AutoContinuous):
         stacks = {
             name: trace.nodes[name]["cond_indep_stack"] for name in layout.site_shapes
         }
-        self.prototype_trace, self._cond_indep_stacks = trace, stacks
+        self.prototype_trace = trace
+        self._cond_indep_stacks = stacks
         self._prototype_frames = {
             frame.name: frame for stack in stacks.values() for frame in stack
         }
-        self._unconstrained_shapes, self.latent_dim = (
-            layout.unconstrained_shapes,
-            layout.dim,
-        )
+        self._unconstrained_shapes = layout.unconstrained_shapes
+        self.latent_dim = layout.dim
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Pyro's makes this guide the master of a guide that it holds, by a weak
@@ -260,7 +259,8 @@ class _Transformed(Delta):
     @classmethod
     def of(cls, unconstrained: Tensor, fn: Any) -> _Transformed:
         """Transform to the support of a distribution."""
-        transform, event_dim = biject_to(fn.support), fn.event_dim
+        transform = biject_to(fn.support)
+        event_dim = fn.event_dim
         value = transform(unconstrained)
         batch = value.shape[: value.dim() - event_dim]
         # the identity, or a density that isn't asked for

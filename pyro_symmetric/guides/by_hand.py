@@ -339,7 +339,8 @@ class _Moved(Messenger):
         self.sites: dict[str, Any] = {}
 
     def _pyro_sample(self, msg: Any) -> None:
-        joint, name = self.joint, msg["name"]
+        joint = self.joint
+        name = msg["name"]
         frames = [frame for frame in msg["cond_indep_stack"] if frame.vectorized]
         joint.plates[name] = frozenset(frame.name for frame in frames)
         if not msg["is_observed"] and not getattr(msg["fn"], "has_rsample", False):
@@ -449,7 +450,8 @@ class _Product(TorchDistribution):
     support = constraints.real_vector
 
     def __init__(self, sites: Mapping[str, Any], shapes: Shapes):
-        self.sites, self.shapes = sites, shapes
+        self.sites = sites
+        self.shapes = shapes
         super().__init__(
             torch.Size(), torch.Size([sum(shape.numel() for shape in shapes.values())])
         )
@@ -491,7 +493,8 @@ def _joint(sites: Mapping[str, Any], shapes: Shapes) -> Any:
 
 def _require_site(site: str, msg: Any, joint: _Joint) -> None:
     """Raise ``ValueError`` for a site without a density that can be averaged."""
-    fn, shape = msg["fn"], joint.shapes[site]
+    fn = msg["fn"]
+    shape = joint.shapes[site]
     if isinstance(fn, _CopiedSite):
         raise ValueError(
             f"site {site!r} is symmetrised already; take one group of both symmetries"
@@ -520,7 +523,7 @@ def _require_site(site: str, msg: Any, joint: _Joint) -> None:
             "no local variables"
         )
     mask = msg["mask"]
-    if isinstance(mask, Tensor) and not bool(mask.all()):
+    if isinstance(mask, Tensor) and not mask.all():
         raise ValueError(
             f"poutine.mask hides entries of site {site!r}; the average over the group "
             "needs them all"

@@ -107,7 +107,8 @@ def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
         tensors = {name: value.to(device) for name, value in tensors.items()}
     try:
         _require_sizes(header, tensors)
-        loc, sites = tensors["loc"], _of_sites(header["sites"], tensors["loc"])
+        loc = tensors["loc"]
+        sites = _of_sites(header["sites"], tensors["loc"])
         positions = [
             tensors[f"positions_{number}"] for number in range((len(tensors) - 2) // 2)
         ]
@@ -117,7 +118,8 @@ def load_guide(path: PathLike, device: Device = None) -> WeightsGuide:
         )
         guide.load_state_dict(tensors)
         if header["group"] is not None:
-            fields, group = dict(header["estimator"]), Group.from_dict(header["group"])
+            fields = dict(header["estimator"])
+            group = Group.from_dict(header["group"])
             estimator = ESTIMATORS[fields.pop("name")](**fields)
             guide = AutoSymmetrized(sites.model, group, guide, estimator).setup()
             guide._raw_model = None  # only its sites are known
@@ -162,7 +164,8 @@ def _require_sizes(header: Mapping[str, Any], tensors: Tensors) -> None:
     """
     # An honest site has as many unconstrained coordinates as moments. Entries that its
     # support determines, such as the upper half of a Cholesky factor, come on top.
-    most, num_coordinates = 4 * sum(value.numel() for value in tensors.values()), 0
+    most = 4 * sum(value.numel() for value in tensors.values())
+    num_coordinates = 0
     shapes = {site["name"]: torch.Size(site["shape"]) for site in header["sites"]}
     for site in header["sites"]:
         shape = shapes[site["name"]]
@@ -219,7 +222,8 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
                 )
 
     def start(site: dict[str, Any]) -> Tensor:
-        transform, shape = biject_to(site["fn"].support), site["fn"].shape()
+        transform = biject_to(site["fn"].support)
+        shape = site["fn"].shape()
         return transform(like.new_zeros(transform.inverse_shape(shape)))
 
     return WeightsGuide(model, start).setup()

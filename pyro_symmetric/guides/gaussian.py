@@ -72,7 +72,7 @@ class AutoGaussian(WeightsGuide):
         self._adopt(guide)
         normal = in_blocks(normal)
         moments = torch.stack([normal.loc, normal.stddev])
-        if moments.shape != (2, self.latent_dim) or not bool(moments.isfinite().all()):
+        if moments.shape != (2, self.latent_dim) or not moments.isfinite().all():
             raise ValueError(
                 f"normal needs {self.latent_dim} finite means and deviations; found "
                 f"{normal.loc.shape[0]}"
@@ -84,7 +84,8 @@ class AutoGaussian(WeightsGuide):
         """Make a normal's moments parameters; ``scale`` holds the diagonals of the
         blocks' Cholesky factors.
         """
-        scale, self.num_sets = normal.stddev.clone(), len(normal.positions)
+        scale = normal.stddev.clone()
+        self.num_sets = len(normal.positions)
         for number, (positions, tril) in enumerate(
             zip(normal.positions, normal.scale_trils, strict=True)
         ):
@@ -94,14 +95,13 @@ class AutoGaussian(WeightsGuide):
             )
             setattr(self, f"scale_tril_{number}", unit_tril)
             self.register_buffer(f"positions_{number}", positions)
-        self.loc, self.scale = (
-            nn.Parameter(normal.loc.clone()),
-            PyroParam(scale, constraints.softplus_positive),
-        )
+        self.loc = nn.Parameter(normal.loc.clone())
+        self.scale = PyroParam(scale, constraints.softplus_positive)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
         """Return the Gaussian over flat unconstrained vectors."""
-        loc, scale = self.loc, self.scale
+        loc = self.loc
+        scale = self.scale
         if not self.num_sets:
             return dist.Normal(loc, scale).to_event(1)
         positions = [
@@ -162,7 +162,8 @@ class AutoUnitBlocks(AutoGaussian):
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         super()._setup_prototype(*args, **kwargs)
         self._adopt(self)
-        loc, positions = self._init_loc(), unit_positions(action_on(self, self.group))
+        loc = self._init_loc()
+        positions = unit_positions(action_on(self, self.group))
         trils = [
             loc.new_full(index.shape, self._init_scale).diag_embed()
             for index in positions
@@ -273,7 +274,8 @@ def sample_posterior(guide: AutoGuide, sample_shape: Sequence[int] = ()) -> Weig
     :raises TypeError: for a guide that is neither continuous nor ``AutoNormal`` nor
         ``AutoDelta``.
     """
-    shape, layout = arguments.shape("sample_shape", sample_shape), layout_of(guide)
+    shape = arguments.shape("sample_shape", sample_shape)
+    layout = layout_of(guide)
     if isinstance(guide, WeightsGuide):
         return guide.sample_posterior(shape)
     with torch.no_grad():

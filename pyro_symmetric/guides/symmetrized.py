@@ -178,7 +178,8 @@ class AutoSymmetrized(WeightsGuide):
     def _find(self, *args: Any, **kwargs: Any) -> None:
         """Take the symmetry of the model."""
         symmetry = symmetry_of_model(self._raw_model[0], args, kwargs)
-        self.group, self.at_least = symmetry.finite, symmetry.at_least
+        self.group = symmetry.finite
+        self.at_least = symmetry.at_least
         if isinstance(self._start, Start):
             self._start.moved = self.group.required_sites
         if isinstance(self.base, AutoUnitBlocks):

@@ -82,26 +82,26 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
     :raises ValueError: for a batch of elements, for sites that the guide lacks or whose
         supports don't fit.
     """
-    action, normal, group = (
-        _affine_action(element, guide),
-        in_blocks(plain_posterior(guide)),
-        element.group,
-    )
+    action = _affine_action(element, guide)
+    normal = in_blocks(plain_posterior(guide))
+    group = element.group
     # (A w)_i = factor_i w_{source_i}
     numbers = torch.arange(action.dim, dtype=torch.float64, device=normal.loc.device)
     source = action(numbers, group.element(element.permutations)).round().long()
     linear = group.element(
         element.permutations, signs=element.signs, log_scales=element.log_scales
     )
-    factor, trils = action(torch.ones_like(normal.loc), linear), []
+    factor = action(torch.ones_like(normal.loc), linear)
+    trils = []
     for positions, tril in zip(normal.positions, normal.scale_trils, strict=True):
         entries = torch.full_like(source, -1)  # of the blocks: d * block + row
         entries[positions.flatten()] = torch.arange(
             positions.numel(), device=entries.device
         )
         entry = entries[source[positions]]
-        block, row = entry // positions.shape[1], entry % positions.shape[1]
-        if bool((entry < 0).any() or (block != block[:, :1]).any()):
+        block = entry // positions.shape[1]
+        row = entry % positions.shape[1]
+        if (entry < 0).any() or (block != block[:, :1]).any():
             raise ValueError(
                 "the element takes weights of one unit to several; a guide of unit "
                 "blocks is pushed forward by "
@@ -110,7 +110,8 @@ def push_forward(guide: AutoGuide, element: Element) -> AutoGaussian:
         trils.append(
             triangular(tril[block[:, :1], row] * factor[positions].unsqueeze(-1))
         )
-    loc, scale = action(normal.loc, element), normal.scale[source] * factor.abs()
+    loc = action(normal.loc, element)
+    scale = normal.scale[source] * factor.abs()
     pushed = AutoGaussian(guide, UnitBlocks(loc, normal.positions, trils, scale))
     pushed.reads_store = False
     return pushed
@@ -141,7 +142,8 @@ def _affine_action(element: Element, guide: AutoGuide) -> Action:
             "pushed forward by one element "
             "(element.select(0) is the first)"
         )
-    layout, group = layout_of(guide), element.group
+    layout = layout_of(guide)
+    group = element.group
     group.require_own(layout.site_shapes, "the guide")
     require_buffers(layout.site_shapes, group.buffers, "the guide")
     action = action_on(guide, group)
@@ -195,7 +197,7 @@ def barycentre(
     )
     if (
         shares.shape != (len(guides),)
-        or not bool((shares >= 0).all())
+        or not (shares >= 0).all()
         or not 0 < float(shares.sum()) < torch.inf
     ):
         raise ValueError(
@@ -283,10 +285,8 @@ def fit_gaussian(posterior: Posterior, symmetry: Group) -> AutoSymmetrized:
     draw = {site: draws[0, 0] for site, draws in posterior.samples.items()}
     prototype = AutoDiagonalNormal(model, init_loc_fn=init_to_value(values=draw))
     prototype._setup_prototype(*args, **kwargs)
-    layout, aligned = (
-        layout_of(prototype),
-        align_many(posterior, symmetry, progress=False).posterior,
-    )
+    layout = layout_of(prototype)
+    aligned = align_many(posterior, symmetry, progress=False).posterior
     vectors = layout.unconstrain(
         {site: aligned.samples[site].flatten(0, 1) for site in layout.site_shapes}
     )

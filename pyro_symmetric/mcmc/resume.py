@@ -64,7 +64,8 @@ def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
 
     :param seed: from the settings, or drawn for this run.
     """
-    initial, device = settings.initial, density.device
+    initial = settings.initial
+    device = density.device
     call = {
         "kernel": type(settings.kernel).__name__,
         "settings": settings.kernel.settings(),
@@ -169,7 +170,7 @@ def require_same_energies(
         raise _other_run(settings, [OTHER_MODEL])
     close = ((stored - current).abs() <= tolerance) | ~stored.isfinite()
     same = close & (stored.isfinite() == current.isfinite())
-    if not bool(same.all()):
+    if not same.all():
         raise _other_run(settings, [OTHER_MODEL])
 
 
@@ -213,7 +214,8 @@ def pack(fields: Mapping[str, Any], potential: Tensor) -> memoryview:
     """Serialise the fields of a run's state and the energies at its positions, without
     another copy in memory.
     """
-    state, buffer = replace(fields["state"], generator=None), io.BytesIO()
+    state = replace(fields["state"], generator=None)
+    buffer = io.BytesIO()
     torch.save({"at": {**fields, "state": state}, "energies": potential}, buffer)
     return buffer.getbuffer()
 

@@ -71,7 +71,8 @@ SHOWN = {"step_size": "step {:.2g}", "acceptance_rate": "accept {:.2f}"}
 INITIALISATIONS = ("prior", "uniform")
 MAX_TRIES = 100  # to find a start of finite energy and gradient
 # nats above the best uniform start; starts beyond it are redrawn a few times
-MAX_EXCESS, FEW_TRIES = 1e6, 10
+MAX_EXCESS = 1e6
+FEW_TRIES = 10
 # of the box of "uniform" starts, on the unconstrained scale, as in Pyro's MCMC
 RADIUS = 2.0
 # relative error of initial weights that are mapped to unconstrained coordinates and
@@ -88,7 +89,9 @@ Initial = (
 )
 # takes an iteration's number and the weights of all chains
 Hook = Callable[[int, Weights], Any]
-MAX_CHAINS, MAX_NETWORK_CHAINS, MIN_CHAINS = 64, 16, 4
+MAX_CHAINS = 64
+MAX_NETWORK_CHAINS = 16
+MIN_CHAINS = 4
 # from which on chains learn a common trajectory length better than each its own
 MANY_CHAINS = 8
 # chains times coordinates: a thousand draws of them take two gigabytes
@@ -358,7 +361,8 @@ def run(
         of ``resume=True``.
     :raises KeyboardInterrupt: in warm-up, when there are no draws to return.
     """
-    store, num_samples = settings.store, settings.num_samples
+    store = settings.store
+    num_samples = settings.num_samples
     settings = replace(
         settings,
         initial=resolve(
@@ -405,7 +409,8 @@ def run(
                 at_end.callback(commit)  # however the loop ends
                 while run_state.draws < num_samples:
                     run_state = advance(settings, density, recorder, run_state)
-                    before, clock = clock, time.perf_counter()
+                    before = clock
+                    clock = time.perf_counter()
                     phase = (
                         "warmup"
                         if run_state.iteration <= run_state.num_warmup
@@ -444,7 +449,9 @@ def advance(
     """Move all chains by one iteration: step, then adapt in warm-up or record a
     draw.
     """
-    kernel, iteration, draws = settings.kernel, run_state.iteration, run_state.draws
+    kernel = settings.kernel
+    iteration = run_state.iteration
+    draws = run_state.draws
     state = kernel.step(density, run_state.state)
     if state.z.shape != (settings.num_chains, density.dim):  # a user's kernel
         raise ValueError(
@@ -475,11 +482,9 @@ def end_if_settled(
     """End warm-up with this iteration if that is one of the ``lengths`` and the chains
     in ``state`` have settled.
     """
-    length, num_warmup, r_hat = (
-        run_state.iteration + 1,
-        run_state.num_warmup,
-        run_state.r_hat,
-    )
+    length = run_state.iteration + 1
+    num_warmup = run_state.num_warmup
+    r_hat = run_state.r_hat
     agreement = agreement.update(
         run_state.iteration,
         state.z,
@@ -540,7 +545,8 @@ def restore(
             f"the draw store {settings.store} holds draws, but no run that could resume"
         )
     try:
-        call, engine = last.fingerprint["call"], last.fingerprint["rounding"]["engine"]
+        call = last.fingerprint["call"]
+        engine = last.fingerprint["rounding"]["engine"]
         seed = call["seed"] if settings.seed is None else settings.seed
         # An extended run might choose another engine or chunk, which would round
         # differently.
@@ -552,11 +558,9 @@ def restore(
         same_rounding = require_same(settings, last.fingerprint, recorder.fingerprint)
         fields, stored_energies = unpack(last.state, settings.kernel)
         run_state = RunState(**{**fields, "seed": seed})
-        iteration, num_warmup, z = (
-            run_state.iteration,
-            run_state.num_warmup,
-            run_state.state.z,
-        )
+        iteration = run_state.iteration
+        num_warmup = run_state.num_warmup
+        z = run_state.state.z
         draws = max(iteration - num_warmup, 0) // settings.thinning
         fits = (
             iteration >= 0
@@ -620,10 +624,8 @@ def done(run_state: RunState) -> int:
 
 def show(bar: tqdm[Any], run_state: RunState, num_samples: int, diverged: int) -> None:
     """Update the progress bar."""
-    bar.total, statistics = (
-        run_state.num_warmup + num_samples,
-        run_state.state.statistics,
-    )
+    bar.total = run_state.num_warmup + num_samples
+    statistics = run_state.state.statistics
     bar.set_description(
         "warm-up" if run_state.iteration < run_state.num_warmup else "sampling",
         refresh=False,
@@ -743,9 +745,9 @@ def starting_points(
             & torch.isfinite(gradient).all(-1)
             & torch.isfinite(z).all(-1)
         )
-        if initial == "uniform" and tries < FEW_TRIES and not bool(bad.all()):
+        if initial == "uniform" and tries < FEW_TRIES and not bad.all():
             bad |= energy > energy[~bad].min() + MAX_EXCESS
-        if not bool(bad.any()):
+        if not bad.any():
             break
         if tries == max_tries:
             raise ValueError(
@@ -798,7 +800,7 @@ def _draw_starts(
     checked = z.isfinite().all(-1) | isinstance(initial, Mapping)
     for site, value in density.layout.constrain(z[checked]).items():
         given = weights[site].to(value).expand(count, *value.shape[1:])[checked]
-        if not bool(((value - given).abs() <= ROUNDING * (1 + given.abs())).all()):
+        if not ((value - given).abs() <= ROUNDING * (1 + given.abs())).all():
             raise ValueError(
                 "no chain can start at initial: outside of its support, or not "
                 f"finite, is {site!r}"
@@ -835,12 +837,12 @@ def _warn_of_flat_entries(density: Density, z: Tensor) -> None:
 
 def _entries(density: Density, mask: Tensor) -> str:
     """Describe the entries of a mask ``(D,)`` by their sites; empty without any."""
-    if not bool(mask.any()):
+    if not mask.any():
         return ""
     return ", ".join(
         f"{int(v.sum())} of {v.numel()} entries of {site!r}"
         for site, v in density.layout.unflatten(mask[None]).items()
-        if bool(v.any())
+        if v.any()
     )
 
 
@@ -890,7 +892,8 @@ def choose(settings: Settings, num_chains: int | None) -> tuple[Settings, Densit
         limits = {(why := "as few as can be compared"): MIN_CHAINS}
     chains = 1 << (limits[why].bit_length() - 1)
     if num_chains is not None:
-        chains, why = num_chains, "as asked"
+        chains = num_chains
+        why = "as asked"
     full_mass = density.dim <= DENSE and not density.is_network
     kind = AdaptiveHMC if chains >= MANY_CHAINS else NUTS
     count = f"{chains} chain{'s' * (chains > 1)}"

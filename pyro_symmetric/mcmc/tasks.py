@@ -21,7 +21,9 @@ from pyro_symmetric.store import CHECKPOINT, make_folder
 from pyro_symmetric.weights import batch_shape
 
 # chains that warm up together; number of tasks
-SMALLEST_TASK, LARGEST_TASK, MIN_TASKS = 4, 16, 4
+SMALLEST_TASK = 4
+LARGEST_TASK = 16
+MIN_TASKS = 4
 
 
 def run_tasks(
@@ -58,11 +60,10 @@ def run_tasks(
             f"{store} is no draw store of tasks but holds {', '.join(names[:5])}; name "
             "a new folder"
         )
-    seed, threads = (
-        drawn_seed() if settings.seed is None else settings.seed,
-        torch.get_num_threads(),
-    )
-    tasks, done = cut(settings, size, seed), list[Posterior]()
+    seed = drawn_seed() if settings.seed is None else settings.seed
+    threads = torch.get_num_threads()
+    tasks = cut(settings, size, seed)
+    done = list[Posterior]()
     work = partial(run_task, caller=(os.getpid(), threads))
     futures = (
         [] if executor is None else [executor.submit(work, task) for task in tasks]
@@ -151,7 +152,9 @@ def cut(settings: Settings, size: int, seed: int) -> list[Settings]:
     """Cut the settings of a run into those of tasks of ``size`` chains; the last task
     may be smaller.
     """
-    initial, store, tasks = settings.initial, settings.store, []
+    initial = settings.initial
+    store = settings.store
+    tasks = []
     if initial is not None and not isinstance(initial, str):
         # guides and functions draw for all chains at once
         with forked(_seed_of(seed, "initial")):

@@ -97,10 +97,8 @@ def checked(
     name: str, value: float, limits: tuple[float, float], finding: str, advice: str
 ) -> Check:
     """Check a number against its limits; the advice is for numbers beyond them."""
-    status, side = (
-        graded(value, limits),
-        "below " if limits[1] > limits[0] else "above ",
-    )
+    status = graded(value, limits)
+    side = "below " if limits[1] > limits[0] else "above "
     limit = f"{side if limits[0] else ''}{limits[0]:g}"
     words = (
         f"{finding}, should be {limit}: {advice}"
@@ -119,7 +117,7 @@ def finite(draws: Tensors) -> Check:
     """
     for name, value in draws.items():
         count = non_finite(value)
-        if bool(count.any()):
+        if count.any():
             chains = named(count.nonzero().flatten().tolist())
             finding = (
                 f"{name} is NaN or infinite in {int(count.sum()):,} draws ({chains})"
@@ -152,7 +150,8 @@ def moving(samples: Tensors) -> Check:
     heads = heads[..., ~standing_still(heads).all(0)]
     if not heads.shape[2]:
         return Check("moving", "fail", f"no chain moves: {TOO_LARGE}", 0.0)
-    moves, spread = (heads.diff(dim=1) != 0).any(2).double().mean(1), heads.std(1)
+    moves = (heads.diff(dim=1) != 0).any(2).double().mean(1)
+    spread = heads.std(1)
     shares = torch.minimum(
         moves, (spread / spread.median(0).values.clamp(min=1e-300)).median(1).values
     )
@@ -208,10 +207,8 @@ def warm_up(metadata: Mapping[str, Any]) -> Iterator[Check]:
         if task.get("warmup_r_hat") is not None
     ]
     for worst in sorted(tasks, key=lambda task: task["warmup_r_hat"])[-1:]:
-        length, r_hat = (
-            worst.get("num_warmup", metadata.get("num_warmup")),
-            worst["warmup_r_hat"],
-        )
+        length = worst.get("num_warmup", metadata.get("num_warmup"))
+        r_hat = worst["warmup_r_hat"]
         finding = f"the chains didn't agree when warm-up ended: R-hat {r_hat:.3g} over half of {length} iterations"
         advice = f"{RELABELLED}. If not, pass full_mass=True or a larger num_warmup, or reparametrise the model"
         yield checked("warm-up", r_hat, (R_HAT[1], math.inf), finding, advice)
@@ -308,7 +305,8 @@ def energy_error(ratios: Tensor) -> Check:
         NaN for iterations undone.
     """
     by_chain = ratios.double().nanmean(1)
-    mean, worst = float(by_chain.nanmean()), float(by_chain.nan_to_num(math.inf).max())
+    mean = float(by_chain.nanmean())
+    worst = float(by_chain.nan_to_num(math.inf).max())
     finding = f"squared energy errors are {mean:.3g} times the requested one, in the worst chain {worst:.3g}"
     advice = "the draws are more biased than requested. Use a longer warm-up, or NUTS"
     return checked("energy error", mean, ENERGY_ERROR, finding, advice)
@@ -325,11 +323,10 @@ def temperature(
     complete = values[~values.isnan().any(1)]  # chains without a NaN
     if complete.numel() < 2:
         return Check(name, "unknown", "no chain has values throughout")
-    mean, error = float(complete.mean()), _standard_error(complete)
-    margin, off = (
-        error * (STANDARD_ERRORS_OF_SITE if site else STANDARD_ERRORS),
-        abs(mean - 1),
-    )
+    mean = float(complete.mean())
+    error = _standard_error(complete)
+    margin = error * (STANDARD_ERRORS_OF_SITE if site else STANDARD_ERRORS)
+    off = abs(mean - 1)
     finding = f"{name}{f' of site {site!r}' if site else ''} {mean:.3g} ± {error:.2g}"
     if margin > TEMPERATURE[1] and off <= margin:
         more = "more draws (diagnose looks at num_draws= of them) would tell"

@@ -290,7 +290,8 @@ class Posterior:
             draws,)``.
         """
         arguments.whole("num_samples", num_samples, 1, none="all")
-        weights, axis = self._latent(), int(group_by_chain)
+        weights = self._latent()
+        axis = int(group_by_chain)
         weights = (
             weights
             if group_by_chain
@@ -444,10 +445,8 @@ class Posterior:
         )
 
     def __repr__(self) -> str:
-        weights, width = (
-            sum(shape.numel() for shape in self.site_shapes.values()),
-            max(map(len, self.samples)),
-        )
+        weights = sum(shape.numel() for shape in self.site_shapes.values())
+        width = max(map(len, self.samples))
         maker = f", by {self.metadata['kernel']}" if "kernel" in self.metadata else ""
         lines = [
             f"Posterior({self.counted()}, {weights} "

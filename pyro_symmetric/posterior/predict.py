@@ -46,7 +46,8 @@ Kind = Literal["outputs", "mean", "samples", "discrete", "log_likelihood"]
 GUIDE_DRAWS = 100
 # Numbers in the largest activation of a chunk: on a CPU as many as its cache holds,
 # elsewhere enough for the device.
-CPU_ENTRIES, DEVICE_ENTRIES = 2**21, 2**26
+CPU_ENTRIES = 2**21
+DEVICE_ENTRIES = 2**26
 WEIGHT_ENTRIES = 2**24
 MAX_DRAWS = 1024
 
@@ -101,10 +102,8 @@ def predict(
     arguments.whole("num_samples", num_samples, 1, none="all")
     weights = posterior
     if hasattr(posterior, "sample_posterior"):
-        weights, num_samples = (
-            posterior.sample_posterior((num_samples or GUIDE_DRAWS,)),
-            None,
-        )
+        weights = posterior.sample_posterior((num_samples or GUIDE_DRAWS,))
+        num_samples = None
     elif hasattr(posterior, "get_samples"):
         weights = posterior.get_samples()
     arguments.weights(
@@ -158,7 +157,8 @@ def _in_chunks(
     """Predict in chunks of draws; return the chunks' predictions or, added up over the
     draws, a single one.
     """
-    device, results = next(iter(draws.values())).device, list[Any]()
+    device = next(iter(draws.values())).device
+    results = list[Any]()
     max_entries = (
         CPU_ENTRIES if (predictor.device or device).type == "cpu" else DEVICE_ENTRIES
     )
@@ -206,7 +206,8 @@ class NetworkPredictor:
         kind: str,
         given: Tensors,
     ):
-        call, bare = described_call(args, kwargs), not isinstance(model, BayesianModel)
+        call = described_call(args, kwargs)
+        bare = not isinstance(model, BayesianModel)
         if not args or not isinstance(args[0], Tensor) or args[0].dim() < 1:
             raise ValueError(
                 "predictions need the inputs, a tensor whose first axis are the rows; "
@@ -228,10 +229,10 @@ class NetworkPredictor:
             raise ValueError(
                 f"kind is {kind!r}, but a {'bare ' * bare}network has {lacks}"
             )
-        self.model, self.kind = (
-            model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval(),
-            kind,
+        self.model = (
+            model if isinstance(model, BayesianModel) else copy.deepcopy(model).eval()
         )
+        self.kind = kind
         net = self.model.net if isinstance(self.model, BayesianModel) else self.model
         parameters = dict(net.named_parameters())
         # A posterior may lack frozen parameters, and hold running statistics.
@@ -258,11 +259,13 @@ class NetworkPredictor:
         widest = max(
             (value.shape[0] for value in parameters.values() if value.dim()), default=1
         )
-        rows, pixels = len(args[0]), args[0].shape[2:].numel()
+        rows = len(args[0])
+        pixels = args[0].shape[2:].numel()
         self.entries = max(1, args[0].numel(), rows * widest * pixels)
 
     def __call__(self, weights: Weights) -> Any:
-        args, kwargs = self.args, self.kwargs
+        args = self.args
+        kwargs = self.kwargs
         if not isinstance(self.model, BayesianModel):
             with naming_layer(self.model, *args):
                 return over_weights(
@@ -299,7 +302,8 @@ class TracedPredictor(Traced):
         given: Tensors,
         device: Device,
     ):
-        self.dtype, self.kind = promoted(list(given.values())), kind
+        self.dtype = promoted(list(given.values()))
+        self.kind = kind
         super().__init__(*placed(model, args, kwargs, device, self.dtype))
         tensors = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
@@ -406,7 +410,7 @@ class TracedPredictor(Traced):
             self.give_up_map(error)
         if self.kind == "discrete":
             values, possible = values
-            if not bool(possible.all()):
+            if not possible.all():
                 impossible = f"{int((~possible).sum())} leave the data no possible values of the discrete sites"
                 raise ValueError(
                     f"of {len(possible)} draws, {impossible}: their density is 0 or "
@@ -463,7 +467,9 @@ class _Targets(Messenger):
 
     def __init__(self, given: Tensors, kind: str, last: str | None):
         super().__init__()
-        self.given, self.kind, self.last = given, kind, last
+        self.given = given
+        self.kind = kind
+        self.last = last
         self.values: Weights = {}
 
     def _pyro_sample(self, msg: Any) -> None:

@@ -82,10 +82,8 @@ def chain_statistics(draws: Tensor) -> ChainStatistics:
     event = draws.shape[2:]
     result = np.full((3, event.numel()), np.nan)
     if draws.numel() and draws.shape[1] >= 4:
-        columns, series_size = (
-            draws.detach()[..., None].flatten(2),
-            draws.shape[:2].numel(),
-        )
+        columns = draws.detach()[..., None].flatten(2)
+        series_size = draws.shape[:2].numel()
         keep_freed_memory()
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
             for block in slices(columns.shape[2], _BLOCK_ENTRIES // series_size):
@@ -110,7 +108,8 @@ def _part(series: NDArray[Any]) -> Array:
     # without the middle
     halves = np.delete(series, length // 2, axis=2) if length % 2 else series
     shape = (count, 2 * chains, length // 2)
-    rows, halves = series.reshape(count, -1), halves.reshape(count, -1)
+    rows = series.reshape(count, -1)
+    halves = halves.reshape(count, -1)
     order = _argsort(halves)
     ordered = halves.ravel()[order].astype(np.float64)
     whole = np.sort(rows.astype(np.float64), axis=1) if length % 2 else ordered
@@ -162,7 +161,8 @@ def _normal_scores(order: NDArray[Any], ordered: Array) -> Array:
     :param ordered: the sorted rows.
     """
     count, n = ordered.shape
-    quantiles, values = _normal_quantiles(n), ordered.ravel()
+    quantiles = _normal_quantiles(n)
+    values = ordered.ravel()
     tied = np.zeros(values.size + 1, dtype=bool)  # with its predecessor
     np.equal(values[1:], values[:-1], out=tied[1:-1])
     tied[::n] = False
@@ -188,7 +188,8 @@ def _quantiles(ordered: Array, probabilities: Sequence[float]) -> Array:
     :func:`numpy.quantile` does.
     """
     below, share = np.divmod(np.array(probabilities) * (ordered.shape[1] - 1), 1)
-    low, high = ordered.T[below.astype(int)], ordered.T[below.astype(int) + 1]
+    low = ordered.T[below.astype(int)]
+    high = ordered.T[below.astype(int) + 1]
     share = share[:, None]
     return np.where(
         share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share)
@@ -200,7 +201,8 @@ def _r_hat(scores: Array) -> Array:
     _, chains, length = scores.shape
     means = scores.mean(-1)
     squares = np.einsum("qcd,qcd->q", scores, scores) - length * np.square(means).sum(1)
-    within, between = squares / (chains * (length - 1)), means.var(1, ddof=1)
+    within = squares / (chains * (length - 1))
+    between = means.var(1, ddof=1)
     result = np.sqrt(between / within + (length - 1) / length)
     # If every half is constant, the variance within is rounding error; any move changes
     # a rank, and so exceeds it.
@@ -260,7 +262,8 @@ def _products_of_means(inside: NDArray[np.float32], means: Array, lags: int) -> 
     """Return the excess of :func:`_products` of zeros and ones over those of deviations
     from each chain's mean.
     """
-    length, ahead = inside.shape[-1], np.arange(lags)
+    length = inside.shape[-1]
+    ahead = np.arange(lags)
     counts = np.rint(means * length).astype(np.float32)
     until = np.pad(
         (counts[:, None] @ inside)[:, 0].astype(np.float64).cumsum(1), ((0, 0), (1, 0))
@@ -277,7 +280,8 @@ def _autocorrelation_time(rho: Array, most: int) -> tuple[Array, NDArray[np.bool
 
     :param most: the largest number of pairs.
     """
-    pairs, rows = min(most, rho.shape[1] // 2 - 1), np.arange(len(rho))
+    pairs = min(most, rho.shape[1] // 2 - 1)
+    rows = np.arange(len(rho))
     sums = rho[:, : 2 * pairs + 2].reshape(len(rho), pairs + 1, 2).sum(-1)
     stops = ~(sums > 0)
     stops[:, pairs] = True
@@ -325,7 +329,7 @@ def watched(draws: Tensor) -> Tensor:
     """
     entries = draws[..., None].flatten(2)
     heads = entries[..., :WATCHED_ENTRIES]
-    if bool(standing_still(heads).all()):
+    if standing_still(heads).all():
         heads = entries[
             ...,
             (~standing_still(entries).all(0))
@@ -343,7 +347,8 @@ def copied_chains(samples: Tensors) -> list[int]:
     heads = torch.cat(
         [watched(value).double().cpu() for value in samples.values()], 2
     ).numpy()
-    seen, copies = set(), list[int]()
+    seen = set()
+    copies = list[int]()
     for chain, draws in enumerate(heads):
         if draws.tobytes() in seen and (draws != draws[:1]).any():
             copies.append(chain)

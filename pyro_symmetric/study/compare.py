@@ -127,10 +127,13 @@ def _run(
     """Fit, or load, and measure the methods one by one; then write results and
     report.
     """
-    settings, fingerprint = problem.settings, claim_folder(out, problem)
+    settings = problem.settings
+    fingerprint = claim_folder(out, problem)
     for line in problem.describe():
         say(line)
-    title, fits, remarks = settings.reference, dict[str, Fit](), list[str]()
+    title = settings.reference
+    fits = dict[str, Fit]()
+    remarks = list[str]()
     if title not in settings.methods:
         say(
             f"No distances are measured: the reference {title} is not among "
@@ -223,8 +226,10 @@ def fit_and_save(
     """Fit a method, or resume it where it stopped, and save each of its fits."""
     # A seed of its own: its draws don't depend on the methods before it.
     seed = int(digest([problem.settings.seed, method.title])[:8], 16)
-    scratch, start = scratch_path(out, method), time.perf_counter()
-    resumed, own = scratch.exists(), replace(problem, seed=seed, scratch=scratch)
+    scratch = scratch_path(out, method)
+    start = time.perf_counter()
+    resumed = scratch.exists()
+    own = replace(problem, seed=seed, scratch=scratch)
 
     def attempt() -> list[Fit]:
         with own_randomness(seed, problem.x.device):
@@ -310,7 +315,8 @@ def claim_folder(path: Path, problem: Problem) -> dict[str, Any]:
     :raises OSError: if it holds files of these names that no study wrote, or can't be
         made.
     """
-    fingerprint, record = problem.fingerprint(), dict[str, Any]()
+    fingerprint = problem.fingerprint()
+    record = dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = dict(json.loads((path / SETTINGS).read_text()))
     held = [

@@ -31,7 +31,8 @@ from pyro_symmetric.study.problem import Problem, noise_scale
 from pyro_symmetric.weights import Weights
 
 # enough to tell underfitting from overfitting
-TRAINING_ROWS, TRAINING_DRAWS = 1_000, 100
+TRAINING_ROWS = 1_000
+TRAINING_DRAWS = 100
 MIN_REFERENCE = 4
 OWN_HALF = "its own other half"  # of the draws, with which the reference is compared
 FOLLOWED_ROWS = 32  # test rows whose predictions are followed along chains
@@ -142,9 +143,11 @@ def measure(
     label: str, fit: Fit, draws: Draws, reference: Reference | None, problem: Problem
 ) -> dict[str, Any]:
     """Measure one row of the report, as JSON."""
-    data, posterior = problem.dataset, fit.posterior
+    data = problem.dataset
+    posterior = fit.posterior
     # a single network is no sample
-    is_chain, is_sample = posterior.kind == "chains", draws.count > 1
+    is_chain = posterior.kind == "chains"
+    is_sample = draws.count > 1
     independent = (
         min(draws.count, max(2, independent_draws(posterior)))
         if is_chain
@@ -170,7 +173,8 @@ def concerns(rows: Mapping[str, Mapping[str, Any]], reference: str) -> list[str]
     """Return a sentence for each fault of the reference that puts the comparison in
     doubt.
     """
-    chains, sentences = (rows.get(reference) or {}).get("chains"), []
+    chains = (rows.get(reference) or {}).get("chains")
+    sentences = []
     if chains and not chains["r_hat_predictions"] <= R_HAT[1]:
         sentences.append(
             "The reference has not converged: R-hat of its predictions is "

@@ -52,10 +52,8 @@ def mc_dropout(problem: Problem, budget: Any, progress: bool) -> Iterator[Fit]:
     """Train a network with dropout of its hidden units, and keep dropping them (Monte
     Carlo dropout, Gal & Ghahramani 2016). A draw is the weights of the network without
     the dropped units."""
-    group, model = (
-        outgoing_scales(problem.symmetry.permutations),
-        copy.deepcopy(problem.model),
-    )
+    group = outgoing_scales(problem.symmetry.permutations)
+    model = copy.deepcopy(problem.model)
     call = model.call
     model.call = lambda weights, x: call(drop_units(weights, group, budget.rate), x)  # type: ignore[method-assign]
     trained = train(replace(problem, model=model), budget, progress)
@@ -210,12 +208,11 @@ def swag(model: BayesianModel, iterates: Weights, rank: int, count: int) -> Weig
     """
     layout = Layout.of(model.priors())
     path = layout.unconstrain(iterates)
-    mean, variance = (
-        path.mean(-2, keepdim=True),
-        path.var(-2, correction=0, keepdim=True),
-    )
+    mean = path.mean(-2, keepdim=True)
+    variance = path.var(-2, correction=0, keepdim=True)
     last = path[..., -rank:, :] - mean
-    batch, size = path.shape[:-2], last.shape[-2]
+    batch = path.shape[:-2]
+    size = last.shape[-2]
     spread = (variance / 2).sqrt() * path.new_empty(*batch, count, layout.dim).normal_()
     low_rank = (
         path.new_empty(*batch, count, size).normal_() @ last / (2 * (size - 1)) ** 0.5
@@ -229,7 +226,8 @@ def outgoing_scales(group: Group) -> Group:
     Outgoing weights lie along second axes or, into a grouped convolution, along several
     axes at once.
     """
-    parents, scaled = {units.parent for units in group.units.values()}, []
+    parents = {units.parent for units in group.units.values()}
+    scaled = []
     for units in group.units.values():
         axes = tuple(
             replace(axis, exponent=1)
@@ -251,7 +249,8 @@ def drop_units(weights: Weights, outgoing: Group, rate: float) -> Weights:
     :param outgoing: the group of :func:`outgoing_scales`.
     :param rate: the probability of dropping a unit.
     """
-    batch, like = outgoing.batch_shape(weights), next(iter(weights.values()))
+    batch = outgoing.batch_shape(weights)
+    like = next(iter(weights.values()))
     factors = {
         name: (
             torch.rand(*batch, *units.shape, dtype=like.dtype, device=like.device)
@@ -272,7 +271,8 @@ def _laplace(
     laplace-torch names them.
     """
     trained = train(problem, budget, progress)
-    weights, draws = weights_of(trained, problem), draws_per_mode(problem, budget)
+    weights = weights_of(trained, problem)
+    draws = draws_per_mode(problem, budget)
     modes = [
         {site: value[k] for site, value in weights.items()} for k in range(budget.modes)
     ]

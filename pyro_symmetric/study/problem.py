@@ -198,7 +198,8 @@ class StudySettings:
         """
         words = ["pyro-symmetric", "compare"]
         for setting in fields(self):
-            value, name = getattr(self, setting.name), setting.name.replace("_", "-")
+            value = getattr(self, setting.name)
+            name = setting.name.replace("_", "-")
             if value == setting.default:
                 continue
             words.append(f"--{name}" if value is not False else f"--no-{name}")
@@ -259,7 +260,8 @@ class Problem:
             f"the {n} units of layer {name}"
             for name, n in symmetry.permutations.factors.items()
         )
-        flips, order = sum(symmetry.signs.factors.values()), symmetry.log_order()
+        flips = sum(symmetry.signs.factors.values())
+        order = symmetry.log_order()
         return [
             f"Data: {self.dataset.describe()}",
             f"Network: {self.num_weights:,} weights.",
@@ -345,7 +347,8 @@ def build_net(settings: StudySettings, dataset: Dataset) -> nn.Module:
 
     :raises ValueError: if it doesn't fit the data.
     """
-    shape, outputs = tuple(dataset.input_shape), dataset.num_outputs
+    shape = tuple(dataset.input_shape)
+    outputs = dataset.num_outputs
     if settings.net in NETWORKS:
         net = NETWORKS[settings.net](shape, outputs)
     elif settings.net is not None:

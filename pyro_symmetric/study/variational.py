@@ -222,7 +222,9 @@ def _train(
     :raises ValueError: if a loss isn't finite.
     """
     pyro.clear_param_store()  # guides of one class name their parameters alike
-    x, y, losses = problem.x, problem.y, list[float]()
+    x = problem.x
+    y = problem.y
+    losses = list[float]()
     optimizer = ClippedAdam(
         {
             "lr": budget.learning_rate,

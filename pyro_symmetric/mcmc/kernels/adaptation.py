@@ -79,7 +79,9 @@ REFUSED = {
     "max_stepsize": "the step size is adapted without bounds; leave it out",
 }
 # limits of the thinned history; an even number of draws
-CHAINS, COORDINATES, DRAWS = 64, 512, 512
+CHAINS = 64
+COORDINATES = 512
+DRAWS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,9 +173,9 @@ class TunedKernel(Kernel):
         self, density: Density, state: State, iteration: int, num_warmup: int
     ) -> State:
         tuning: HamiltonianTuning = state.tuning
-        done, (begin, ends) = (
-            iteration + 1,
-            window_ends(num_warmup) if self.adapt_mass_matrix else (num_warmup, ()),
+        done = iteration + 1
+        begin, ends = (
+            window_ends(num_warmup) if self.adapt_mass_matrix else (num_warmup, ())
         )
         if tuning.estimate is not None:
             state = tuned(state, estimate=tuning.estimate.update(state.z))
@@ -214,11 +216,9 @@ class TunedKernel(Kernel):
         # rounded like the steps below; programs round otherwise
         energy, gradient = evaluated_once(density, state.z)
         start = replace(state, energy=energy, gradient=gradient)
-        target, grow, crossed = (
-            self.search(step, separate).target,
-            None,
-            torch.zeros_like(step, dtype=torch.bool),
-        )
+        target = self.search(step, separate).target
+        grow = None
+        crossed = torch.zeros_like(step, dtype=torch.bool)
         for _ in range(MAX_TRIES):
             acceptance = self.trial_acceptance(density, start, step)
             high: Tensor = (
@@ -226,7 +226,7 @@ class TunedKernel(Kernel):
             ) > target
             grow = high if grow is None else grow
             crossed = crossed | (high != grow)
-            if bool(crossed.all()):
+            if crossed.all():
                 break
             step = torch.where(
                 crossed, step, torch.where(grow, 2.0, 0.5).to(step) * step
@@ -292,10 +292,12 @@ def window_ends(
     if num_warmup < 20:
         return num_warmup, ()
     if first + base + last > num_warmup:
-        first, last = int(0.15 * num_warmup), int(0.1 * num_warmup)
+        first = int(0.15 * num_warmup)
+        last = int(0.1 * num_warmup)
         base = num_warmup - first - last
     ends: list[int] = []
-    end, length = first, base
+    end = first
+    length = base
     while end < num_warmup - last:
         end += length
         length *= 2
@@ -492,7 +494,7 @@ class Agreement:
         iterations, at most :data:`LARGEST`.
         """
         draws = torch.stack(self.kept[len(self.kept) // 2 :], 1).cpu()
-        if not bool(draws.isfinite().all()):
+        if not draws.isfinite().all():
             return LARGEST
         # About the mean of its own chain, the mean of a half has half the variance: the
         # excess of R-hat is doubled.

@@ -45,7 +45,9 @@ from pyro_symmetric.mcmc.kernels.kernel import (
 # uncorrelated
 START = math.pi
 # of trajectory times, from 1e-6 to 4096
-BINS, BINS_PER_OCTAVE, SHORTEST = 64, 2, 2.0**-20
+BINS = 64
+BINS_PER_OCTAVE = 2
+SHORTEST = 2.0**-20
 FADING = 0.98  # decay of the binned sums in each iteration
 RATE = 0.1  # largest change of log T in one iteration
 MIN_CHAINS = 2  # one chain's squared changes are too noisy to learn from
@@ -104,15 +106,18 @@ def hmc_step(density: Density, state: State, num_steps: int) -> State:
     points.
     """
     tuning: HamiltonianTuning = state.tuning
-    mass, step_size = tuning.mass, tuning.step_size[:, None]
+    mass = tuning.mass
+    step_size = tuning.step_size[:, None]
     start = end = resample_momenta(state, mass)
     for _ in range(num_steps):
         end = fused(density, leapfrog, end, step_size, mass)
-    before, after = start.total_energy(mass), end.total_energy(mass)
+    before = start.total_energy(mass)
+    after = end.total_energy(mass)
     error = energy_error(after, before)
     acceptance = (-error).clamp(max=0).exp()
     accept = uniform(error, state.generator) < acceptance
-    point, diverging = choose(accept, end, start), error > MAX_ENERGY_ERROR
+    point = choose(accept, end, start)
+    diverging = error > MAX_ENERGY_ERROR
     statistics = {
         "lp": -point.energy,
         "acceptance_rate": acceptance,
@@ -215,8 +220,10 @@ class TrajectoryLength:
         of warm-up. An empty bin takes the values of the next one, since times are
         rounded up.
         """
-        sums, counts = self.curve[:2], self.curve[2]
-        tried, bins = counts > 1, torch.arange(BINS, device=counts.device)
+        sums = self.curve[:2]
+        counts = self.curve[2]
+        tried = counts > 1
+        bins = torch.arange(BINS, device=counts.device)
         edges = (
             SHORTEST
             * 2
@@ -239,7 +246,8 @@ class TrajectoryLength:
 
         A lower limit isn't needed: trajectories have at least one step.
         """
-        updates, best = self.updates + 1, self.best_log_length()
+        updates = self.updates + 1
+        best = self.best_log_length()
         change = (best + math.log(2) / BINS_PER_OCTAVE - self.log_length).clamp(
             -RATE, RATE
         )

@@ -133,7 +133,8 @@ class MCLMC(TunedKernel):
 
     def step(self, density: Density, state: State) -> State:
         tuning: HamiltonianTuning = state.tuning
-        length, step_size = tuning.length[0].log_step.exp(), tuning.step_size[:, None]
+        length = tuning.length[0].log_step.exp()
+        step_size = tuning.step_size[:, None]
         num_steps = round_up_steps(
             length / median_step_size(tuning.step_size) - 0.5, self.max_steps, tuning
         )
@@ -188,7 +189,8 @@ class MCLMC(TunedKernel):
     def trial_acceptance(
         self, density: Density, state: State, step_size: Tensor
     ) -> Tensor:
-        mass, start = state.tuning.mass, resample_momenta(state, state.tuning.mass)
+        mass = state.tuning.mass
+        start = resample_momenta(state, state.tuning.mass)
         start = start._replace(momentum=normalise(start.momentum, mass))
         error = isokinetic_step(
             lambda z: evaluated_once(density, z), start, step_size[:, None], mass
@@ -224,12 +226,14 @@ def kick(
     + c \sinh \delta)^{-(D - 1)}`. So the energy, which the exact flow conserves,
     changes by :math:`(D - 1) \log(\cosh \delta + c \sinh \delta)`.
     """
-    dim, limits = momentum.shape[-1], torch.finfo(momentum.dtype)
+    dim = momentum.shape[-1]
+    limits = torch.finfo(momentum.dtype)
     velocity = mass.velocity(gradient)
     norm = torch.linalg.vecdot(gradient, velocity).sqrt().clamp(min=limits.tiny)
     half = norm * time[:, 0] * (0.5 * math.sqrt(dim) / (dim - 1))
     # gap = 1 - t without cancellation
-    t, gap = torch.tanh(half), 2 * torch.sigmoid(-2 * half)
+    t = torch.tanh(half)
+    gap = 2 * torch.sigmoid(-2 * half)
     share = t / norm
     # turn = t (1 + c): all terms below are positive, so nothing cancels
     turn = t - (torch.linalg.vecdot(momentum, velocity) * share * dim**-0.5)
@@ -259,7 +263,8 @@ def isokinetic_step(
     is of second order and reversible: after a change of sign of the momenta it goes
     back in time.
     """
-    z, half = start.z, 0.5 * step_size
+    z = start.z
+    half = 0.5 * step_size
     p, first = kick(start.momentum, start.gradient, OUTER * step_size, mass)
     z = z + half * mass.velocity(p)
     p, inner = kick(p, evaluate(z)[1], (1 - 2 * OUTER) * step_size, mass)

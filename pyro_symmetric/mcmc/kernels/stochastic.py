@@ -194,12 +194,12 @@ class SGLD(Kernel):
         )
 
     def step(self, density: Density, state: State) -> State:
-        tuning, generator, chains = state.tuning, state.generator, len(state.z)
-        z, momentum, virial = (
-            state.z.clone(),
-            state.momentum.clone(),
-            torch.zeros_like(state.z),
-        )
+        tuning = state.tuning
+        generator = state.generator
+        chains = len(state.z)
+        z = state.z.clone()
+        momentum = state.momentum.clone()
+        virial = torch.zeros_like(state.z)
         update = self.update_rule(tuning)
         for _ in range(self.num_steps):
             rows = mini_batches(density.row_counts, chains, generator)
@@ -398,10 +398,8 @@ class SGHMC(SGLD):
         costs the same and is biased by :math:`\tfrac14 \varepsilon^2 \lambda` even
         there.
         """
-        keep, step = (
-            self.momentum_kept(tuning),
-            tuning.step_size * tuning.preconditioner.sqrt(),
-        )
+        keep = self.momentum_kept(tuning)
+        step = tuning.step_size * tuning.preconditioner.sqrt()
         spread = (1 - keep.square()).sqrt()
 
         def update(z: Tensor, r: Tensor, gradient: Tensor, noise: Tensor) -> None:
