@@ -44,7 +44,7 @@ def cover_of(
     :return: ``None`` if all covers have too many elements.
     """
     log_orders = {root: log_count(family_of(group, root)) for root in group.roots}
-    conflicts: list[frozenset[str]] = []
+    conflicts = []
     for root in group.roots:
         if not _is_matched_exactly(group, root, sites):
             conflicts.append(frozenset([root]))

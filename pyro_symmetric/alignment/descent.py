@@ -273,7 +273,7 @@ class Descent:
     def _sweep(self, state: State, queue: Sequence[str]) -> Start:
         """Match some roots in turn; return the state, and the roots to match again."""
         waiting = list(queue)
-        following: list[str] = []
+        following = []
         while waiting:
             root = waiting.pop(0)
             improved = self._improved(state, root)

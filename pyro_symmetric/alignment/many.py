@@ -509,7 +509,7 @@ def _as_given(sources: Any, element: Element) -> Any:
         return GaussianWeights(
             loc, {site: value.abs() for site, value in scale.items()}, sources.supports
         )
-    members: list[Any] = []
+    members = []
     for k, own in enumerate(sources):
         weights = plain(own)
         one = element.select(k)

@@ -92,7 +92,7 @@ def _following(
     """Return the steps that come next: all that are ready, or else the best one, or a
     circle of all that are left.
     """
-    enclosing = set[str]()
+    enclosing = set()
     for name in pending:
         enclosing |= set(group.ancestors(name))
     candidates = [
@@ -142,7 +142,7 @@ def _acting(group: Group, axis: Axis, nest: Iterable[str]) -> set[str]:
         are their outputs).
     """
     positions = axis.index.flatten()
-    acting = set[str]()
+    acting = set()
     for dim, members in group.members(axis.site).items():
         names = [
             name

@@ -323,7 +323,7 @@ def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> Weight
     """Return the scales of units in a circle, ``(samples, count)``."""
     # Running statistics count: they may be all that distinguishes the multipliers of a
     # batch norm behind another one.
-    values = dict[str, Tensor]()
+    values = {}
     for name in names:
         for axis in group.axes(name):
             if axis.exponent and axis.site in weights:

@@ -95,7 +95,7 @@ class MinimalMass(NamedTuple):
         """Describe the units that are pinned in a sample, and what the mass then
         means.
         """
-        counts = dict[str, int]()
+        counts = {}
         total = 0
         for name, pinned in self.pinned.items():
             anywhere = pinned.reshape(self.mass.numel(), -1).any(0)

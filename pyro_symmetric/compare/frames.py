@@ -126,7 +126,7 @@ def common_frame(
         if carried.line:
             warnings.warn(carried.line, stacklevel=2)
         return sides
-    flat = list[Weights]()
+    flat = []
     for name, side in zip(("weights_p", "weights_q"), sides, strict=True):
         samples = dict(samples_of(side, name, group.site_shapes))
         flat.append(canonical_frame(samples, group))
@@ -201,7 +201,7 @@ def summary(
     if carried.is_found:
         chains, lines = _certainly_aligned(chains, carried, alignment)
     elif carried.is_trivial:
-        lines = list[str]()
+        lines = []
     else:
         frame = align_many(chains, carried.group, **alignment)
         modulo = f"modulo {str(carried.group).splitlines()[0]}"
@@ -220,7 +220,7 @@ def _certainly_aligned(
     them, and what was done.
     """
     group = carried.group.finite
-    left = list[str]()
+    left = []
     alignment = {"seed": SEED, **alignment}
     while group.units:
         frame = align_many(posterior, group, **alignment)

@@ -55,7 +55,7 @@ def uncertain_labels(aligned: Posterior, group: Group) -> list[Uncertain]:
     """
     samples = aligned.samples
     few = aligned.num_chains * aligned.num_samples < FEW
-    uncertain = list[Uncertain]()
+    uncertain = []
     moves: tuple[Move, Move] = ("permute", "flip")
     for move in moves:
         for name in group.names(move):

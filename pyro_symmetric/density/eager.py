@@ -117,7 +117,7 @@ def despite_singular(evaluate: Callable[[], Evaluation]) -> Evaluation:
     """Evaluate with infinite energy for chains of which a matrix has no Cholesky
     factor, instead of an error for all.
     """
-    calls: list[torch.Size] = []
+    calls = []
 
     def factor_or_nan(matrix: Tensor, **options: Any) -> Tensor:
         calls.append(matrix.shape)
@@ -137,7 +137,7 @@ def despite_singular(evaluate: Callable[[], Evaluation]) -> Evaluation:
 
 def catches_errors(evaluate: Callable[[], Evaluation]) -> bool:
     """Return whether the model itself handles matrices without a Cholesky factor."""
-    calls: list[torch.Size] = []
+    calls = []
 
     def fail(matrix: Tensor, **options: Any) -> Tensor:
         calls.append(matrix.shape)

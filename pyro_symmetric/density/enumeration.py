@@ -104,7 +104,7 @@ class Enumeration(EnumMessenger):
         """
         others, log_sum, scale, elimination = self._contract(trace)
         indices, log_prob = elimination.draw()
-        draws = dict[str, Tensor]()
+        draws = {}
         nodes = dict[str, Any](trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]
@@ -121,8 +121,8 @@ class Enumeration(EnumMessenger):
         the others, also those of one plate, and score them by the factors of an
         enumerated trace."""
         trace.symbolize_dims()
-        draws = dict[str, Tensor]()
-        indices = dict[str, Tensor]()
+        draws = {}
+        indices = {}
         nodes = dict[str, Any](trace.nodes)
         for name, batch_shape in self.batch_shapes.items():
             site = nodes[name]

@@ -239,9 +239,9 @@ def read_layers(net: nn.Module, x: Tensor) -> list[Layer]:
     }
     with torch.no_grad(), _Recorder() as recorder:
         net(x)
-    layers = list[Layer]()
+    layers = []
     current = x
-    transposed = dict[int, Tensor]()
+    transposed = {}
     for name, args, result in recorder.calls:
         if name == "t" and id(args[0]) in offsets:
             transposed[id(result)] = args[0]

@@ -375,7 +375,7 @@ def hidden_sites(run: Callable[[], Any], observed: bool = False) -> list[str]:
     No handler around the model sees such a site, so for the time of this run
     ``BlockMessenger`` itself notes what it hides.
     """
-    names: list[str] = []
+    names = []
     process = BlockMessenger._process_message
 
     def note(self: BlockMessenger, msg: Any) -> None:

@@ -487,7 +487,7 @@ def _subsampled_plates(trace: poutine.Trace) -> dict[str, tuple[int, int]]:
 
     :raises ValueError: naming a subsampled plate that holds a latent site.
     """
-    plates = dict[str, tuple[int, int]]()
+    plates = {}
     for site in trace.nodes.values():
         for frame in site.get("cond_indep_stack", ()):
             total = frame.full_size

@@ -135,7 +135,7 @@ def _symmetric_weights(
 ) -> Weights:
     """Draw weights that are equal along all axes that hold units."""
     tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    weights: Weights = {}
+    weights = {}
     for site, leaf in flow.leaves.items():
         own = in_dtype(tensors[site].detach(), torch.float64)
         weights[site] = own if site in held else _symmetric(leaf, own, flow, generator)

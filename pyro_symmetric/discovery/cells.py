@@ -402,7 +402,7 @@ class _Nesting:
         units of both meet in every combination, inside a larger unit if not all of them
         meet. That may be new, a class without atoms.
         """
-        implied = list[tuple[Array, Array]]()
+        implied = []
         new = len(self.colour)
         for cell in self.cells.values():
             for a, b in itertools.combinations(cell.parents, 2):
@@ -494,9 +494,9 @@ def fixed_units(flow: Flow, cells: Cells) -> list[Units]:
     are the same: they may belong to the same entry of a mask or of the network's
     inputs.
     """
-    axes = list[Axis]()
+    axes = []
     first = dict[bytes, Array]()
-    unions = list[tuple[Array, Array]]()
+    unions = []
     for leaf in flow.leaves.values():
         for part in leaf.value.parts if leaf.slices is None else ():
             if part.axes == (leaf.members,):  # its members' units are told apart
@@ -591,7 +591,7 @@ class _Builder:
         # those of each slice's first row
         columns = entries[np.searchsorted(slices, np.arange(slices[-1] + 1))]
         by_row = self._units_of(leaf, rows)
-        by_column = dict[int, Array]()
+        by_column = {}
         for cell, units in self._units_of(leaf, columns.reshape(-1)).items():
             varies = (
                 units.reshape(columns.shape) != units.reshape(columns.shape)[:, :1]

@@ -99,7 +99,7 @@ def completeness(
             "to find"
         )
     run = Pass(Trace(copied(net).eval(), inputs, kwargs), symmetry.logits)
-    tried = list[Completeness]()
+    tried = []
     own = {
         site: in_dtype(value.detach(), torch.float64)
         for site, value in symmetry.weights_of(net).items()
@@ -135,7 +135,7 @@ def _rows(run: Pass, weights: Weights) -> Tensor:
     more than there are weights.
     """
     size = sum(value.numel() for value in weights.values())
-    rows = list[Tensor]()
+    rows = []
     leaves = {site: value.clone().requires_grad_() for site, value in weights.items()}
     needed = size + size // 4 + 64
     for draw in range(10 + needed):
@@ -189,7 +189,7 @@ def _counted(group: Group, weights: Weights, rows: Tensor) -> Completeness:
     ratios = torch.where(values[1:] < NULL * values[0], ratios, 0.0)
     rank = int(ratios.argmax()) + 1 if (ratios > 0).any() else len(values)
     null = len(values) - rank
-    doubts = list[str]()
+    doubts = []
     tangents = [rows[:0]]
     for what, own in _tangents(group, weights):
         if float((rows @ own.T).norm()) > WRONG * float(rows.norm()) * float(

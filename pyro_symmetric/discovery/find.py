@@ -365,7 +365,7 @@ def _explained(flow: Flow, cells: Cells, units: Mapping[int, Units]) -> Explanat
     :param units: cell -> its units; cells that ride along with others have none.
     """
     chains = _Chains(flow)
-    axes = list[AxisExplanation]()
+    axes = []
     # class -> the first refinement that coloured its atoms differently
     pinned_by = np.full(len(cells.colour), -1)
     for number, (atoms, colours, _) in reversed([*enumerate(flow.refinements)]):
@@ -460,7 +460,7 @@ class _Chains:
             return ()
         array = self._arrays(atoms)[0]
         end = self._arrays(target)[0]
-        steps = list[str]()
+        steps = []
         if end not in self.trees:
             tree = {end: end}
             queue = [end]

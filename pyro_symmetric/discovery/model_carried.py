@@ -113,7 +113,7 @@ def _of_posterior(found: Symmetry, posterior: Posterior) -> Carried:
 
 def moves_in_words(group: Group) -> str:
     """Return what a group moves, such as ``3! labels of (weights, locs)``."""
-    words = list[str]()
+    words = []
     for name, units in group.units.items():
         if "permute" in units.moves:
             sites = _sites_in_words([axis.site for axis in units.axes])

@@ -97,7 +97,7 @@ class ModelDensity:
         """Draw points of unconstrained standard deviation ``scale``: site ->
         ``(count,) + shape``.
         """
-        drawn = dict[str, Tensor]()
+        drawn = {}
         for site, shape in self.shapes.items():
             transform = transform_of(site, self.target.sites[site])
             free = transform.inverse_shape(shape)
@@ -158,7 +158,7 @@ class ModelDensity:
         starts: Iterable[int] = range(0, count, CHUNK)
         if self.target.one_by_one and count > CHUNK:
             starts = tqdm(starts, desc="find_symmetry", leave=False)
-        chunks = list[Tensor]()
+        chunks = []
         for start in starts:
             chunk = slice(start, start + CHUNK)
             chunks.append(self._mapped({s: v[chunk] for s, v in points.items()}))
@@ -240,8 +240,8 @@ class ModelDensity:
     def _terms(self, weights: Weights, rows: Weights) -> Tensor:
         trace = self.target.run({**weights, **rows})
         nodes: dict[str, Any] = dict(trace.nodes)
-        sums = dict[str, Tensor]()
-        norms = dict[str, Tensor]()
+        sums = {}
+        norms = {}
         summed_out = self.target.enumeration is not None
         for name, site in nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
@@ -308,7 +308,7 @@ def simulated(model: Model, args: Sequence[Any], kwargs: Keywords) -> Simulation
     original: dict[str, Any] = dict(
         poutine.trace(model).get_trace(*args, **kwargs).nodes
     )
-    data = dict[str, Tensor]()
+    data = {}
     is_discrete = False
     for name, site in original.items():
         if site["type"] != "sample" or not site["is_observed"]:

@@ -64,7 +64,7 @@ class _Builder:
         """
         flip = self._joint_flip(factor, flips)
         chosen = torch.tensor(factor.units, device="cpu")
-        axes = list[Axis]()
+        axes = []
         for place in sorted(factor.places):
             index = place.index(factor.length)[:, chosen]
             exponent = int(place in flip.places)
@@ -86,7 +86,7 @@ class _Builder:
         assert factor.outer is not None
         parent = self.units[self.names[factor.outer]]
         outer_dims = {place.site: place.dim for place in factor.outer}
-        axes = list[Axis]()
+        axes = []
         for place in sorted(factor.places):
             first, last = sorted((place.dim, outer_dims[place.site]))
             if last != first + 1 or place.blocks > 1:
@@ -142,7 +142,7 @@ class _Builder:
         """Return the flips of all units of a factor along some of its places; empty if
         there are none or several.
         """
-        joint = list[SignFlip]()
+        joint = []
         for flip in flips:
             covers = set(factor.units) <= set(flip.positions)
             if covers and flip.places <= factor.places:
@@ -154,7 +154,7 @@ class _Builder:
         try:
             return Built(Group(self.units.values(), self.shapes), self.remarks)
         except ValueError as error:
-            permuting = list[Units]()
+            permuting = []
             for units in self.units.values():
                 if "permute" in units.moves:
                     axes = tuple(replace(axis, exponent=0) for axis in units.axes)
@@ -163,7 +163,7 @@ class _Builder:
             return Built(Group(permuting, self.shapes), [*self.remarks, remark])
 
     def _add_whole(self, flip: SignFlip) -> None:
-        axes = list[Axis]()
+        axes = []
         for site in sorted(flip.sites):
             entries = torch.arange(self.shapes[site].numel(), device="cpu")
             axes.append(

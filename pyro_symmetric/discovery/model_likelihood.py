@@ -49,7 +49,7 @@ def moves_of_likelihood(density: ModelDensity) -> dict[str, str]:
     if not 0 < len(steps) <= MOST_MOVES or density.dtype is not torch.float64:
         return {}
     points = density.points_of_scale(len(steps) + 3, 1.0)
-    columns = list[Tensor]()
+    columns = []
     for step in steps:
         forward = density.terms(_moved(points, {step: STEP})).values
         back = density.terms(_moved(points, {step: -STEP})).values
@@ -73,7 +73,7 @@ def _steps(density: ModelDensity, observed: list[int]) -> list[SiteStep]:
     """
     points = density.generic
     elsewhere = density.points_of_scale(len(density.before.values), 1.0)
-    steps = list[SiteStep]()
+    steps = []
     for site, value in points.items():
         after = density.terms({**points, site: elsewhere[site]}).values
         changes = (after - density.before.values)[:, observed]

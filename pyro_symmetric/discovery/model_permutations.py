@@ -43,7 +43,7 @@ class Factor(NamedTuple):
 
 def permuting_units(searcher: Searcher) -> list[Factor]:
     """Return all units that permute."""
-    factors = list[Factor]()
+    factors = []
     for count, candidates in axes_by_length(searcher.movable_shapes).items():
         factors += permutations_along(searcher, count, candidates)
     factors += _blocks(searcher, factors)
@@ -58,13 +58,13 @@ def permutations_along(
     An exchange of two positions and a cycle of all of them generate all permutations.
     Only where that fails, positions are compared with one another.
     """
-    factors = list[Factor]()
+    factors = []
     for places in searcher.valid_sets(Exchange(0, 1, count), candidates):
         units = tuple(range(count))
         if all(searcher.holds([(Cycle(units, count), places)])):
             factors.append(Factor(units, places, count))
     settled = {place for factor in factors for place in factor.places}
-    remaining = dict[str, list[Place]]()
+    remaining = {}
     for site, site_places in candidates.items():
         unsettled = [place for place in site_places if place not in settled]
         if unsettled:
@@ -192,7 +192,7 @@ def _position_classes(
         for place in places:
             level_point[site] = _levelled(density, level_point[site], place, count, 0)
     trials = list[Weights]()
-    numbers = dict[Place, slice]()
+    numbers = {}
     for site, places in candidates.items():
         for place in places:
             value = _levelled(density, point[site], place, count, 1)
@@ -209,7 +209,7 @@ def _position_classes(
     if not trials:
         return {}
     terms = density.terms(stacked(trials))
-    classes = dict[Place, list[int]]()
+    classes = {}
     for place, chosen in numbers.items():
         classes[place] = _classes(density, terms.at(chosen))
     return classes
@@ -256,13 +256,13 @@ def _blocks(searcher: Searcher, factors: Sequence[Factor]) -> list[Factor]:
     """
     shapes = searcher.movable_shapes
     moved = {(place.site, place.dim) for factor in factors for place in factor.places}
-    free = list[tuple[str, int]]()
+    free = []
     for site, shape in shapes.items():
         for dim, length in enumerate(shape):
             if length > 1 and (site, dim) not in moved:
                 free.append((site, dim))
     lengths = sorted({shapes[site][dim] for site, dim in free})
-    in_blocks = list[Factor]()
+    in_blocks = []
     for count in _divisors(lengths):
         for interleaved in (False, True):
             candidates = _block_candidates(free, shapes, count, interleaved)

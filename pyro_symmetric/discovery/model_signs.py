@@ -43,7 +43,7 @@ def flipping_signs(searcher: Searcher, factors: Sequence[Factor]) -> list[SignFl
     density = searcher.density
     movable = searcher.movable_shapes
     real = {site: shape for site, shape in movable.items() if density.is_real(site)}
-    flips = list[SignFlip]()
+    flips = []
     for count, candidates in axes_by_length(real).items():
         flips += _position_signs(searcher, count, candidates, factors)
     whole = {site: [Place(site, 0)] for site in real}

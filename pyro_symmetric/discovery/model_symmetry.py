@@ -149,7 +149,7 @@ def of_bayesian_model(model: BayesianModel, symmetry: Symmetry) -> Symmetry:
     """Restrict the symmetry of a network to that of its posterior: to moves that leave
     the prior unchanged.
     """
-    draws = dict[str, Tensor]()
+    draws = {}
     for site, prior in model.priors().items():
         draws[site] = prior.sample((PRIOR_DRAWS,)).double()
     # no proper prior is invariant under scales or shifts
@@ -218,7 +218,7 @@ class _StackedDensity:
         return self.density.same(after, before)
 
     def site_inside(self, site: str, values: Tensor) -> Tensor:
-        inside = list[Tensor]()
+        inside = []
         for member, value in self._members(site, values):
             inside.append(self.density.site_inside(member, value))
         return torch.stack(inside).all(0)
@@ -239,7 +239,7 @@ class _StackedDensity:
 def _whole_sites(searcher: Searcher) -> list[str]:
     """Return advice on sites that a loop makes and that exchange as wholes."""
     families = _families(searcher)
-    remarks = list[str]()
+    remarks = []
     for count in sorted({len(sites) for sites in families.values()}):
         stacks = {s: sites for s, sites in families.items() if len(sites) == count}
         density: Any = _StackedDensity(searcher.density, stacks)
@@ -258,7 +258,7 @@ def _advice(factor: Factor, stacks: Mapping[str, Sequence[str]]) -> list[str]:
     moved = [place for place in sorted(factor.places) if place.site in stacks]
     if not moved:
         return []
-    exchanged = list[str]()
+    exchanged = []
     for place in moved:
         sites = [stacks[place.site][unit] for unit in factor.units]
         exchanged.append(", ".join(sites))
@@ -346,7 +346,7 @@ def _of_simulated_data(
 
 def _hold(searcher: Searcher, moves: Moves) -> list[bool]:
     """Return for each factor, then for each flip, whether its generators hold."""
-    results = list[bool]()
+    results = []
     for factor in moves.factors:
         first, second = factor.units[:2]
         exchange = Exchange(first, second, factor.length)
@@ -372,7 +372,7 @@ def _repaired(group: Group, density: ModelDensity) -> Built:
     count = len(density.before.values)
     if not group.units or not density.change(group.sample((count,))).broken:
         return Built(group, [])
-    remarks = list[str]()
+    remarks = []
     for broken in broken_moves(group, density.change)[0]:
         group = group.without([broken.name], broken.move)
         remarks.append(f"{broken.move} of {broken.name!r} holds at some points only")
@@ -407,14 +407,14 @@ def _explained(searcher: Searcher, group: Group, dropped: Moves) -> Explanation:
     places = [place for factor in dropped.factors for place in factor.places]
     places += [place for flip in dropped.flips for place in flip.places]
     accidental = {(place.site, place.dim) for place in places}
-    axes = list[AxisExplanation]()
+    axes = []
     allowed = moves_of_likelihood(searcher.density)
     for site, shape in searcher.density.shapes.items():
         if not shape and site in allowed:
             axes.append(AxisExplanation(site, 0, 1, 0, (), allowed[site]))
         for dim, length in enumerate(shape):
             movers = _movers(group, site, dim)
-            moved = set[int]()
+            moved = set()
             for units in movers:
                 moved |= _positions(units, site, dim, shape)
             reason = ""
@@ -442,7 +442,7 @@ def _movers(group: Group, site: str, dim: int) -> list[Units]:
 
 def _positions(units: Units, site: str, dim: int, shape: torch.Size) -> set[int]:
     """Return the positions along an axis that units move."""
-    positions = set[int]()
+    positions = set()
     for axis in units.axes:
         if axis.site != site or not axis.dim <= dim < axis.dim + axis.span:
             continue

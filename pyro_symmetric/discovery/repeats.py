@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from pyro_symmetric.discovery.flow import STATISTICS
 from pyro_symmetric.discovery.integer_algebra import Exponents, independent, vanishing
 from pyro_symmetric.discovery.reads import arguments_of
-from pyro_symmetric.discovery.registry import Array
 from pyro_symmetric.discovery.trace import Trace
 from pyro_symmetric.groups import Axis
 
@@ -128,7 +127,7 @@ def copies(
     # in its place in the other
     other = [column.get((image, 1 - block), k) for k, (image, block) in enumerate(keys)]
     equal = vanishing(vectors, vectors - vectors[:, other], modulo_two)
-    alone = list[Array]()
+    alone = []
     for run in sorted({run for run, _ in blocks} - {-1}):
         alone += vanishing(
             vectors, vectors[:, [block != (run, 0) for block in blocks]], modulo_two
@@ -151,7 +150,7 @@ def copies(
     } != {len(basis)}:
         raise UnequalBlocks
     places = [repeats.of(axis.site) for axis in every]
-    copied = list[Exponents]()
+    copied = []
     # the second block's are the first one's
     for k in (k for k in chosen if not len(alone) <= k < 2 * len(alone)):
         numbers = [

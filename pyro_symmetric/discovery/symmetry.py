@@ -402,7 +402,7 @@ def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
     :raises ValueError: if a name matches no site.
     """
     sites = list(sites)
-    selected = set[str]()
+    selected = set()
     for name in (
         [names]
         if isinstance(names, str)
@@ -471,7 +471,7 @@ def copied(
         and buffers.
     """
     tensors = (*net.parameters(), *net.buffers()) if shared or dtype else ()
-    memo = dict[int, Any]()
+    memo = {}
     for value in (value for value in tensors if not is_lazy(value)):
         memo[id(value)] = value
         if not shared:  # cast at once: a copy in between would double the memory

@@ -199,7 +199,7 @@ class Searcher:
         points.
         """
         count = len(self.before.values)
-        trials = list[Weights]()
+        trials = []
         for involution, places in moves:
             for number in range(count):
                 trials.append(self.moved(involution, places, self.point(number)))
@@ -227,7 +227,7 @@ class Searcher:
             for site in candidates
         }
         pairs: list[tuple[str, ...]] = [*itertools.combinations(candidates, 2)]
-        trials = list[Trial]()
+        trials = []
         for sites in pairs or [tuple(candidates)]:
             around = point | {site: fixed[site] for site in fixed if site not in sites}
             for chosen in itertools.product(*(subsets[site] for site in sites)):
@@ -235,7 +235,7 @@ class Searcher:
                 moved = self.moved(involution, places, around)
                 trials.append(Trial(sites, places, moved))
         terms = self.density.terms(stacked([trial.point for trial in trials]))
-        checks = list[_PairChecks]()
+        checks = []
         for sites, numbers in _grouped_by_sites(trials):
             unmoved = numbers[0]  # the first subset of each pair is empty
             before = terms.at([unmoved] * len(numbers))

@@ -168,7 +168,7 @@ class UnitSet(NamedTuple):
 def unit_sets(group: Group, sites: Iterable[str]) -> dict[str, UnitSet]:
     """Return the sets of units that move some sites. Those inside others aren't
     matched, nor those that share places with a matched set before them."""
-    sets: dict[str, UnitSet] = {}
+    sets = {}
     taken: set[tuple[str, int, int]] = set()
     for name, one in group.units.items():
         axes = [axis for axis in group.axes(name) if axis.site in sites]
@@ -397,7 +397,7 @@ class UnitDensities:
         if kept and key in self._products:
             return self._products[key]
         signs: tuple[int, ...] = (1, -1) if "flip" in self.group[name].moves else (1,)
-        of_places = list[Tensor]()
+        of_places = []
         of_units = [list[Tensor]() for _ in signs]
         along = list(self._weights_along(axes, sketched, quick))
         if not along and not quick and axes is self.sets[name].shared:
@@ -647,7 +647,7 @@ def unit_blocks(
     """Return the means and precisions of the sets that share no site, if their units
     are the blocks of the base.
     """
-    blocks: dict[str, tuple[Tensor, Tensor]] = {}
+    blocks = {}
     if isinstance(base, UnitBlocks) and not action.nonlinear_sites:
         entries = sites_of(action, torch.arange(action.dim, device=base.loc.device))
         for name, one in unit_sets(group, action.sites).items():

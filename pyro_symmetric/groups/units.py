@@ -282,7 +282,7 @@ class Element:
     ):
         self.group = group
         given: dict[Move, ByName] = {}
-        known = list[Tensor]()
+        known = []
         shapes: list[Sequence[int]] = [tuple(batch_shape)]
         parts = (permutations, signs, log_scales, shifts, rotations)
         for move, part in zip(MOVES, parts, strict=True):
@@ -766,13 +766,13 @@ def pruned(units: Sequence[Units]) -> list[Units]:
 
     Units inside others that never move lose their parent.
     """
-    carried: set[str | None] = set()
+    carried = set()
     for one in units:
         carried |= (
             {one.name} if "permute" in one.moves or one.parent in carried else set()
         )
-    kept: list[Units] = []
-    carriers: set[str | None] = set()
+    kept = []
+    carriers = set()
     for one in reversed(units):
         axes = (
             one.axes

@@ -203,7 +203,7 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
     supports = {site["name"]: _support_from_dict(site["support"]) for site in sites}
 
     def model(*args: Any, **kwargs: Any) -> None:
-        plates: dict[str, Any] = {}
+        plates = {}
         for site in sites:
             shape = torch.Size(site["shape"])
             split = len(shape) - site["event_dim"]

@@ -20,8 +20,6 @@ from pyro.params.param_store import param_with_module_name
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_symmetric.weights import Weights
-
 _NUMBERS: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 # The parameters of all guides of this process: entries of the store that aren't among
 # them were loaded.
@@ -92,7 +90,7 @@ class StoredGuide(PyroModule):
     def _read(self, name: str) -> bool:
         """Copy the entries of a name; return whether there were some that fit."""
         store = pyro.get_param_store()
-        loaded: Weights = {}
+        loaded = {}
         parameters = dict(entries(self, name))
         for key, parameter in parameters.items():
             if store._params.get(key, parameter) is not parameter:

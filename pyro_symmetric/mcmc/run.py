@@ -701,7 +701,7 @@ def placed_by(
 ) -> Weights:
     """Start chains where one of Pyro's strategies, such as ``init_to_median``, puts the
     sites of a model."""
-    starts: list[dict[str, Any]] = []
+    starts = []
     for _ in range(count):
         with InitMessenger(ContinuousStart(strategy)):
             trace = poutine.trace(model).get_trace(*args, **kwargs)

@@ -63,7 +63,7 @@ def run_tasks(
     seed = drawn_seed() if settings.seed is None else settings.seed
     threads = torch.get_num_threads()
     tasks = cut(settings, size, seed)
-    done = list[Posterior]()
+    done = []
     work = partial(run_task, caller=(os.getpid(), threads))
     futures = (
         [] if executor is None else [executor.submit(work, task) for task in tasks]

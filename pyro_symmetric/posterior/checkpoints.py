@@ -70,8 +70,8 @@ def read_checkpoints(
         str(file.relative_to(source)) if isinstance(source, str | Path) else str(file)
         for file in files
     ]
-    samples: Weights = {}
-    not_finite: list[str] = []
+    samples = {}
+    not_finite = []
     for i, file in enumerate(
         tqdm(files, desc="checkpoints", unit="file", disable=not progress)
     ):
@@ -172,7 +172,7 @@ def _sites(
     state: Tensors, rename: Callable[[str], str | None] | None, file: Path
 ) -> Weights:
     """Rename the tensors of one network to sites."""
-    sites: Weights = {}
+    sites = {}
     if rename is None:
         state = _unwrapped(state)
     for name, value in state.items():

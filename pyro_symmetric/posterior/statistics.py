@@ -348,7 +348,7 @@ def copied_chains(samples: Tensors) -> list[int]:
         [watched(value).double().cpu() for value in samples.values()], 2
     ).numpy()
     seen = set()
-    copies = list[int]()
+    copies = []
     for chain, draws in enumerate(heads):
         if draws.tobytes() in seen and (draws != draws[:1]).any():
             copies.append(chain)

@@ -133,7 +133,7 @@ def _run(
         say(line)
     title = settings.reference
     fits = dict[str, Fit]()
-    remarks = list[str]()
+    remarks = []
     if title not in settings.methods:
         say(
             f"No distances are measured: the reference {title} is not among "
@@ -316,7 +316,7 @@ def claim_folder(path: Path, problem: Problem) -> dict[str, Any]:
         made.
     """
     fingerprint = problem.fingerprint()
-    record = dict[str, Any]()
+    record = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
         record = dict(json.loads((path / SETTINGS).read_text()))
     held = [

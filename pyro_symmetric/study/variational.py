@@ -224,7 +224,7 @@ def _train(
     pyro.clear_param_store()  # guides of one class name their parameters alike
     x = problem.x
     y = problem.y
-    losses = list[float]()
+    losses = []
     optimizer = ClippedAdam(
         {
             "lr": budget.learning_rate,

@@ -295,7 +295,7 @@ def window_ends(
         first = int(0.15 * num_warmup)
         last = int(0.1 * num_warmup)
         base = num_warmup - first - last
-    ends: list[int] = []
+    ends = []
     end = first
     length = base
     while end < num_warmup - last:
