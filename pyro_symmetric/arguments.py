@@ -22,6 +22,8 @@ from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Names = tuple[str, ...]
+Json = dict[str, Any]  # what JSON can hold
 Device = torch.device | str | None  # PyTorch's default for None
 Model = Callable[..., Any]  # a Pyro model
 Keywords = Mapping[str, Any]  # its keyword arguments

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Device, did_you_mean
+from pyro_symmetric.arguments import Device, Names, did_you_mean
 from pyro_symmetric.networks import import_torchvision
 from pyro_symmetric.store import load_pickled, require_stored
 
@@ -80,8 +80,8 @@ class Dataset:
     test_y: Tensor
     ood_x: Tensor | None
     ood_name: str | None
-    class_names: tuple[str, ...]
-    feature_names: tuple[str, ...]
+    class_names: Names
+    feature_names: Names
     x_mean: Tensor
     x_scale: Tensor
     y_mean: Tensor
@@ -439,9 +439,9 @@ class Raw:
 
     x: np.ndarray
     y: np.ndarray
-    class_names: tuple[str, ...] = ()
+    class_names: Names = ()
     parts: tuple[np.ndarray, np.ndarray] | None = None
-    feature_names: tuple[str, ...] = ()
+    feature_names: Names = ()
 
     @property
     def task(self) -> Task:
@@ -613,7 +613,7 @@ def read_csv(name: str, target: str | None, task: Task | None = None) -> Raw:
     return Raw(numbers(table), y, classes, feature_names=tuple(table))
 
 
-def frame(name: str, columns: tuple[str, ...] | None = None) -> Any:
+def frame(name: str, columns: Names | None = None) -> Any:
     """Read some columns of ``csv:FILE``, by default all, as a data frame; refuse
     missing values.
     """
@@ -709,7 +709,7 @@ def read_uci(name: str, root: Path, split: int, task: Task | None = None) -> Raw
     return Raw(data[:, features], y, classes, (train, test))
 
 
-def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
+def _target(values: np.ndarray, task: Task) -> tuple[np.ndarray, Names]:
     """Convert targets ``(N,)`` to floats, or to class indices and the sorted names of
     the classes.
     """

@@ -53,6 +53,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.errors import Error
 
 PathLike = str | os.PathLike[str]
@@ -246,7 +247,7 @@ class Recorder:
     def commit(
         self,
         draws: int,
-        metadata: Callable[[], dict[str, Any]],
+        metadata: Callable[[], Json],
         state: Callable[[], bytes | memoryview],
     ) -> None:
         """Make the first draws of a folder valid, with the state from which a broken
@@ -272,7 +273,7 @@ class Recorder:
         now = time.perf_counter()
         self.next_commit = now + max(COMMIT_SECONDS, (now - began) / COMMIT_SHARE)
 
-    def draws(self, count: int, metadata: dict[str, Any]) -> Contents:
+    def draws(self, count: int, metadata: Json) -> Contents:
         """Return the first draws."""
         self._flush(count)
         if self.folder:
@@ -480,8 +481,8 @@ class Checkpoint:
 
     draws: int
     arrays: tuple[Array, ...]
-    fingerprint: dict[str, Any]
-    metadata: dict[str, Any]
+    fingerprint: Json
+    metadata: Json
     state: bytes | memoryview = b""
 
     def write(self, folder: Path) -> None:
@@ -611,7 +612,7 @@ class Array:
             )
         return content.view(DTYPES[self.dtype]).view(draws, *self.shape).transpose(0, 1)
 
-    def zarr(self, draws: int, room: int) -> dict[str, Any]:
+    def zarr(self, draws: int, room: int) -> Json:
         """Describe the array to Zarr: ``draws`` draws in one chunk with room for
         ``room``.
         """

@@ -37,7 +37,7 @@ from pyro_symmetric.alignment.moments import (
     require_ends,
     to_gaussian,
 )
-from pyro_symmetric.arguments import described
+from pyro_symmetric.arguments import Json, described
 from pyro_symmetric.models import BayesianModel, require_targets
 from pyro_symmetric.weights import ByName, Weights, require_finite
 
@@ -87,7 +87,7 @@ class BarrierCurve:
         """The loss barrier, on the first data set."""
         return self.barriers[next(iter(self.losses))]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the curve as JSON."""
         losses, metrics = (
             {name: value.tolist() for name, value in v.items()}

@@ -26,6 +26,7 @@ from pyro_symmetric.alignment.terms import (
     is_simple,
     terms_of,
 )
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.groups import Group
 
 # The most elements of a cover; and of a cover inside a pair of units.
@@ -37,7 +38,7 @@ Cover = tuple[str, ...]
 
 @lru_cache(maxsize=4096)
 def cover_of(
-    group: Group, sites: tuple[str, ...], most_elements: int = MOST_ELEMENTS
+    group: Group, sites: Names, most_elements: int = MOST_ELEMENTS
 ) -> Cover | None:
     """Return the roots to enumerate, those of fewest elements.
 
@@ -68,7 +69,7 @@ def log_count(group: Group) -> float:
     return log
 
 
-def _is_matched_exactly(group: Group, root: str, sites: tuple[str, ...]) -> bool:
+def _is_matched_exactly(group: Group, root: str, sites: Names) -> bool:
     """Return whether the best step of a root that is coupled to no other is found."""
     if is_simple(group, root):
         return True

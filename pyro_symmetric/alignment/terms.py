@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.groups import Axis, Group, Units
 from pyro_symmetric.groups.units import moves_of
 
@@ -43,7 +44,7 @@ def family_of(group: Group, root: str) -> Group:
 
 
 @lru_cache(maxsize=4096)
-def terms_of(group: Group, root: str, sites: tuple[str, ...]) -> tuple[Term, ...]:
+def terms_of(group: Group, root: str, sites: Names) -> tuple[Term, ...]:
     """List the terms of a root's scores at some sites."""
     units = group[root]
     terms = []
@@ -120,7 +121,7 @@ class Inside(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def group_inside(group: Group, root: str, sites: tuple[str, ...]) -> Inside:
+def group_inside(group: Group, root: str, sites: Names) -> Inside:
     """Build the group inside one unit of a root."""
     outer = group[root]
     sites_of_terms = {}

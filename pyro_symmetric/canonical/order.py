@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.groups.group import Group
 from pyro_symmetric.groups.moves import Move
 from pyro_symmetric.groups.units import Axis, rows
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     :ivar biases: those of biases, which count if the weights' measure is zero.
     """
 
-    names: tuple[str, ...]
+    names: Names
     axes: Axes = ()
     biases: Axes = ()
 

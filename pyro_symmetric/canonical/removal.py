@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.canonical.order import (
     Axes,
     Step,
@@ -319,7 +320,7 @@ class _Removal:
         self.current[axis.site] = value * along.to(value.dtype)
 
 
-def _in_circle(group: Group, weights: Weights, names: tuple[str, ...]) -> Weights:
+def _in_circle(group: Group, weights: Weights, names: Names) -> Weights:
     """Return the scales of units in a circle, ``(samples, count)``."""
     # Running statistics count: they may be all that distinguishes the multipliers of a
     # batch norm behind another one.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_symmetric._process import forked, without_fast_attention, without_warnings
-from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.arguments import Keywords, Names
 from pyro_symmetric.discovery.linear_twin import Pass, gradients, in_dtype
 from pyro_symmetric.discovery.symmetry import Symmetry, copied, in_precision, near
 from pyro_symmetric.discovery.trace import Trace
@@ -62,7 +62,7 @@ class Completeness:
     weights: int
     null: int
     found: int
-    doubts: tuple[str, ...] = ()
+    doubts: Names = ()
 
     @property
     def complete(self) -> bool:

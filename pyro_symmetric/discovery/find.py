@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import forked, keep_freed_memory
-from pyro_symmetric.arguments import Keywords
+from pyro_symmetric.arguments import Keywords, Names
 from pyro_symmetric.discovery import rules  # noqa: F401  (registers the rules of PyTorch's operators)
 from pyro_symmetric.discovery.alike import alike
 from pyro_symmetric.discovery.cells import Cells, fixed_units, permuted_units, solve
@@ -50,7 +50,7 @@ from pyro_symmetric.discovery.registry import Array, Part
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
-    Names,
+    Selection,
     Symmetry,
     copied,
     named,
@@ -73,8 +73,8 @@ def find_symmetry(
     net: nn.Module | Callable[..., Any],
     *example_inputs: Any,
     kwargs: Keywords | None = None,
-    only: Names | None = None,
-    freeze: Names = (),
+    only: Selection | None = None,
+    freeze: Selection = (),
     buffers: bool = True,
     verify: bool = True,
     logits: bool = False,
@@ -154,8 +154,8 @@ def _of_network(
     net: nn.Module,
     example_inputs: Sequence[Any],
     kwargs: Keywords | None,
-    only: Names | None,
-    freeze: Names,
+    only: Selection | None,
+    freeze: Selection,
     buffers: bool,
     verify: bool,
     logits: bool,
@@ -218,7 +218,9 @@ def _of_network(
 # small steps --------------------------------------------------------------------------
 
 
-def frozen_sites(net: nn.Module, only: Names | None, freeze: Names) -> dict[str, str]:
+def frozen_sites(
+    net: nn.Module, only: Selection | None, freeze: Selection
+) -> dict[str, str]:
     """Return the sites that keep their values, and why; see :func:`find_symmetry`."""
     first_names = site_names(net)
     if only is None:
@@ -293,7 +295,7 @@ class _Found(NamedTuple):
 
     group: Group
     undecided: bool
-    rotating: tuple[str, ...]
+    rotating: Names
 
 
 def _with_multipliers(
@@ -452,7 +454,7 @@ class _Chains:
         sample = atoms.reshape(-1)[:: max(1, atoms.size // 16)]
         return (np.searchsorted(self.starts, sample, side="right") - 1).tolist()
 
-    def between(self, atoms: Array, target: Array) -> tuple[str, ...]:
+    def between(self, atoms: Array, target: Array) -> Names:
         """Return the axes on the way to a target, each with the operator that ties it
         to the one before.
         """

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from tqdm import tqdm
 
-from pyro_symmetric.arguments import Keywords, Model, as_tensor
+from pyro_symmetric.arguments import Keywords, Model, Names, as_tensor
 from pyro_symmetric.density.traced import TracedTarget, is_deterministic, placed
 from pyro_symmetric.discovery.verify import Change, InconclusiveError
 from pyro_symmetric.groups.units import Element
@@ -90,7 +90,7 @@ class ModelDensity:
         for plate, (full, size) in self.target.row_counts.items():
             rows = torch.randperm(full, device="cpu")[:size]
             self.rows[plate] = rows.to(self.device)
-        self.names: tuple[str, ...] = ()
+        self.names: Names = ()
         self.generic, self.before = self._generic_points()
 
     def points_of_scale(self, count: int, scale: float) -> Weights:

@@ -25,7 +25,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyro_symmetric.arguments import Keywords, Model
+from pyro_symmetric.arguments import Keywords, Model, Names
 from pyro_symmetric.discovery.model_check import check_function, undisturbed
 from pyro_symmetric.discovery.model_density import ModelDensity, Terms, simulated
 from pyro_symmetric.discovery.model_group import Built, built_group
@@ -40,7 +40,7 @@ from pyro_symmetric.discovery.rotations import confirmed, may_rotate
 from pyro_symmetric.discovery.symmetry import (
     AxisExplanation,
     Explanation,
-    Names,
+    Selection,
     Symmetry,
     named,
 )
@@ -88,8 +88,8 @@ def find_model_symmetry(
     model: Model,
     args: Sequence[Any] = (),
     kwargs: Keywords | None = None,
-    only: Names | None = None,
-    freeze: Names = (),
+    only: Selection | None = None,
+    freeze: Selection = (),
     accidents: bool = False,
     verify: bool = True,
 ) -> Symmetry:
@@ -379,7 +379,7 @@ def _repaired(group: Group, density: ModelDensity) -> Built:
     return Built(group, remarks)
 
 
-def _rotating(group: Group, density: ModelDensity) -> tuple[str, ...]:
+def _rotating(group: Group, density: ModelDensity) -> Names:
     """Return the units whose rotations leave the density unchanged, of those that
     permute and flip along all of their axes.
     """

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Device
+from pyro_symmetric.arguments import Device, Json, Names
 from pyro_symmetric.discovery.rotations import rotated
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.groups.moves import MOVES, Move
@@ -22,7 +22,7 @@ from pyro_symmetric.groups.units import table
 from pyro_symmetric.weights import Tensors, Weights, batch_shape, require_sites
 
 CONSTANT = 1e-3  # standard deviation below which a tensor counts as constant
-Names = str | Iterable[str]
+Selection = str | Iterable[str]  # one name or several
 
 
 class AxisExplanation(NamedTuple):
@@ -44,9 +44,9 @@ class AxisExplanation(NamedTuple):
     dim: int
     length: int
     permuted: int
-    units: tuple[str, ...]
+    units: Names
     reason: str = ""
-    chain: tuple[str, ...] = ()
+    chain: Names = ()
 
     def __str__(self) -> str:
         moved = f"{self.permuted} of {self.length} move with {', '.join(self.units)}"
@@ -104,8 +104,8 @@ class Symmetry:
     explanation: Explanation = field(default_factory=Explanation)
     logits: bool = False
     at_least: bool = False
-    remarks: tuple[str, ...] = ()
-    rotating: tuple[str, ...] = ()
+    remarks: Names = ()
+    rotating: Names = ()
 
     def __repr__(self) -> str:
         group = self.group
@@ -187,7 +187,7 @@ class Symmetry:
         return self.group.site_shapes
 
     @property
-    def buffers(self) -> tuple[str, ...]:
+    def buffers(self) -> Names:
         """The buffers (running statistics) that the symmetry moves along with the
         parameters.
         """
@@ -363,7 +363,7 @@ class Symmetry:
             explanation=explained,
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Convert to JSON, which :meth:`from_dict` reads."""
         data = {
             "group": self.group.to_dict(),
@@ -394,7 +394,7 @@ class Symmetry:
         )
 
 
-def named(argument: str, names: Names, sites: Iterable[str]) -> set[str]:
+def named(argument: str, names: Selection, sites: Iterable[str]) -> set[str]:
     """Select sites by name, by the name of a module, or by a pattern such as
     ``*.bias``.
 

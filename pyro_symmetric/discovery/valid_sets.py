@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.discovery.integer_algebra import echelon
 from pyro_symmetric.discovery.model_density import SCALES, ModelDensity, Terms
 from pyro_symmetric.weights import Shapes, Weights
@@ -131,7 +132,7 @@ class SignChange:
 class Trial(NamedTuple):
     """A subset of the places of two sites, with the point that it moves to."""
 
-    sites: tuple[str, ...]
+    sites: Names
     places: PlaceSet
     point: Weights
 
@@ -226,7 +227,7 @@ class Searcher:
             site: self._fixed(involution, site, subsets[site], point[site])
             for site in candidates
         }
-        pairs: list[tuple[str, ...]] = [*itertools.combinations(candidates, 2)]
+        pairs: list[Names] = [*itertools.combinations(candidates, 2)]
         trials = []
         for sites in pairs or [tuple(candidates)]:
             around = point | {site: fixed[site] for site in fixed if site not in sites}
@@ -367,7 +368,7 @@ def stacked(points: Sequence[Weights]) -> Weights:
 
 def _grouped_by_sites(
     trials: Sequence[Trial],
-) -> Iterator[tuple[tuple[str, ...], list[int]]]:
+) -> Iterator[tuple[Names, list[int]]]:
     """Yield pairs of sites with the numbers of their trials."""
     numbered = enumerate(trials)
     for sites, group in itertools.groupby(numbered, lambda item: item[1].sites):

@@ -35,6 +35,7 @@ from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from pyro_symmetric import arguments
+from pyro_symmetric.arguments import Names
 from pyro_symmetric.distributions.matching import (
     UnitDensities,
     mean_field_moments,
@@ -438,7 +439,7 @@ def log_mean_ratios(
     return in_chunks(evaluate, elements.batch_shape[0], CHUNK_NUMBERS // numbers)
 
 
-def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
+def independent_sets(base: Distribution, action: Action) -> Names:
     """Return the sets whose units are independent under the base, given the other
     sets.
     """
@@ -454,7 +455,7 @@ def independent_sets(base: Distribution, action: Action) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)  # the cache outlives the mode in which it is filled
-def split_group(group: Group, independent: tuple[str, ...]) -> tuple[Group, Group]:
+def split_group(group: Group, independent: Names) -> tuple[Group, Group]:
     """Split a group into ``S``, summed by permanents over sets that share no site, and
     ``E``, the rest.
     """

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Device, described
+from pyro_symmetric.arguments import Device, Json, Names, described
 from pyro_symmetric.groups.moves import COMPACT, FINITE, MOVES, Move
 from pyro_symmetric.groups.order import Effective, effective_moves
 from pyro_symmetric.groups.units import (
@@ -314,7 +314,7 @@ class Group:
             )
         return self.units[name]
 
-    def names(self, move: Move) -> tuple[str, ...]:
+    def names(self, move: Move) -> Names:
         """Return the names of the units that admit a move."""
         return self._by_move[move]
 
@@ -342,12 +342,12 @@ class Group:
             slots[name] = slice(start, end)
         return slots
 
-    def ancestors(self, name: str) -> tuple[str, ...]:
+    def ancestors(self, name: str) -> Names:
         """Return the units around some units, the innermost first."""
         parent = self[name].parent
         return () if parent is None else (parent, *self.ancestors(parent))
 
-    def family(self, name: str) -> tuple[str, ...]:
+    def family(self, name: str) -> Names:
         """Return some units and all inside them, outer ones first."""
         children = (other for other, one in self.units.items() if one.parent == name)
         return (name, *(inner for child in children for inner in self.family(child)))
@@ -365,7 +365,7 @@ class Group:
         return self._members.get(site, {})
 
     @property
-    def weight_sites(self) -> tuple[str, ...]:
+    def weight_sites(self) -> Names:
         """The sites that are weights: no buffers, no biases by name, and of one axis
         only some.
 
@@ -710,12 +710,12 @@ class Group:
 
     # equality and JSON ----------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return the group as JSON; indices of units that fill an axis in order are
         ``None``.
         """
 
-        def axis_data(axis: Axis) -> dict[str, Any]:
+        def axis_data(axis: Axis) -> Json:
             data = {field.name: getattr(axis, field.name) for field in fields(axis)}
             return {
                 **data,

@@ -28,6 +28,8 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from pyro_symmetric.arguments import Names
+
 if TYPE_CHECKING:
     from pyro_symmetric.groups.group import Group
 
@@ -42,7 +44,7 @@ class Effective(NamedTuple):
         group. The signs of others can be undone by these, or have no effect.
     """
 
-    permuted: tuple[str, ...]
+    permuted: Names
     flipped: np.ndarray
 
 

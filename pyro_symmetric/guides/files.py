@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.distributions.constraints import Constraint
 
-from pyro_symmetric.arguments import Device, described
+from pyro_symmetric.arguments import Device, Json, described
 from pyro_symmetric.distributions import (
     ExactOrbit,
     InfoNCE,
@@ -64,7 +64,7 @@ def save_guide(guide: AutoGuide, path: PathLike) -> None:
             "save the parameters, "
             "pyro.get_param_store() or its module's state_dict()"
         )
-    header: dict[str, Any] = {"sites": _sites_of(guide), "group": None}
+    header: Json = {"sites": _sites_of(guide), "group": None}
     require_finite(dict(guide.named_parameters()), "guide")
     moments = AutoGaussian(guide, plain_posterior(guide))
     if isinstance(guide, AutoSymmetrized):
@@ -229,12 +229,12 @@ def _of_sites(sites: Sequence[Mapping[str, Any]], like: Tensor) -> WeightsGuide:
     return WeightsGuide(model, start).setup()
 
 
-def _support_to_dict(support: Constraint) -> dict[str, Any]:
+def _support_to_dict(support: Constraint) -> Json:
     """Describe a constraint by its class and the arguments of its constructor, read
     from its attributes.
     """
     kind = type(support)
-    data: dict[str, Any] = {"kind": kind.__name__}
+    data: Json = {"kind": kind.__name__}
     for name in (
         inspect.signature(kind).parameters
         if _KINDS.get(kind.__name__) is kind

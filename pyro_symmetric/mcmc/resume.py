@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pyro_symmetric._process import LOCK
 from pyro_symmetric._version import __version__
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.mcmc.digest import complete_digest, digest, is_installed
 from pyro_symmetric.mcmc.kernels.kernel import Kernel
@@ -57,7 +58,7 @@ VERSIONS = {
 # the identity of a run ----------------------------------------------------------------
 
 
-def identify(settings: Settings, density: Density, seed: int) -> dict[str, Any]:
+def identify(settings: Settings, density: Density, seed: int) -> Json:
     """Return the fingerprint of a run: its call, which must match; its code and
     versions, which must match unless ``resume=True``; and its sources of rounding,
     which only warn.
@@ -289,7 +290,7 @@ def require_storable(fields: Mapping[str, Any], kernel: Kernel) -> None:
 # hashes of data and code --------------------------------------------------------------
 
 
-def as_json(**parts: Any) -> dict[str, Any]:
+def as_json(**parts: Any) -> Json:
     """Convert values to JSON; those that JSON can't represent are replaced by their
     hash.
     """

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from pyro_symmetric import arguments
 from pyro_symmetric._process import drawn_seed, forked
-from pyro_symmetric.arguments import Device, Keywords, Model
+from pyro_symmetric.arguments import Device, Json, Keywords, Model
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.density.traced import ContinuousStart, latent_sites
 from pyro_symmetric.mcmc.kernels.adaptation import LIMIT, Agreement
@@ -591,9 +591,7 @@ def restore(
     return density, run_state
 
 
-def metadata(
-    settings: Settings, density: Density, run_state: RunState
-) -> dict[str, Any]:
+def metadata(settings: Settings, density: Density, run_state: RunState) -> Json:
     """Describe the run so far, for the posterior's metadata."""
     return {
         "kernel": type(settings.kernel).__name__,

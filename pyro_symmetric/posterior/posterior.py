@@ -31,7 +31,15 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Device, Keywords, Model, as_tensor, described
+from pyro_symmetric.arguments import (
+    Device,
+    Json,
+    Keywords,
+    Model,
+    Names,
+    as_tensor,
+    described,
+)
 from pyro_symmetric.posterior.statistics import chain_statistics
 from pyro_symmetric.posterior.tables import metadata_as_json, summary_tables, to_arviz
 from pyro_symmetric.store import PathLike, StoreError, read_store, save_store
@@ -105,7 +113,7 @@ class Posterior:
 
     samples: Weights
     statistics: ByName = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
     kind: Kind = field(kw_only=True)
     source: Source | None = field(default=None, kw_only=True)
     saved_symmetry: Mapping[str, Any] | None = field(default=None, kw_only=True)
@@ -520,7 +528,7 @@ class Posterior:
             raise StoreError(f"{path} is damaged: {error!r}") from error
 
 
-def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> dict[str, Any]:
+def _joint(runs: Sequence[dict[str, Any]], chains: Sequence[int]) -> Json:
     """Join metadata: entries that all runs share, the sum of their ``seconds``, and the
     rest as ``parts``.
     """
@@ -604,7 +612,7 @@ def _require_shapes(
     weights: Tensors,
     name: str,
     shapes: Shapes | None,
-    leading: tuple[str, ...],
+    leading: Names,
 ) -> None:
     for site, shape in (shapes or {}).items():
         given = tuple(weights[site].shape) if site in weights else None

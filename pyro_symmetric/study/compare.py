@@ -25,6 +25,7 @@ import torch
 
 from pyro_symmetric import datasets
 from pyro_symmetric._process import forked
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.compare.results import plain
 from pyro_symmetric.mcmc.digest import digest
 from pyro_symmetric.mcmc.resume import VERSIONS, differences
@@ -76,7 +77,7 @@ class Study:
     problem: Problem
     fits: dict[str, Fit]
     draws: dict[str, Draws]
-    results: dict[str, Any]
+    results: Json
     out: Path
 
     @property
@@ -291,7 +292,7 @@ def threads_for(problem: Problem) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def environment(settings: StudySettings) -> dict[str, Any]:
+def environment(settings: StudySettings) -> Json:
     """Return the versions and the machine, for the record."""
     device = settings.torch_device
     cpu = f"CPU, {torch.get_num_threads()} threads"
@@ -306,7 +307,7 @@ def environment(settings: StudySettings) -> dict[str, Any]:
 # the folder ---------------------------------------------------------------------------
 
 
-def claim_folder(path: Path, problem: Problem) -> dict[str, Any]:
+def claim_folder(path: Path, problem: Problem) -> Json:
     """Make the folder and record in it the study's fingerprint, or check that it is
     this study's.
 
@@ -371,7 +372,7 @@ def load(method: Method, out: Path, fingerprint: Any, say: Say) -> dict[str, Fit
     return fits
 
 
-def identity(method: Method, label: str, fingerprint: Any) -> dict[str, Any]:
+def identity(method: Method, label: str, fingerprint: Any) -> Json:
     """Identify a saved fit."""
     return {
         "study": fingerprint,

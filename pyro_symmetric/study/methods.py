@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from pyro_symmetric.arguments import did_you_mean
+from pyro_symmetric.arguments import Names, did_you_mean
 from pyro_symmetric.posterior.posterior import Posterior
 from pyro_symmetric.study.problem import Problem
 
@@ -66,7 +66,7 @@ class Method:
     fit: FitFunction
     budget: Mapping[str, Any]
     quick: Mapping[str, Any] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    labels: Names = ()
     most_draws: Callable[[Any], int] | None = None
     asked: str = ""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pyro_symmetric._process import without_fast_attention
+from pyro_symmetric.arguments import Json
 from pyro_symmetric.ensembles import ensemble
 from pyro_symmetric.groups import Element, Group
 from pyro_symmetric.models import BayesianModel
@@ -165,7 +166,7 @@ def independent_fit(draws: Weights, trained: Posterior, problem: Problem) -> Fit
     return Fit(Posterior(samples, kind="independent"), losses_of(trained, problem))
 
 
-def losses_of(trained: Posterior, problem: Problem) -> dict[str, Any]:
+def losses_of(trained: Posterior, problem: Problem) -> Json:
     """Return the mean loss of each epoch in nats; networks are trained on the loss per
     row.
     """

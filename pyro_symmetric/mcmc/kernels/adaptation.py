@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Model
+from pyro_symmetric.arguments import Model, Names
 from pyro_symmetric.density.density import Density, evaluated_once
 from pyro_symmetric.mcmc.kernels.kernel import (
     Kernel,
@@ -118,7 +118,7 @@ class TunedKernel(Kernel):
     adapt_mass_matrix: bool = True
     full_mass: bool = False
 
-    ignored: ClassVar[tuple[str, ...]] = IGNORED
+    ignored: ClassVar[Names] = IGNORED
     refused: ClassVar[Mapping[str, str]] = REFUSED
 
     def __post_init__(self) -> None:

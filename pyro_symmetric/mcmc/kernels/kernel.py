@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_symmetric import arguments
-from pyro_symmetric.arguments import Model
+from pyro_symmetric.arguments import Json, Model, Names
 from pyro_symmetric.density.density import Density
 from pyro_symmetric.density.eager import Evaluate
 from pyro_symmetric.density.traced import require_model
@@ -97,7 +97,7 @@ OF_SAMPLE = {
 class _KernelType(ABCMeta):
     """Class of kernels, whose calls name the right argument for a wrong one."""
 
-    ignored: tuple[str, ...]
+    ignored: Names
     refused: Mapping[str, str]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class Kernel(metaclass=_KernelType):
     # approximate number of gradients in an iteration, if known in advance
     num_steps: int | None = None
     warmups: ClassVar[tuple[int, ...]] = (500,)
-    ignored: ClassVar[tuple[str, ...]] = ()  # arguments that mean nothing
+    ignored: ClassVar[Names] = ()  # arguments that mean nothing
     # arguments of Pyro's kernels, and what to do instead
     refused: ClassVar[Mapping[str, str]] = {}
     # one of Pyro's, which places chains unless ``initial`` does
@@ -174,7 +174,7 @@ class Kernel(metaclass=_KernelType):
         """
         return state
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Return the settings, for the metadata of a posterior."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         values = {name: getattr(self, name) for name in names if name != "model"}
